@@ -1,0 +1,21 @@
+"""Linear → scale → BatchNorm (→ activation) in PyTorch, at the price of the Linear alone."""
+
+from .errors import GemmNormError
+from .functional import linear_scale_batch_norm
+from .module import LinearScaleBatchNorm1d
+from .plan import set_strategy
+from .tools.explain import explain, warmup
+from .tools.fuse import fuse, fuse_report, unfuse
+
+__version__ = "0.1.0"
+__all__ = [
+    "GemmNormError",
+    "LinearScaleBatchNorm1d",
+    "explain",
+    "fuse",
+    "fuse_report",
+    "linear_scale_batch_norm",
+    "set_strategy",
+    "unfuse",
+    "warmup",
+]

@@ -1,0 +1,163 @@
+"""The functional form of the fused operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import activations, collective, ops
+from .errors import GemmNormTypeError, GemmNormValueError
+
+
+def linear_scale_batch_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scale: Tensor | float | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    bn_weight: Tensor | None = None,
+    bn_bias: Tensor | None = None,
+    *,
+    num_batches_tracked: Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    process_group: Any | None = None,
+    strategy: str | None = None,
+) -> Tensor:
+    """φ(BatchNorm((x Wᵀ + b)·s)) in fused kernels; the same function as the chain of PyTorch ops.
+
+        F.batch_norm(F.linear(x, weight, bias) * scale, running_mean, running_var, bn_weight, bn_bias,
+                     training, momentum, eps)                     followed by the activation
+
+    Args:
+        x: [B, I]. Anything but two dimensions runs the original ops (BatchNorm1d normalises dimension 1).
+        weight: [O, I], as `nn.Linear` stores it.
+        bias: [O] or None.
+        scale: a tensor [O], [1, O], [1] or [], a number, or None.
+        running_mean: [O] or None; updated in place when `training`.
+        running_var: [O] or None; updated in place with the unbiased variance when `training`.
+        bn_weight: γ [O] or None.
+        bn_bias: β [O] or None.
+        num_batches_tracked: the int64 counter of `nn.BatchNorm1d`, or None; incremented when `training`.
+        training: normalise with the statistics of this batch (else with the running ones).
+        momentum: weight of the new statistics in the running ones; None averages over all batches so far.
+        eps: added to the variance.
+        activation: None, or a name such as `"relu"`, `"gelu_tanh"`, `"leaky_relu(0.2)"` (`gemmnorm.activations`).
+        process_group: synchronise the statistics over this `torch.distributed` group, as `SyncBatchNorm` does.
+        strategy: one of `gemmnorm.plan.STRATEGIES`; None lets the planner choose.
+
+    Returns:
+        y [B, O], of the dtype that the chain of PyTorch ops would return, under autocast too.
+
+    Raises:
+        GemmNormValueError: a wrong shape, or one row in training mode (a `ValueError`, as in BatchNorm1d).
+        GemmNormTypeError: dtypes or devices that do not go together (a `TypeError`).
+    """
+    if x.dim() != 2:
+        return _composed(
+            x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
+            training, momentum, eps, activation,
+        )  # fmt: skip
+    check_arguments(
+        x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked, training
+    )
+    if momentum is None:
+        momentum = -1.0 if num_batches_tracked is not None else 0.0
+    if process_group is not None and collective.world_size(process_group) > 1 and training:
+        return collective.linear_scale_sync_batch_norm(
+            x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
+            momentum, eps, activation, process_group,
+        )  # fmt: skip
+    return ops.linear_scale_batch_norm(
+        x, weight, bias, scale, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias,
+        training, momentum, eps, activation, strategy,
+    )  # fmt: skip
+
+
+def _composed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | float | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    activation: str | None,
+) -> Tensor:
+    """The original chain, op by op, for inputs that BatchNorm1d treats otherwise than the fused operator."""
+    z = F.linear(x, weight, bias)
+    z = z if scale is None else z * scale
+    if training and num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+    if momentum is None:
+        momentum = 1.0 / float(num_batches_tracked) if training and num_batches_tracked is not None else 0.0
+    z = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, momentum, eps)
+    return activations.forward(z, activation)
+
+
+def check_arguments(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | float | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    training: bool,
+) -> None:
+    """Raise for arguments that do not fit together, naming the argument, what was expected and what came."""
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        raise GemmNormValueError(
+            f"weight: expected [out_features, {x.shape[1]}] to go with x {tuple(x.shape)}; got {tuple(weight.shape)}"
+        )
+    features = weight.shape[0]
+    if training and x.shape[0] == 1:
+        raise GemmNormValueError(
+            f"Expected more than 1 value per channel when training, got input size {torch.Size([1, features])}"
+        )
+    if (running_mean is None) != (running_var is None):
+        raise GemmNormValueError("running_mean and running_var: expected both or neither; got one of them")
+    if not training and running_mean is None:
+        raise GemmNormValueError("running_mean: expected a tensor when training is False; got None")
+    device = x.device
+    if not x.is_floating_point():
+        raise GemmNormTypeError(f"x: expected a floating-point tensor; got {x.dtype}")
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(device.type):
+        raise GemmNormTypeError(f"weight: expected the dtype of x, {x.dtype}; got {weight.dtype}")
+    if weight.device != device:
+        raise GemmNormTypeError(f"weight: expected a tensor on {device}, as x is; got {weight.device}")
+    for name, vector in (
+        ("bias", bias),
+        ("running_mean", running_mean),
+        ("running_var", running_var),
+        ("bn_weight", bn_weight),
+        ("bn_bias", bn_bias),
+    ):
+        if vector is None:
+            continue
+        if vector.shape != (features,):
+            raise GemmNormValueError(f"{name}: expected shape ({features},); got {tuple(vector.shape)}")
+        if vector.device != device:
+            raise GemmNormTypeError(f"{name}: expected a tensor on {device}, as x is; got {vector.device}")
+    if isinstance(scale, Tensor):
+        if tuple(scale.shape) not in ((features,), (1, features), (1,), ()):
+            raise GemmNormValueError(
+                f"scale: expected shape ({features},), (1, {features}), (1,) or (); got {tuple(scale.shape)}"
+            )
+        if scale.device != device and scale.dim() > 0:
+            raise GemmNormTypeError(f"scale: expected a tensor on {device}, as x is; got {scale.device}")
+    if num_batches_tracked is not None and num_batches_tracked.dtype != torch.int64:
+        raise GemmNormTypeError(f"num_batches_tracked: expected torch.int64; got {num_batches_tracked.dtype}")

@@ -1,0 +1,166 @@
+// Types, conversions and memory access shared by every kernel. Includes nothing: NVRTC needs no toolkit headers.
+#pragma once
+
+namespace gemmnorm {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+// One statistics group: the rows over which partial results are taken, in every strategy.
+constexpr int kGroupRows = 128;
+// Threads of a block of the memory-bound kernels: TX along the features, kThreads / TX along the rows.
+constexpr int kThreads = 256;
+
+struct half {
+  u16 bits;
+};
+struct bfloat16 {
+  u16 bits;
+};
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(half v) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v.bits));
+  return f;
+}
+__device__ __forceinline__ float to_float(bfloat16 v) { return __uint_as_float(static_cast<u32>(v.bits) << 16); }
+
+__device__ __forceinline__ void from_float(float f, float& v) { v = f; }
+__device__ __forceinline__ void from_float(float f, half& v) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v.bits) : "f"(f)); }
+__device__ __forceinline__ void from_float(float f, bfloat16& v) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v.bits) : "f"(f));
+}
+
+// Two conversions in one instruction; `low` becomes the element at the lower address.
+__device__ __forceinline__ u32 pack(float low, float high, half) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ u32 pack(float low, float high, bfloat16) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// The machine word(s) that move BYTES bytes at once.
+template <int BYTES>
+struct Word;
+template <>
+struct Word<2> {
+  using type = u16;
+};
+template <>
+struct Word<4> {
+  using type = u32;
+};
+template <>
+struct Word<8> {
+  using type = uint2;
+};
+template <>
+struct Word<16> {
+  using type = uint4;
+};
+struct TwoWords {
+  uint4 low, high;
+};
+template <>
+struct Word<32> {
+  using type = TwoWords;
+};
+
+// N neighbouring elements of a row, moved as one or two aligned words.
+template <class T, int N>
+struct alignas(sizeof(typename Word<N * sizeof(T)>::type)) Vec {
+  T at[N];
+};
+
+template <class T, int N>
+__device__ __forceinline__ Vec<T, N> load(const T* p) {
+  using W = typename Word<N * sizeof(T)>::type;
+  Vec<T, N> v;
+  *reinterpret_cast<W*>(&v) = *reinterpret_cast<const W*>(p);
+  return v;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store(T* p, const float (&f)[N]) {
+  using W = typename Word<N * sizeof(T)>::type;
+  Vec<T, N> v;
+#pragma unroll
+  for (int i = 0; i < N; ++i) from_float(f[i], v.at[i]);
+  *reinterpret_cast<W*>(p) = *reinterpret_cast<W*>(&v);
+}
+
+// A per-feature vector that may be absent.
+template <class T>
+__device__ __forceinline__ float value_or(const T* vector, i64 index, float absent) {
+  return vector ? to_float(vector[index]) : absent;
+}
+
+// The scale of feature j: a vector (stride 1), one number in memory (stride 0), or a number given by value.
+template <class T>
+__device__ __forceinline__ float scale_of(const T* scale, int stride, float number, int j) {
+  return scale ? to_float(scale[static_cast<i64>(j) * stride]) : number;
+}
+
+// Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
+// stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void allow_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The tile of one block: one statistics group of rows by TX·N features. Consecutive blocks walk along a row.
+template <int N, int TX>
+struct Panel {
+  static constexpr int kColumns = TX * N;
+  static constexpr int kLanes = kThreads / TX;  // rows that the block reads at once
+  static constexpr int kRows = kGroupRows / kLanes;  // rows that one thread reads
+
+  int group, lane, tx, column, rows;
+  i64 first_row;
+
+  __device__ __forceinline__ Panel(int batch, int features) {
+    const int panels = (features + kColumns - 1) / kColumns;
+    group = blockIdx.x / panels;
+    tx = threadIdx.x % TX;
+    lane = threadIdx.x / TX;
+    column = (blockIdx.x % panels) * kColumns + tx * N;
+    first_row = static_cast<i64>(group) * kGroupRows;
+    const i64 left = batch - first_row;
+    rows = left < kGroupRows ? static_cast<int>(left) : kGroupRows;
+  }
+};
+
+// Sums `value[i]` of the threads that share a column, in a fixed order, and hands the sum to all of them.
+template <int N, int TX>
+__device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared /* [lanes][N][TX] */) {
+  constexpr int kLanes = kThreads / TX;
+  const int tx = threadIdx.x % TX, lane = threadIdx.x / TX;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i) shared[(lane * N + i) * TX + tx] = value[i];
+  __syncthreads();
+  // Every thread adds up the columns of its own lane's share, then reads back all of its own.
+  for (int c = threadIdx.x; c < N * TX; c += kThreads) {
+    float sum = shared[c];
+    for (int l = 1; l < kLanes; ++l) sum += shared[l * N * TX + c];
+    shared[c] = sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i) value[i] = shared[i * TX + tx];
+}
+
+}  // namespace gemmnorm

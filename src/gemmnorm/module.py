@@ -1,0 +1,87 @@
+"""The fused chain as a module, with the children and the state_dict keys of the chain that it replaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import activations
+from .functional import linear_scale_batch_norm
+
+
+class LinearScaleBatchNorm1d(nn.Module):
+    """φ(BatchNorm1d(Linear(x) · scale)) in one call.
+
+    The children are ordinary modules, `gemm` (`nn.Linear`) and `bn` (`nn.BatchNorm1d`), and `scale` is a parameter;
+    they are drawn in the order weight, bias, scale (from a normal distribution), so that one seed and one `state_dict`
+    serve this module and the chain written out.
+
+    Args:
+        in_features: I.
+        out_features: O.
+        bias: the Linear has a bias [O].
+        scale: True for a parameter [O]; a shape ((O,), (1, O), (1,) or ()) for a parameter of that shape; False for none.
+        eps, momentum, affine, track_running_stats: as in `nn.BatchNorm1d`.
+        activation: None, or a name of `gemmnorm.activations`, e.g. `"relu"`.
+        process_group: synchronise the statistics over this `torch.distributed` group.
+        device, dtype: of parameters and buffers.
+
+    Shape:
+        x [B, I] → y [B, O]. Anything but two dimensions runs the original ops.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        scale: bool | tuple[int, ...] = True,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str | None = None,
+        process_group: Any | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gemm = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        shape = (out_features,) if scale is True else scale
+        self.scale = None if shape is False else nn.Parameter(torch.randn(shape, device=device, dtype=dtype))
+        self.bn = nn.BatchNorm1d(
+            out_features,
+            eps=eps,
+            momentum=momentum,
+            affine=affine,
+            track_running_stats=track_running_stats,
+            device=device,
+            dtype=dtype,
+        )
+        self.activation = activations.canonical(activation)
+        self.process_group = process_group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y [B, O] for x [B, I]."""
+        bn = self.bn
+        return linear_scale_batch_norm(
+            x,
+            self.gemm.weight,
+            self.gemm.bias,
+            self.scale,
+            bn.running_mean,
+            bn.running_var,
+            bn.weight,
+            bn.bias,
+            num_batches_tracked=bn.num_batches_tracked,
+            training=bn.training or bn.running_mean is None,
+            momentum=bn.momentum,
+            eps=bn.eps,
+            activation=self.activation,
+            process_group=self.process_group,
+        )
+
+    def extra_repr(self) -> str:
+        return "" if self.activation is None else f"activation={self.activation}"

@@ -1,0 +1,243 @@
+"""Registration of the operator with PyTorch: schemas, fakes, autograd, autocast. Nothing else registers anything.
+
+`gemmnorm::linear_scale_batch_norm` is functional but for the running statistics and the counter, which it updates in
+place. Besides y it returns what its backward needs (empty tensors when nobody asked for gradients). The backward is an
+operator of its own, so that `torch.compile` sees two nodes and no Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import runtime
+from .errors import GemmNormRuntimeError
+
+_library = torch.library.Library("gemmnorm", "DEF")
+_library.define(
+    "linear_scale_batch_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, float scale_value,"
+    " Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked,"
+    " Tensor? bn_weight, Tensor? bn_bias, bool training, float momentum, float eps,"
+    " str? activation, str? strategy, bool save)"
+    " -> (Tensor y, Tensor product, Tensor offset, Tensor mean, Tensor rstd)"
+)
+_library.define(
+    "linear_scale_batch_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor? scale,"
+    " float scale_value, Tensor? bn_weight, Tensor? bn_bias, Tensor product, Tensor offset, Tensor mean, Tensor rstd,"
+    " bool training, float eps, str? activation, str strategy, bool[6] needs)"
+    " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_scale, Tensor grad_bn_weight,"
+    " Tensor grad_bn_bias)"
+)
+_forward_op = torch.ops.gemmnorm.linear_scale_batch_norm.default
+_backward_op = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default
+
+
+def linear_scale_batch_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | float | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: str | None,
+    strategy: str | None,
+) -> Tensor:
+    """Call the operator; y alone is the caller's business."""
+    tensor = isinstance(scale, Tensor)
+    number = 1.0 if tensor or scale is None else float(scale)  # type: ignore[arg-type]
+    y: Tensor = _forward_op(
+        x, weight, bias, scale if tensor else None, number, running_mean, running_var, num_batches_tracked,
+        bn_weight, bn_bias, training, momentum, eps, activation, strategy, False,
+    )[0]  # fmt: skip
+    return y
+
+
+def _forward_impl(*args: Any) -> tuple[Tensor, ...]:
+    return runtime.forward(*args)
+
+
+def _backward_impl(*args: Any) -> tuple[Tensor, ...]:
+    grads = runtime.backward(*args)
+    x = args[1]
+    return tuple(x.new_empty(0) if g is None else g for g in grads)
+
+
+_library.impl("linear_scale_batch_norm", _forward_impl, "CompositeExplicitAutograd")
+_library.impl("linear_scale_batch_norm_backward", _backward_impl, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("gemmnorm::linear_scale_batch_norm", lib=_library)
+def _forward_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    scale_value: float,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: str | None,
+    strategy: str | None,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    batch, features = x.shape[0], weight.shape[0]
+    out = runtime.output_dtype(x, scale)
+    y = x.new_empty((batch, features), dtype=out)
+    if not save:
+        return y, x.new_empty(0), x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    product = x.new_empty((batch, features))
+    statistics = _statistics_dtype(x, out, running_mean, bn_weight, training, strategy)
+    vector = [x.new_empty((features,), dtype=statistics) for _ in range(2)]
+    return y, product, x.new_empty(0), *vector
+
+
+def _statistics_dtype(
+    x: Tensor,
+    out: torch.dtype,
+    running_mean: Tensor | None,
+    bn_weight: Tensor | None,
+    training: bool,
+    strategy: str | None,
+) -> torch.dtype:
+    """float32 from the kernels; from PyTorch's own batch normalisation what that keeps."""
+    if strategy != "reference":
+        return torch.float32
+    if not training:
+        assert running_mean is not None
+        return running_mean.dtype
+    like = bn_weight if bn_weight is not None else running_mean
+    if out == torch.float64:
+        return torch.float64
+    return torch.float32 if like is None or out == torch.float32 or x.is_cuda else like.dtype
+
+
+@torch.library.register_fake("gemmnorm::linear_scale_batch_norm_backward", lib=_library)
+def _backward_fake(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    scale_value: float,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    product: Tensor,
+    offset: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    training: bool,
+    eps: float,
+    activation: str | None,
+    strategy: str,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    operands = (x, weight, bias, scale, bn_weight, bn_bias)
+    return tuple(
+        x.new_empty(0) if t is None or not needed else t.new_empty(t.shape)
+        for t, needed in zip(operands, needs, strict=True)
+    )
+
+
+class _Function(torch.autograd.Function):
+    """One forward op and one backward op. Kept: x, W, the product, mean and rstd, and the per-feature parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        with torch._C._AutoDispatchBelowAutograd():
+            y, product, offset, mean, rstd = _forward_op(*args)
+        x, weight, bias, scale, scale_value, _, _, _, bn_weight, bn_bias, training, _, eps, activation, strategy, _ = args
+        ctx.save_for_backward(x, weight, bias, scale, bn_weight, bn_bias, product, offset, mean, rstd)
+        ctx.options = (scale_value, training, eps, activation, strategy)
+        ctx.mark_non_differentiable(product, offset, mean, rstd)
+        ctx.set_materialize_grads(False)
+        return y, product, offset, mean, rstd
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 16
+        x, weight, bias, scale, bn_weight, bn_bias, product, offset, mean, rstd = ctx.saved_tensors
+        scale_value, training, eps, activation, strategy = ctx.options
+        inputs = ctx.needs_input_grad
+        needs = [inputs[i] for i in (0, 1, 2, 3, 8, 9)]
+        found = _backward_op(
+            grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, product, offset, mean, rstd,
+            training, eps, activation, strategy, needs,
+        )  # fmt: skip
+        gx, gw, gb, gs, gg, gt = (g if needed else None for g, needed in zip(found, needs, strict=True))
+        return gx, gw, gb, gs, None, None, None, None, gg, gt, None, None, None, None, None, None
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The backward op under autograd: runs it, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        with torch._C._AutoDispatchBelowAutograd():
+            found: tuple[Tensor, ...] = _backward_op(*args)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise GemmNormRuntimeError(
+            "linear_scale_batch_norm has no second derivative; run the original ops where one is needed"
+            " (gemmnorm.unfuse(model))"
+        )
+
+
+def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:
+    x, weight, bias, scale, scale_value, running_mean, _, _, bn_weight, bn_bias, training, _, _, activation = args[:14]
+    differentiable = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias, scale, bn_weight, bn_bias)
+    )
+    save = differentiable or args[15]  # a traced graph asks for the saved tensors itself, with gradients off
+    problem = runtime.describe(
+        x, weight, bias, scale, scale_value, running_mean, bn_weight, bn_bias, training, activation, save
+    )
+    args = (*args[:14], runtime.resolve(problem, args[14]), save)
+    if differentiable:
+        return _Function.apply(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(*args)
+
+
+def _backward_autograd(*args: Any) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+        return _NoSecondDerivative.apply(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        found: tuple[Tensor, ...] = _backward_op(*args)
+        return found
+
+
+_library.impl("linear_scale_batch_norm", _forward_autograd, "Autograd")
+_library.impl("linear_scale_batch_norm_backward", _backward_autograd, "Autograd")
+
+
+def _autocast(device_type: str, key: str) -> None:
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def impl(*args: Any) -> tuple[Tensor, ...]:
+        """x and W in autocast's dtype; statistics and BatchNorm's parameters stay as they are."""
+        dtype = torch.get_autocast_dtype(device_type)
+        x, weight = (t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in args[:2])
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return _forward_op(x, weight, *args[2:])
+
+    _library.impl("linear_scale_batch_norm", impl, key)
+
+
+_autocast("cuda", "AutocastCUDA")
+_autocast("cpu", "AutocastCPU")

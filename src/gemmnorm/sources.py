@@ -1,0 +1,73 @@
+"""The text of the kernels: device sources with their includes inlined, and the entry of every launch of a plan."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from . import activations
+from .plan import ROLES, Launch, Problem, c_types
+
+KERNELS = Path(__file__).parent / "kernels"
+_INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.M)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+
+
+def device_source(files: Iterable[str]) -> str:
+    """The text of `files` (under kernels/) and of all they include, each file once, in the order of need."""
+    seen: list[str] = []
+    return "".join(_inlined(name, seen) for name in files)
+
+
+def _inlined(name: str, seen: list[str]) -> str:
+    if name in seen:
+        return ""
+    seen.append(name)
+    text = _read(name).replace("#pragma once\n", "")
+    return _INCLUDE.sub(lambda match: _inlined(match.group(1), seen), text)
+
+
+@functools.lru_cache(maxsize=None)
+def _read(name: str) -> str:
+    return (KERNELS / name).read_text(encoding="utf-8")
+
+
+def entry_source(launch: Launch, problem: Problem) -> str:
+    """The `__global__` function of a launch: parameters typed by role, one call of the device function."""
+    types = c_types(problem)
+    parameters = []
+    for role in launch.arguments:
+        c_type, shape = ROLES[role]
+        note = f" /* {shape} */" if shape else ""
+        parameters.append(f"    {c_type.format(**types)} {role}{note}")
+    constants = ", ".join(launch.constants)
+    return (
+        f'extern "C" __global__ void __launch_bounds__({launch.block}, {launch.resident}) {launch.entry}(\n'
+        + ",\n".join(parameters)
+        + f") {{\n  gemmnorm::{launch.function}<{constants}>({', '.join(launch.arguments)});\n}}\n"
+    )
+
+
+def translation_unit(launch: Launch, problem: Problem) -> str:
+    """All that NVRTC needs to compile one launch."""
+    return (
+        device_source([launch.source])
+        + "\n"
+        + activations.cuda_struct(problem.activation)
+        + "\n"
+        + entry_source(launch, problem)
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def source_hash() -> str:
+    """SHA-256 of what decides the figures in a result file: the kernel sources, comments stripped, and `plan.py`."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in KERNELS.rglob("*") if p.suffix in (".cu", ".cuh")):
+        text = _COMMENT.sub("", path.read_text(encoding="utf-8"))
+        digest.update(path.relative_to(KERNELS).as_posix().encode() + b"\0" + " ".join(text.split()).encode() + b"\0")
+    digest.update((KERNELS.parent / "plan.py").read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,142 @@
+"""Facts about this machine: what a result file must name, and what `gemmnorm doctor` judges.
+
+Nothing here needs a GPU, and nothing here raises: what cannot be found out is None.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import datetime
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+
+def package_version(*names: str) -> str | None:
+    """The installed version of the first of `names` that is installed."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def major(version: str | None) -> int | None:
+    """The leading number of a version string."""
+    head = (version or "").split(".", 1)[0]
+    return int(head) if head.isdigit() else None
+
+
+def nvrtc_version() -> str | None:
+    """The version of NVRTC's wheel. CUDA 12 has its major in the wheel's name, CUDA 13 only in its version."""
+    return package_version("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+
+
+def driver_cuda_version() -> str | None:
+    """The newest CUDA that the installed driver supports, e.g. `"13.0"`; asks libcuda itself."""
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        library = ctypes.CDLL(name)
+        number = ctypes.c_int(0)
+        if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}" if number.value else None
+
+
+def _output(*command: str) -> str | None:
+    """Standard output of a command, or None when it is not there, fails, or takes more than 20 s."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+_QUERIES = {
+    "driver": "driver_version",
+    "clock_sm_mhz": "clocks.sm",
+    "clock_sm_max_mhz": "clocks.max.sm",
+    "clock_memory_mhz": "clocks.mem",
+    "power_limit_w": "power.limit",
+    "temperature_c": "temperature.gpu",
+}
+
+
+def gpu_facts(device: torch.device) -> dict[str, Any]:
+    """The device's name, architecture and sizes, and what `nvidia-smi` says of driver and clocks."""
+    properties = torch.cuda.get_device_properties(device)
+    text = _output("nvidia-smi", f"--query-gpu={','.join(_QUERIES.values())}", "--format=csv,noheader,nounits", "-i", "0")
+    found = [part.strip() for part in text.splitlines()[0].split(",")] if text else []
+    smi = dict(zip(_QUERIES, found, strict=True)) if len(found) == len(_QUERIES) else dict.fromkeys(_QUERIES)
+    return {
+        "gpu": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": getattr(properties, "L2_cache_size", None),
+        "driver": smi.pop("driver"),
+        "clocks": smi,
+    }
+
+
+def nvcc_version() -> str | None:
+    """nvcc's release, e.g. `"13.0"`, from CUDA_HOME or the path; None without one."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    candidate = os.path.join(home, "bin", "nvcc") if home else None
+    text = _output(candidate, "--version") if candidate else None
+    text = text or _output("nvcc", "--version")
+    for word in (text or "").replace(",", " ").split("release ")[1:]:
+        return word.split()[0]
+    return None
+
+
+def cpu_name() -> str:
+    """The processor's own name where the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return platform.processor() or platform.machine()
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a figure must be read with: hardware, driver, and the versions of everything that took part."""
+    facts: dict[str, Any] = {
+        "device": device.type,
+        "gpu": None,
+        "driver": None,
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "driver_cuda": driver_cuda_version(),
+        "nvrtc": nvrtc_version(),
+        "cuda_core": package_version("cuda-core"),
+        "cuda_bindings": package_version("cuda-bindings"),
+        "torch": torch.__version__,
+        "triton": package_version("triton", "pytorch-triton"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if device.type == "cuda":
+        facts.update(gpu_facts(device))
+    return facts
+
+
+def now() -> str:
+    """The time in UTC, to the second, as ISO 8601."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,369 @@
+"""A recorded `forward`, written out as Python that a person would have written.
+
+The text is what runs in a fused model and what an exported file shows, so there is one of it. Intermediate values take
+over the name of the value that they use up (`x = self.drop(x)`), which also frees them where hand-written code would;
+cheap expressions used once stand where they are used.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import keyword
+import math
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from .matching import Found, resolve
+from .tracing import Untraceable
+
+LINE = 116
+_BINARY = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
+    operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.and_: "&", operator.or_: "|",
+    operator.xor: "^", operator.lshift: "<<", operator.rshift: ">>", operator.eq: "==", operator.ne: "!=",
+    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
+}  # fmt: skip
+_IN_PLACE = {
+    operator.iadd: "+=", operator.isub: "-=", operator.imul: "*=", operator.itruediv: "/=", operator.ifloordiv: "//=",
+    operator.imod: "%=", operator.ipow: "**=", operator.imatmul: "@=", operator.iand: "&=", operator.ior: "|=",
+    operator.ixor: "^=",
+}  # fmt: skip
+_UNARY = {operator.neg: "-", operator.pos: "+", operator.invert: "~"}
+_PURE_METHODS = {"size", "dim", "numel", "ndimension"}
+_ATOM = re.compile(r"[\w.]+(\[[^\[\]]*\]|\([^()]*\))*")
+
+
+class Writer:
+    """Writes the body of one recorded `forward`, each chain as one call.
+
+    Attributes:
+        namespace: what the text refers to besides `self`, by name.
+        imports: the import lines that provide it.
+    """
+
+    def __init__(self, owner: nn.Module, graph: fx.Graph, chains: Iterable[tuple[str, Found]]) -> None:
+        """`chains` are (the name to call, the chain)."""
+        self.owner = owner
+        self.namespace: dict[str, object] = {}
+        self.imports: list[str] = []
+        self.chain_at = {found.bn: (name, found) for name, found in chains}
+        hidden = {node: found for _, found in self.chain_at.values() for node in found.nodes}
+        self.result = {found.bn: found.result for _, found in self.chain_at.values()}
+        self.order = [
+            node for node in graph.nodes
+            if node.op not in ("placeholder", "get_attr") and (node not in hidden or node in self.chain_at)
+        ]  # fmt: skip
+        self.users = self._count_users()
+        self.names: dict[fx.Node, str] = {n: str(n.target) for n in graph.nodes if n.op == "placeholder"}
+        self.inlined = self._choose_inlined()
+        if clash := {"F", "torch", "operator", "math"} & set(self.names.values()):
+            raise Untraceable(f"has a parameter called {clash.pop()}")
+        for node in self.order:  # imports first, so that no variable takes a function's name
+            if node.op == "call_function" and not _is_syntax(node):
+                self._callable(node.target)
+
+    def body(self) -> list[str]:
+        """The statements, without indentation."""
+        statements = [node for node in self.order if node not in self.inlined]
+        last_use: dict[fx.Node, fx.Node] = {}
+        for statement in statements:
+            for used in self._variables(statement):
+                last_use[used] = statement
+        lines: list[str] = []
+        for statement in statements:
+            text = self._expression(statement)
+            if statement.op == "output":
+                lines += _wrapped("return ", text)
+                continue
+            result = self.result.get(statement, statement)
+            used = self._variables(statement)
+            dying = [v for v in used if last_use[v] is statement]
+            if _is_in_place(statement) and statement.args[0] in dying:
+                target, value = (self._argument(a) for a in statement.args)
+                lines.append(f"{target} {_IN_PLACE[statement.target]} {value}")
+                self.names[result] = target
+                continue
+            if result not in last_use:
+                lines += _wrapped("", text)
+                continue
+            first = used[0] if used and used[0] in dying else None
+            self.names[result] = self.names[first] if first is not None else self._new_name(result, last_use)
+            lines += _wrapped(f"{self.names[result]} = ", text)
+        return lines
+
+    # --- which values get a name -------------------------------------------------------------------------------------
+
+    def _inputs(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes whose values a statement needs, in the order in which they are written."""
+        if node in self.chain_at:
+            return [self.chain_at[node][1].input]
+        return list(node.all_input_nodes)
+
+    def _count_users(self) -> dict[fx.Node, list[fx.Node]]:
+        users: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.order:
+            for used in self._inputs(node):
+                users.setdefault(used, []).append(node)
+        return users
+
+    def _choose_inlined(self) -> set[fx.Node]:
+        """Pure expressions with one user and nothing but such expressions in between."""
+        inlined: set[fx.Node] = set()
+        position = {node: i for i, node in enumerate(self.order)}
+        for i in reversed(range(len(self.order))):
+            node = self.order[i]
+            result = self.result.get(node, node)
+            users = self.users.get(result, [])
+            if len(users) != 1 or (users[0] not in self.chain_at and _occurrences(users[0], result) != 1):
+                continue
+            returned = users[0].op == "output" and i + 1 == position[users[0]] and not _is_in_place(node)
+            between = self.order[i + 1 : position[users[0]]]
+            if (_is_pure(node) or returned) and all(n in inlined for n in between):
+                inlined.add(node)
+        return inlined
+
+    def _variables(self, statement: fx.Node) -> list[fx.Node]:
+        """The named values that a statement reads, inlined expressions included."""
+        found: list[fx.Node] = []
+        for node in self._inputs(statement):
+            source = next((bn for bn, result in self.result.items() if result is node), node)
+            if node.op == "get_attr":
+                continue
+            found += self._variables(source) if source in self.inlined else [node]
+        return list(dict.fromkeys(found))
+
+    def _new_name(self, node: fx.Node, live: Iterable[fx.Node]) -> str:
+        base = re.sub(r"\W", "_", node.name).strip("_") or "h"
+        base = base if not base[0].isdigit() else f"h{base}"
+        taken = {*self.names.values(), *self.namespace, "self", "super", "torch", "F", "nn"}
+        name, n = base, 1
+        while name in taken or keyword.iskeyword(name) or hasattr(builtins, name):
+            n += 1
+            name = f"{base}_{n}"
+        return name
+
+    # --- expressions -------------------------------------------------------------------------------------------------
+
+    def _expression(self, node: fx.Node) -> str:
+        if node in self.chain_at:
+            return self._fused_call(*self.chain_at[node])
+        if node.op == "output":
+            return self._argument(node.args[0])
+        if node.op == "call_module":
+            return f"{self.path(str(node.target))}({self._arguments(node.args, node.kwargs)})"
+        if node.op == "call_method":
+            receiver, *rest = node.args
+            return f"{self._atom(receiver)}.{node.target}({self._arguments(rest, node.kwargs)})"
+        return self._function(node)
+
+    def _fused_call(self, name: str, found: Found) -> str:
+        chain = found.chain
+        arguments = [self._argument(found.input), self.path(chain.linear), self.path(chain.bn)]
+        if chain.scale is not None:
+            scale = self.path(chain.scale) if isinstance(chain.scale, str) else self._argument(chain.scale)
+            arguments.append(f"scale={scale}")
+        if chain.activation_module is not None:
+            arguments.append(f"activation={self.path(chain.activation_module)}")
+        elif chain.activation is not None:
+            arguments.append(f'activation="{chain.activation}"')
+        return f"{name}({', '.join(arguments)})"
+
+    def _function(self, node: fx.Node) -> str:
+        target, args = node.target, node.args
+        if target in _BINARY and len(args) == 2:
+            return f"{self._atom(args[0])} {_BINARY[target]} {self._atom(args[1])}"
+        if target in _UNARY and len(args) == 1:
+            return f"{_UNARY[target]}{self._atom(args[0])}"
+        if target is operator.getitem:
+            return f"{self._atom(args[0])}[{self._subscript(args[1])}]"
+        if target is getattr and isinstance(args[1], str) and args[1].isidentifier():
+            return f"{self._atom(args[0])}.{args[1]}"
+        kwargs = _without_defaults(target, dict(node.kwargs))
+        return f"{self._callable(target)}({self._arguments(args, kwargs)})"
+
+    def _arguments(self, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+        return ", ".join([*map(self._argument, args), *(f"{k}={self._argument(v)}" for k, v in kwargs.items())])
+
+    def _atom(self, value: Any) -> str:
+        text = self._argument(value)
+        return text if _ATOM.fullmatch(text) else f"({text})"
+
+    def _subscript(self, value: Any) -> str:
+        if isinstance(value, tuple) and value:
+            return ", ".join(map(self._subscript, value)) + ("," if len(value) == 1 else "")
+        if isinstance(value, slice):
+            parts = ["" if p is None else self._argument(p) for p in (value.start, value.stop, value.step)]
+            return ":".join(parts if value.step is not None else parts[:2])
+        return self._argument(value)
+
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            if value.op == "get_attr":
+                return self.path(str(value.target))
+            source = next((bn for bn, result in self.result.items() if result is value), value)
+            return self._expression(source) if source in self.inlined else self.names[value]
+        if value is None or value is ... or isinstance(value, (bool, int, str)):
+            return "..." if value is ... else repr(value)
+        if isinstance(value, float):
+            return repr(value) if math.isfinite(value) else f'float("{value}")'
+        if isinstance(value, torch.Size):
+            return self._argument(tuple(value))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return f"{self._callable(type(value))}({self._arguments(value, {})})"
+        if isinstance(value, tuple):
+            return f"({', '.join(map(self._argument, value))}{',' * (len(value) == 1)})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._argument, value))}]"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{self._argument(k)}: {self._argument(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"slice({', '.join(map(self._argument, (value.start, value.stop, value.step)))})"
+        if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
+            self._import("torch", torch, "import torch")
+            return str(value)
+        if isinstance(value, torch.device):
+            self._import("torch", torch, "import torch")
+            return f'torch.device("{value}")'
+        raise Untraceable(f"uses a {type(value).__name__} that cannot be written down")
+
+    def _callable(self, target: Any) -> str:
+        """The name of a function, importing it if need be."""
+        name = getattr(target, "__name__", "")
+        for module, prefix, line in (
+            (F, "F", "import torch.nn.functional as F"),
+            (torch, "torch", "import torch"),
+            (operator, "operator", "import operator"),
+            (math, "math", "import math"),
+        ):
+            if name and getattr(module, name, None) is target:
+                self._import(prefix, module, line)
+                return f"{prefix}.{name}"
+        if getattr(builtins, name, None) is target:
+            return name
+        home = getattr(target, "__module__", None)
+        if not name.isidentifier():
+            raise Untraceable(f"calls {target!r}, which has no name")
+        taken = set(self.names.values())
+        while self.namespace.get(name, target) is not target or hasattr(builtins, name) or name in taken:
+            name += "_"
+        alias = f" as {name}" if name != target.__name__ else ""
+        self._import(name, target, f"from {home} import {target.__name__}{alias}")
+        return name
+
+    def _import(self, name: str, value: object, line: str) -> None:
+        self.namespace[name] = value
+        if line not in self.imports:
+            self.imports.append(line)
+
+    def path(self, path: str) -> str:
+        """`self.gemm`, `self.layers[0].bn`, `self["key"]`: a dotted path below the owner as an expression."""
+        return path_expression(self.owner, path)
+
+
+def path_expression(owner: nn.Module, path: str) -> str:
+    """A dotted path below `owner` ("" for itself) as an expression in `self`."""
+    text, module = "self", owner
+    for name in path.split(".") if path else ():
+        indexed = isinstance(module, (nn.Sequential, nn.ModuleList)) and name in module._modules
+        if indexed and list(module._modules) == [str(i) for i in range(len(module._modules))]:
+            text += f"[{name}]"
+        elif isinstance(module, nn.ModuleDict) and name in module._modules:
+            text += f"[{name!r}]"
+        elif name.isidentifier() and not keyword.iskeyword(name):
+            text += f".{name}"
+        else:
+            text = f"getattr({text}, {name!r})"
+        module = resolve(module, name)
+    return text
+
+
+def signature(parameters: Iterable[inspect.Parameter]) -> str:
+    """`x, mask=None, *, flag=False`: what stands behind `self` in the def."""
+    parts: list[str] = []
+    for p in parameters:
+        if p.kind is p.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        parts.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}")
+        if p.kind is p.POSITIONAL_ONLY:
+            parts[:] = [*(part for part in parts if part != "/"), "/"]
+    return "".join(f", {part}" for part in parts)
+
+
+def forwarded(parameters: Iterable[inspect.Parameter]) -> str:
+    """`x, mask, flag=flag`: the same parameters as arguments."""
+    return ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters)
+
+
+def merge_modes(train: list[str], evaluation: list[str]) -> list[str]:
+    """One body for both modes: where they differ only in True against False, `self.training` says which."""
+    if train == evaluation:
+        return train
+    if len(train) == len(evaluation):
+        merged = [_merge_line(a, b) for a, b in zip(train, evaluation, strict=True)]
+        if None not in merged:
+            return [line for line in merged if line is not None]
+    indented = ["    " + line for line in train]
+    return ["if self.training:", *indented, *evaluation]
+
+
+def _merge_line(train: str, evaluation: str) -> str | None:
+    pieces = [re.findall(r"\w+|\W", line) for line in (train, evaluation)]
+    if len(pieces[0]) != len(pieces[1]):
+        return None
+    merged = []
+    for a, b in zip(*pieces, strict=True):
+        if a != b and (a, b) not in (("True", "False"), ("False", "True")):
+            return None
+        merged.append(a if a == b else "self.training" if a == "True" else "(not self.training)")
+    return "".join(merged)
+
+
+def _wrapped(prefix: str, text: str) -> list[str]:
+    """One statement, with the arguments of its outermost call on a line of their own if it would be too long."""
+    if len(prefix) + len(text) <= LINE - 8 or not text.endswith(")") or "(" not in text:
+        return [prefix + text]
+    head, inside = text[:-1].split("(", 1)
+    return [f"{prefix}{head}(", f"    {inside}", ")"]
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _IN_PLACE
+
+
+def _is_syntax(node: fx.Node) -> bool:
+    """An operator, subscript or attribute, which has no function to call."""
+    return node.target in (getattr, operator.getitem) or node.target in _BINARY or node.target in _UNARY
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _PURE_METHODS
+    return node.op == "call_function" and _is_syntax(node)
+
+
+def _occurrences(user: fx.Node, node: fx.Node) -> int:
+    count = 0
+
+    def visit(argument: fx.Node) -> fx.Node:
+        nonlocal count
+        count += argument is node
+        return argument
+
+    fx.node.map_arg((user.args, user.kwargs), visit)
+    return count
+
+
+def _without_defaults(target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Without the keyword arguments that only repeat the function's defaults, as torch.fx records them."""
+    try:
+        defaults = {p.name: p.default for p in inspect.signature(target).parameters.values()}
+    except (TypeError, ValueError):
+        return kwargs
+    return {k: v for k, v in kwargs.items() if k not in defaults or v is not defaults[k]}
