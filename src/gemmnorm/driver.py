@@ -89,15 +89,15 @@ def compile_report(launch: Launch, problem: Problem, arch: int) -> dict[str, int
     log = io.StringIO()
     _program(sources.translation_unit(launch, problem), arch, ptxas_options="-v").compile("cubin", logs=log)
     text = log.getvalue()
-    spill = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
-    registers = re.search(r"Used (\d+) registers", text)
-    if spill is None or registers is None:
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    registers = re.findall(r"Used (\d+) registers", text)
+    if not spills or not registers:
         raise GemmNormRuntimeError(f"the compiler's report of {launch.entry} was not understood:\n{text}")
-    stack, stores, loads = (int(v) for v in spill.groups())
-    return {"registers": int(registers.group(1)), "stack": stack, "spill_stores": stores, "spill_loads": loads}
+    stack, stores, loads = (max(int(v) for v in values) for values in zip(*spills, strict=True))
+    return {"registers": max(map(int, registers)), "stack": stack, "spill_stores": stores, "spill_loads": loads}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernel(text: str, entry: str, arch: int) -> Any:
     """The loaded kernel `entry` of a translation unit; from the disk cache where it has been compiled before."""
     cache = _disk_cache()
@@ -112,9 +112,7 @@ def _kernel(text: str, entry: str, arch: int) -> Any:
     try:
         from cuda.core.utils import make_program_cache_key
 
-        key = make_program_cache_key(
-            code=text, code_type="c++", options=_options(arch), target_type="cubin"
-        )
+        key = make_program_cache_key(code=text, code_type="c++", options=_options(arch), target_type="cubin")
         cache[key] = code
     except Exception as error:
         warnings.warn(f"the kernel cache could not be mended: {error}", GemmNormWarning, stacklevel=2)
@@ -127,11 +125,49 @@ def _options(arch: int) -> Any:
     return ProgramOptions(arch=target(arch), std="c++17", name="gemmnorm.cu")
 
 
+@functools.lru_cache(maxsize=1)
+def _map_options() -> tuple[Any, Any, dict[torch.dtype, Any]]:
+    """128-byte swizzle, 256-byte promotion in the L2, and the copy engine's name of each dtype."""
+    # cuda.core 1.2 documents these enumerations and exports them here only.
+    from cuda.core._tensor_map import TensorMapDataType, TensorMapL2Promotion, TensorMapSwizzle
+
+    types = {
+        torch.float16: TensorMapDataType.FLOAT16,
+        torch.bfloat16: TensorMapDataType.BFLOAT16,
+        torch.float32: TensorMapDataType.TFLOAT32,  # rounded to TF32 on the way in, where the tensor cores would truncate
+    }
+    return TensorMapSwizzle.SWIZZLE_128B, TensorMapL2Promotion.L2_256B, types
+
+
+_maps: dict[tuple[Any, ...], Any] = {}
+
+
+def tensor_map(t: torch.Tensor, rows: int, columns: int) -> Any:
+    """The copy engine's view of a contiguous matrix, cut into boxes of rows × columns.
+
+    A map holds an address and sizes, nothing of the contents, so maps are kept by exactly those.
+    """
+    key = (t.data_ptr(), t.shape, t.dtype, t.device.index, rows, columns)
+    found = _maps.get(key)
+    if found is None:
+        from cuda.core.utils import StridedMemoryView
+
+        swizzle, promotion, types = _map_options()
+        words = t.detach().view(torch.int16 if t.element_size() == 2 else torch.float32)
+        view = StridedMemoryView.from_any_interface(words, stream_ptr=-1)
+        found = view.as_tensor_map((rows, columns), data_type=types[t.dtype], swizzle=swizzle, l2_promotion=promotion)
+        if len(_maps) >= 4096:
+            _maps.clear()
+        _maps[key] = found
+    return found
+
+
 class Launcher:
     """A launch bound to its compiled kernel; called with a stream and the arguments in order."""
 
     def __init__(self, launch: Launch, problem: Problem) -> None:
-        from cuda.core import LaunchConfig, launch as core_launch
+        from cuda.core import LaunchConfig
+        from cuda.core import launch as core_launch
 
         assert problem.chip is not None
         text = sources.translation_unit(launch, problem)
@@ -140,13 +176,30 @@ class Launcher:
         self._config = LaunchConfig(
             grid=launch.grid.value(problem.batch),
             block=launch.block,
-            programmatic_stream_serialization=problem.chip.arch >= 90,
+            shmem_size=launch.shared,
+            is_cooperative=launch.cooperative,
+            programmatic_stream_serialization=problem.chip.arch >= 90 and not launch.cooperative,
         )
         self._launch = core_launch
+        if launch.shared > 48 * 1024:
+            _allow_shared(self._kernel, launch.shared)
         self.arguments = launch.arguments
+        self.maps = launch.maps
+        self.numbers = {role: int32(value) for role, value in launch.numbers}
 
     def __call__(self, stream: Any, values: list[Any]) -> None:
         self._launch(stream, self._config, self._kernel, *values)
+
+
+def _allow_shared(kernel: Any, size: int) -> None:
+    """Lift the limit of 48 KB of dynamic shared memory on the current device."""
+    from cuda.bindings import driver as cu
+
+    attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    for index in range(torch.cuda.device_count()):
+        (result,) = cu.cuKernelSetAttribute(attribute, size, kernel.handle, cu.CUdevice(index))
+        if int(result) != 0:
+            raise GemmNormRuntimeError(f"{size} bytes of shared memory are not to be had: {result}")
 
 
 @functools.lru_cache(maxsize=256)
@@ -156,9 +209,28 @@ def _stream_object(handle: int) -> Any:
     return Stream.from_handle(handle)
 
 
+_threads = threading.local()
+
+
+def enter(device_index: int) -> None:
+    """Make the device's context current in this thread, which PyTorch's backward threads leave to the first caller."""
+    entered = _threads.__dict__.setdefault("devices", set())
+    if device_index not in entered:
+        from cuda.core import Device
+
+        Device(device_index).set_current()
+        entered.add(device_index)
+
+
+def stream_handle(device_index: int) -> int:
+    """PyTorch's current stream on a device, as a number."""
+    handle: int = torch._C._cuda_getCurrentRawStream(device_index)
+    return handle
+
+
 def current_stream(device_index: int) -> Any:
     """PyTorch's current stream on a device, as cuda.core takes it."""
-    return _stream_object(torch._C._cuda_getCurrentRawStream(device_index))
+    return _stream_object(stream_handle(device_index))
 
 
 int32 = np.int32

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from . import activations, collective, ops
+from . import activations, collective, ops, reference
 from .errors import GemmNormTypeError, GemmNormValueError
 
 
@@ -59,17 +58,21 @@ def linear_scale_batch_norm(
         GemmNormValueError: a wrong shape, or one row in training mode (a `ValueError`, as in BatchNorm1d).
         GemmNormTypeError: dtypes or devices that do not go together (a `TypeError`).
     """
-    if x.dim() != 2:
-        return _composed(
-            x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
-            training, momentum, eps, activation,
-        )  # fmt: skip
-    check_arguments(
-        x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked, training
-    )
     if momentum is None:
         momentum = -1.0 if num_batches_tracked is not None else 0.0
-    if process_group is not None and collective.world_size(process_group) > 1 and training:
+    if activation is not None and not torch.compiler.is_compiling():
+        activations.parse(activation)  # an unknown name is refused before anything is updated
+    if x.dim() != 2:
+        return reference.chain(
+            x, weight, bias, scale, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias,
+            training, momentum, eps, activation,
+        )  # fmt: skip
+    synchronised = process_group is not None and training and collective.world_size(process_group) > 1
+    check_arguments(
+        x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
+        training, rows=2 if training and not synchronised else 0,
+    )  # fmt: skip
+    if synchronised:
         return collective.linear_scale_sync_batch_norm(
             x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
             momentum, eps, activation, process_group,
@@ -78,32 +81,6 @@ def linear_scale_batch_norm(
         x, weight, bias, scale, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias,
         training, momentum, eps, activation, strategy,
     )  # fmt: skip
-
-
-def _composed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | float | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    bn_weight: Tensor | None,
-    bn_bias: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    activation: str | None,
-) -> Tensor:
-    """The original chain, op by op, for inputs that BatchNorm1d treats otherwise than the fused operator."""
-    z = F.linear(x, weight, bias)
-    z = z if scale is None else z * scale
-    if training and num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
-    if momentum is None:
-        momentum = 1.0 / float(num_batches_tracked) if training and num_batches_tracked is not None else 0.0
-    z = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, momentum, eps)
-    return activations.forward(z, activation)
 
 
 def check_arguments(
@@ -117,14 +94,18 @@ def check_arguments(
     bn_bias: Tensor | None,
     num_batches_tracked: Tensor | None,
     training: bool,
+    rows: int,
 ) -> None:
-    """Raise for arguments that do not fit together, naming the argument, what was expected and what came."""
+    """Raise for arguments that do not fit together, naming the argument, what was expected and what came.
+
+    `rows` is the fewest that x may have unless it is empty: 2 where its own rows are all that the statistics see.
+    """
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise GemmNormValueError(
             f"weight: expected [out_features, {x.shape[1]}] to go with x {tuple(x.shape)}; got {tuple(weight.shape)}"
         )
     features = weight.shape[0]
-    if training and x.shape[0] == 1:
+    if 0 < x.shape[0] < rows:
         raise GemmNormValueError(
             f"Expected more than 1 value per channel when training, got input size {torch.Size([1, features])}"
         )

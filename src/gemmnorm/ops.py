@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import runtime
+from . import plan, reference, runtime
 from .errors import GemmNormRuntimeError
 
 _library = torch.library.Library("gemmnorm", "DEF")
@@ -50,7 +50,17 @@ def linear_scale_batch_norm(
     activation: str | None,
     strategy: str | None,
 ) -> Tensor:
-    """Call the operator; y alone is the caller's business."""
+    """Call the operator; y alone is the caller's business.
+
+    Off the GPU, in eager mode and with no strategy asked for, the chain itself runs instead: there is nothing to fuse,
+    and the operator's host time would show in small layers.
+    """
+    eager = not x.is_cuda and not torch.compiler.is_compiling() and runtime.unobserved()
+    if eager and plan.check_strategy(strategy) is None:
+        return reference.chain(
+            x, weight, bias, scale, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias,
+            training, momentum, eps, activation,
+        )  # fmt: skip
     tensor = isinstance(scale, Tensor)
     number = 1.0 if tensor or scale is None else float(scale)  # type: ignore[arg-type]
     y: Tensor = _forward_op(
@@ -101,7 +111,10 @@ def _forward_fake(
     product = x.new_empty((batch, features))
     statistics = _statistics_dtype(x, out, running_mean, bn_weight, training, strategy)
     vector = [x.new_empty((features,), dtype=statistics) for _ in range(2)]
-    return y, product, x.new_empty(0), *vector
+    groups = -(-batch // plan.GROUP_ROWS)
+    own_gemm = strategy in ("gemm_stats_apply", "one_kernel") and training
+    offset = x.new_empty((groups, features), dtype=torch.float32) if own_gemm else x.new_empty(0)
+    return y, product, offset, *vector
 
 
 def _statistics_dtype(
@@ -158,7 +171,9 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
         with torch._C._AutoDispatchBelowAutograd():
             y, product, offset, mean, rstd = _forward_op(*args)
-        x, weight, bias, scale, scale_value, _, _, _, bn_weight, bn_bias, training, _, eps, activation, strategy, _ = args
+        x, weight, bias, scale, scale_value, _, _, _, bn_weight, bn_bias, training, _, eps, activation, strategy, _ = (
+            args
+        )
         ctx.save_for_backward(x, weight, bias, scale, bn_weight, bn_bias, product, offset, mean, rstd)
         ctx.options = (scale_value, training, eps, activation, strategy)
         ctx.mark_non_differentiable(product, offset, mean, rstd)

@@ -36,6 +36,35 @@ def averaging_factor(momentum: float, num_batches_tracked: Tensor | None) -> flo
     return 0.0 if num_batches_tracked is None else 1.0 / float(num_batches_tracked)
 
 
+def chain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Scale,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: str | None,
+) -> Tensor:
+    """The original chain, op by op, differentiated by PyTorch. x [..., I]; BatchNorm1d normalises dimension 1."""
+    z = F.linear(x, weight, bias)
+    if isinstance(scale, Tensor):
+        z = z * scale if torch.is_grad_enabled() else _scaled_in_place(z, scale)
+    else:
+        z = scaled(z, scale)
+    factor = 0.0
+    if training:
+        if num_batches_tracked is not None:
+            num_batches_tracked.add_(1)
+        factor = averaging_factor(momentum, num_batches_tracked)
+    return _activate(F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps), activation)
+
+
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -66,9 +95,11 @@ def forward(
         out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
         empty = out.new_empty(0)
         return _activate(out, activation), empty, empty.clone(), empty.clone()
-    out, mean, rstd = torch.native_batch_norm(
-        z, bn_weight, bn_bias, running_mean, running_var, training, factor, eps
-    )
+    if x.shape[0] == 0:  # nothing to normalise with: PyTorch counts the batch and leaves the rest alone
+        out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
+        zeros = out.new_zeros(weight.shape[0])
+        return _activate(out, activation), product, zeros, zeros.clone()
+    out, mean, rstd = torch.native_batch_norm(z, bn_weight, bn_bias, running_mean, running_var, training, factor, eps)
     if not training:
         assert running_mean is not None and running_var is not None
         mean, rstd = running_mean.clone(), (running_var + eps).rsqrt()
@@ -101,7 +132,12 @@ def backward(
     activation: str | None,
     needs: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of (x, weight, bias, scale, bn_weight, bn_bias); None where `needs` is False. `grad` is ∂L/∂y [B, O]."""
+    """Gradients of (x, weight, bias, scale, bn_weight, bn_bias); None where `needs` is False. grad: ∂L/∂y [B, O]."""
+    if x.shape[0] == 0:
+        operands = (x, weight, bias, scale if isinstance(scale, Tensor) else None, bn_weight, bn_bias)
+        return tuple(
+            torch.zeros_like(t) if t is not None and needed else None for t, needed in zip(operands, needs, strict=True)
+        )
     z = scaled(product, scale)
     if activation is not None:
         normalised = (z - mean) * rstd

@@ -95,7 +95,7 @@ def problem_of(
     )
 
 
-_broken: set[str] = set()
+_warned: set[str] = set()
 _recorders: list[list[Plan]] = []
 
 
@@ -110,28 +110,39 @@ def recording() -> Iterator[list[Plan]]:
         _recorders.remove(plans)
 
 
+def unobserved() -> bool:
+    """Nobody is recording plans."""
+    return not _recorders
+
+
 def resolve(problem: Problem, strategy: str | None) -> str:
     """The strategy that will run: the one asked for where it can serve, else the planner's choice.
 
     Compiles what it needs, so that a kernel that does not compile or load on this machine is found out here: then
     the next strategy takes over, with one warning.
     """
-    chosen = plan.cached_plan(problem, plan.check_strategy(strategy), "forward")
-    if chosen.strategy == "reference":
-        return "reference"
-    if chosen.strategy in _broken:
-        return "reference"
-    try:
-        _bound(chosen)
-        if problem.save:
-            _bound(plan.cached_plan(problem, chosen.strategy, "backward"))
-    except Exception as error:
-        _broken.add(chosen.strategy)
-        warnings.warn(
-            f"{chosen.strategy} cannot run here, plain PyTorch ops take over: {error}", GemmNormWarning, stacklevel=2
-        )
-        return "reference"
-    return chosen.strategy
+    return _resolved(problem, plan.check_strategy(strategy))
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolved(problem: Problem, requested: str | None) -> str:
+    verdicts = plan.applicable(problem)
+    for name in plan.preference(requested):
+        if verdicts[name] is not None:
+            continue
+        try:
+            _bound(plan.cached_plan(problem, name, "forward"))
+            if problem.save:
+                _bound(plan.cached_plan(problem, name, "backward"))
+        except Exception as error:
+            if name not in _warned:
+                _warned.add(name)
+                warnings.warn(
+                    f"{name} cannot run here, the next strategy takes over: {error}", GemmNormWarning, stacklevel=2
+                )
+            continue
+        return name
+    return "reference"
 
 
 @dataclass(frozen=True)
@@ -147,11 +158,12 @@ class _Bound:
 @functools.lru_cache(maxsize=4096)
 def _bound(chosen: Plan) -> _Bound:
     batch = chosen.problem.batch
-    steps = tuple(
-        driver.Launcher(step, chosen.problem) if isinstance(step, Launch) else step for step in chosen.steps
-    )
-    # Operands of the library's products are tensors of their own; all float32 scratch is one allocation.
-    products = {role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)}
+    steps = tuple(driver.Launcher(step, chosen.problem) if isinstance(step, Launch) else step for step in chosen.steps)
+    # What the library or the copy engine takes is a tensor of its own; all float32 scratch is one allocation.
+    products = {
+        role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)
+    }
+    products |= {m.tensor for step in chosen.launches for m in step.maps}
     tensors = [b for b in (*chosen.outputs, *chosen.workspace) if b in chosen.outputs or b.role in products]
     scratch = [b for b in chosen.workspace if b not in tensors]
     offset, workspace = 0, []
@@ -191,6 +203,7 @@ def run(chosen: Plan, tensors: dict[str, Tensor | None], scalars: dict[str, Any]
     if index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return run(chosen, tensors, scalars)
+    driver.enter(index)
     for role, shape, dtype in bound.buffers:
         if role not in tensors:
             tensors[role] = torch.empty(shape, dtype=dtype, device=device)
@@ -205,16 +218,65 @@ def run(chosen: Plan, tensors: dict[str, Tensor | None], scalars: dict[str, Any]
         tensors[alias] = tensors[role]
     pointers.update(scalars)
     stream = driver.current_stream(index)
+    if chosen.counters:
+        pointers["counters"] = _counters(device).take(driver.stream_handle(index), chosen.counters).data_ptr()
     for step in bound.steps:
         if isinstance(step, Product):
             out = tensors[step.out]
             if out is not None:
                 left, right = tensors[step.left], tensors[step.right]
                 assert left is not None and right is not None
-                torch.mm(left.t() if step.transpose_left else left, right.t() if step.transpose_right else right, out=out)
+                torch.mm(
+                    left.t() if step.transpose_left else left, right.t() if step.transpose_right else right, out=out
+                )
         else:
+            if step.maps:
+                pointers.update(
+                    (m.role, driver.tensor_map(_present(tensors, m.tensor), m.rows, m.columns)) for m in step.maps
+                )
+                pointers["stored_product"] = pointers["product"]
+                pointers.update(step.numbers)
             step(stream, [pointers.get(role, 0) for role in step.arguments])
     return tensors
+
+
+def _present(tensors: dict[str, Tensor | None], role: str) -> Tensor:
+    found = tensors[role]
+    assert found is not None, role
+    return found
+
+
+class _Counters:
+    """Device memory that is zero whenever no kernel runs on it: the kernels leave it as they found it.
+
+    Calls on one stream follow each other and share their numbers; a captured call may be replayed at any time, beside
+    anything, so it gets numbers of its own for good.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._by_stream: dict[tuple[int, int], Tensor] = {}
+        self._pool = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def take(self, stream: int, count: int) -> Tensor:
+        capturing = torch.cuda.is_current_stream_capturing()
+        key = (stream, 1 << max(count - 1, 31).bit_length())
+        found = None if capturing else self._by_stream.get(key)
+        if found is None:
+            size = key[1]
+            if self._pool.numel() < size:
+                self._pool = torch.zeros(max(size, 1 << 16), dtype=torch.int32, device=self._device)
+                if not capturing:
+                    torch.cuda.current_stream(self._device).synchronize()  # other streams will use the rest of it
+            found, self._pool = self._pool[:size], self._pool[size:]
+            if not capturing:
+                self._by_stream[key] = found
+        return found
+
+
+@functools.lru_cache(maxsize=64)
+def _counters(device: torch.device) -> _Counters:
+    return _Counters(device)
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -249,6 +311,7 @@ def _scalars(problem: Problem, scale: Tensor | None, scale_value: float, eps: fl
         "eps": driver.float32(eps),
         "batch": driver.int32(problem.batch),
         "features": driver.int32(problem.out_features),
+        "in_features": driver.int32(problem.in_features),
     }
 
 
@@ -269,7 +332,15 @@ def describe(
     linear = _first(bias, scale)
     norm = _first(running_mean, bn_weight, bn_bias)
     problem = problem_of(
-        x, weight, linear, norm, output_dtype(x, scale), activation, training, save, scale is not None or scale_value != 1.0
+        x,
+        weight,
+        linear,
+        norm,
+        output_dtype(x, scale),
+        activation,
+        training,
+        save,
+        scale is not None or scale_value != 1.0,
     )
     if bias is not None and scale is not None and bias.dtype != scale.dtype:
         problem = replace(problem, linear_dtype="float32")
@@ -298,22 +369,25 @@ def forward(
     problem = describe(
         x, weight, bias, scale, scale_value, running_mean, bn_weight, bn_bias, training, activation, save
     )
-    chosen = plan.cached_plan(problem, plan.check_strategy(strategy), "forward")
+    chosen = plan.cached_plan(problem, resolve(problem, strategy), "forward")
     for recorder in _recorders:
         recorder.append(chosen)
-    none = x.new_empty(0)
-    if chosen.strategy == "reference" or chosen.strategy in _broken:
+    if chosen.strategy == "reference":
         y, product, mean, rstd = reference.forward(
             x, weight, bias, scale_value if scale is None else scale, running_mean, running_var, num_batches_tracked,
             bn_weight, bn_bias, training, momentum, eps, activation, save,
         )  # fmt: skip
-        return y, product, none, mean, rstd
+        return y, product, x.new_empty(0, dtype=torch.float32), mean, rstd
     bias, scale = _vectors(bias, scale, x.device)
     if running_mean is not None:
-        bn_weight, bn_bias = (None if v is None else v.to(running_mean.dtype).contiguous() for v in (bn_weight, bn_bias))
+        bn_weight, bn_bias = (
+            None if v is None else v.to(running_mean.dtype).contiguous() for v in (bn_weight, bn_bias)
+        )
     else:
         bn_weight, bn_bias = _unified(bn_weight, bn_bias)
     state, write_back = _running_state(running_mean, running_var)
+    if any(launch.maps for launch in chosen.launches):
+        x, weight = _dense(x), _dense(weight)
     tensors: dict[str, Tensor | None] = {
         "x": x,
         "weight": weight,
@@ -333,10 +407,11 @@ def forward(
     y = out["y"]
     assert y is not None
     if not save:
-        return y, none, none, none, none
+        return y, *(x.new_empty(0) for _ in range(4))  # type: ignore[return-value]
+    offset = out["group_mean"] if "group_mean" in out else x.new_empty(0, dtype=torch.float32)
     product, mean, rstd = out["product"], out["mean"], out["rstd"]
-    assert product is not None and mean is not None and rstd is not None
-    return y, product, none, mean, rstd
+    assert product is not None and offset is not None and mean is not None and rstd is not None
+    return y, product, offset, mean, rstd
 
 
 def _running_state(

@@ -30,7 +30,7 @@ def _inlined(name: str, seen: list[str]) -> str:
     return _INCLUDE.sub(lambda match: _inlined(match.group(1), seen), text)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _read(name: str) -> str:
     return (KERNELS / name).read_text(encoding="utf-8")
 
@@ -64,10 +64,11 @@ def translation_unit(launch: Launch, problem: Problem) -> str:
 
 @functools.lru_cache(maxsize=1)
 def source_hash() -> str:
-    """SHA-256 of what decides the figures in a result file: the kernel sources, comments stripped, and `plan.py`."""
+    """SHA-256 of what decides the figures in a result file: the kernel sources, comments stripped, and the planner."""
     digest = hashlib.sha256()
     for path in sorted(p for p in KERNELS.rglob("*") if p.suffix in (".cu", ".cuh")):
         text = _COMMENT.sub("", path.read_text(encoding="utf-8"))
         digest.update(path.relative_to(KERNELS).as_posix().encode() + b"\0" + " ".join(text.split()).encode() + b"\0")
-    digest.update((KERNELS.parent / "plan.py").read_bytes())
+    for path in sorted((KERNELS.parent / "plan").glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

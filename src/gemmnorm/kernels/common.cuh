@@ -9,7 +9,7 @@ using u64 = unsigned long long;
 using i64 = long long;
 
 // One statistics group: the rows over which partial results are taken, in every strategy.
-constexpr int kGroupRows = 128;
+constexpr int kGroupRows = 64;
 // Threads of a block of the memory-bound kernels: TX along the features, kThreads / TX along the rows.
 constexpr int kThreads = 256;
 
@@ -108,6 +108,9 @@ __device__ __forceinline__ float scale_of(const T* scale, int stride, float numb
   return scale ? to_float(scale[static_cast<i64>(j) * stride]) : number;
 }
 
+// Nothing that reads or writes memory moves across: keeps the compiler from loading far ahead, which costs registers.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
 // Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
 // stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
 __device__ __forceinline__ void wait_for_previous() {
@@ -121,25 +124,31 @@ __device__ __forceinline__ void allow_next() {
 #endif
 }
 
-// The tile of one block: one statistics group of rows by TX·N features. Consecutive blocks walk along a row.
-template <int N, int TX>
+// The tile of one block: GROUPS statistics groups, one after the other, by TX·N features. Consecutive blocks walk along
+// a row. REVERSED blocks start at the last rows: what the kernel before has touched last is still in the L2.
+template <int N, int TX, int GROUPS = 1, bool REVERSED = false>
 struct Panel {
   static constexpr int kColumns = TX * N;
-  static constexpr int kLanes = kThreads / TX;  // rows that the block reads at once
-  static constexpr int kRows = kGroupRows / kLanes;  // rows that one thread reads
+  static constexpr int kLanes = kThreads / TX;       // rows that the block reads at once
+  static constexpr int kRows = kGroupRows / kLanes;  // rows of a group that one thread reads
 
-  int group, lane, tx, column, rows;
+  int group, lane, tx, column, rows, batch;
   i64 first_row;
 
-  __device__ __forceinline__ Panel(int batch, int features) {
+  __device__ __forceinline__ Panel(int batch_, int features) : batch(batch_) {
     const int panels = (features + kColumns - 1) / kColumns;
-    group = blockIdx.x / panels;
+    const int block = REVERSED ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     tx = threadIdx.x % TX;
     lane = threadIdx.x / TX;
-    column = (blockIdx.x % panels) * kColumns + tx * N;
+    column = (block % panels) * kColumns + tx * N;
+    at(block / panels * GROUPS);
+  }
+  // Moves to another group; `rows` is 0 beyond the batch.
+  __device__ __forceinline__ void at(int group_) {
+    group = group_;
     first_row = static_cast<i64>(group) * kGroupRows;
     const i64 left = batch - first_row;
-    rows = left < kGroupRows ? static_cast<int>(left) : kGroupRows;
+    rows = left <= 0 ? 0 : left < kGroupRows ? static_cast<int>(left) : kGroupRows;
   }
 };
 

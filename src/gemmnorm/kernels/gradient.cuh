@@ -1,5 +1,5 @@
 // The backward of scale → BatchNorm → activation with respect to the product a, in two passes over (grad_y, a):
-// column sums of every group of 128 rows, their merge into the gradients of the per-feature parameters, and
+// column sums of every group of 64 rows, their merge into the gradients of the per-feature parameters, and
 //   training:   da = γ·s·rstd · ( g - mean(g) - (a - mean)·s²·rstd²·h/B )      g = grad_y · φ'    h = Σ g·(a - mean)
 //   evaluation: da = γ·s·rstd · g
 // The bias has no gradient in training (the mean takes it out again), and the scale acts only through eps.
@@ -11,8 +11,8 @@ namespace gemmnorm {
 
 // g = grad_y · φ'(normalised value), recomputed from a so that y need not be kept.
 template <class Activation, Form FORM>
-__device__ __forceinline__ float through_activation(float grad, float a, const Affine<FORM>& affine) {
-  return Activation::identity ? grad : grad * Activation::derivative(affine(a));
+__device__ __forceinline__ float through_activation(float grad, float a, const Affine<FORM>& affine, float own = 0.0f) {
+  return Activation::identity ? grad : grad * Activation::derivative(affine(a, own));
 }
 
 // Per-feature coefficients from what the forward saved. `mean` is that of a in training, of z in evaluation.
@@ -108,7 +108,7 @@ __device__ __forceinline__ void gradient_sums(const Y* grad_y /* [batch, feature
 }
 
 // The groups' sums, added up in a fixed order, become the parameters' gradients, and the two numbers per feature that
-// the second pass needs: mean_grad = Σg/B and slope_grad = s²·rstd²·h/B. Each gradient may be null.
+// the last kernel needs: mean_grad = Σg/B and slope_grad = s²·rstd²·h/B. Each gradient may be null.
 template <class L, class R, Form FORM>
 __device__ __forceinline__ void merge_gradients(const float* group_sum /* [groups, features] */,
                                                 const float* group_dot /* [groups, features] */,
@@ -156,7 +156,7 @@ __device__ __forceinline__ void merge_gradients(const float* group_sum /* [group
 }
 
 // ∂L/∂a, in the product's type.
-template <class T, class Y, class L, class R, int N, int TX, Form FORM, class Activation>
+template <class T, class Y, class L, class R, int N, int TX, int GROUPS, Form FORM, class Activation>
 __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, features] */,
                                                  const T* product /* [batch, features] */,
                                                  const float* offset /* [groups, features] or null */,
@@ -169,8 +169,8 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
                                                  const float* mean_grad /* [features], training only */,
                                                  const float* slope_grad /* [features], training only */,
                                                  T* grad_product /* [batch, features] */, int batch, int features) {
-  using P = Panel<N, TX>;
-  const P panel(batch, features);
+  using P = Panel<N, TX, GROUPS, true>;
+  P panel(batch, features);
   allow_next();
   if (panel.column >= features) return;
   wait_for_previous();
@@ -181,8 +181,6 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
     const int j = panel.column + i;
     affine[i].read(j, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias);
     if (FORM == Form::kFolded) {
-      const float group_offset = value_or(offset, static_cast<i64>(panel.group) * features + j, 0.0f);
-      affine[i].centre -= group_offset;
       slope[i] = affine[i].slope;
       constant[i] = mean_grad[j];
       linear[i] = slope_grad[j];
@@ -191,31 +189,43 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
     }
   }
   constexpr int kAtOnce = P::kRows < 4 ? P::kRows : 4;
-  const i64 origin = panel.first_row * features + panel.column;
+  const int first_group = panel.group;
 #pragma unroll 1
-  for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
-    Vec<T, N> a[kAtOnce];
-    Vec<Y, N> dy[kAtOnce];
+  for (int g = 0; g < GROUPS; ++g) {
+    panel.at(first_group + g);
+    const i64 origin = panel.first_row * features + panel.column;
+    float own[N];
 #pragma unroll
-    for (int r = 0; r < kAtOnce; ++r) {
-      const int row = (r0 + r) * P::kLanes + panel.lane;
-      if (row < panel.rows) {
-        a[r] = load<T, N>(product + origin + static_cast<i64>(row) * features);
-        dy[r] = load<Y, N>(grad_y + origin + static_cast<i64>(row) * features);
+    for (int i = 0; i < N; ++i)
+      own[i] = FORM == Form::kFolded && offset && panel.rows
+                   ? offset[static_cast<i64>(panel.group) * features + panel.column + i]
+                   : 0.0f;
+#pragma unroll 1
+    for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
+      Vec<T, N> a[kAtOnce];
+      Vec<Y, N> dy[kAtOnce];
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        const int row = (r0 + r) * P::kLanes + panel.lane;
+        if (row < panel.rows) {
+          a[r] = load<T, N>(product + origin + static_cast<i64>(row) * features);
+          dy[r] = load<Y, N>(grad_y + origin + static_cast<i64>(row) * features);
+        }
       }
-    }
 #pragma unroll
-    for (int r = 0; r < kAtOnce; ++r) {
-      const int row = (r0 + r) * P::kLanes + panel.lane;
-      float out[N];
+      for (int r = 0; r < kAtOnce; ++r) {
+        const int row = (r0 + r) * P::kLanes + panel.lane;
+        float out[N];
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const float value = to_float(a[r].at[i]);
-        const float g = through_activation<Activation>(to_float(dy[r].at[i]), value, affine[i]);
-        out[i] = FORM == Form::kFolded ? slope[i] * (g - constant[i] - (value - affine[i].centre) * linear[i])
-                                       : slope[i] * g;
+        for (int i = 0; i < N; ++i) {
+          const float value = to_float(a[r].at[i]);
+          const float grad = through_activation<Activation>(to_float(dy[r].at[i]), value, affine[i], own[i]);
+          out[i] = FORM == Form::kFolded
+                       ? slope[i] * (grad - constant[i] - (value + (own[i] - affine[i].centre)) * linear[i])
+                       : slope[i] * grad;
+        }
+        if (row < panel.rows) store<T, N>(grad_product + origin + static_cast<i64>(row) * features, out);
       }
-      if (row < panel.rows) store<T, N>(grad_product + origin + static_cast<i64>(row) * features, out);
     }
   }
 }

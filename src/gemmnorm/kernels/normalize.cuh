@@ -1,4 +1,4 @@
-// Scale, shift, normalisation and activation in one pass over the product.
+// Scale, shift, normalisation and activation in one sweep over the product.
 #pragma once
 #include "common.cuh"
 
@@ -34,8 +34,9 @@ struct Affine {
       slope = FORM == Form::kFolded ? gamma * s * rstd_[j] : gamma * rstd_[j];
     }
   }
-  __device__ __forceinline__ float operator()(float a) const {
-    if (FORM == Form::kFolded) return slope * (a - centre) + shift;
+  // `own`: what had been subtracted from a before it was stored.
+  __device__ __forceinline__ float operator()(float a, float own = 0.0f) const {
+    if (FORM == Form::kFolded) return slope * (a + (own - centre)) + shift;
     return slope * ((a + bias) * scale - centre) + shift;
   }
 };
@@ -43,7 +44,7 @@ struct Affine {
 // `offset` is what the producer of the product subtracted from a group of rows before it stored them (folded form only).
 // `y` may be the product's own memory when both have one type. In the running form `mean` and `rstd` are outputs (or
 // null): the running statistics that were used, kept for the backward.
-template <class T, class Y, class L, class R, int N, int TX, Form FORM, class Activation>
+template <class T, class Y, class L, class R, int N, int TX, int GROUPS, Form FORM, class Activation>
 __device__ __forceinline__ void normalize(const T* product /* [batch, features] */,
                                           const float* offset /* [groups, features] or null */,
                                           const L* bias /* [features] or null */,
@@ -55,8 +56,8 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
                                           const R* bn_weight /* [features] or null */,
                                           const R* bn_bias /* [features] or null */, float eps,
                                           Y* y /* [batch, features] */, int batch, int features) {
-  using P = Panel<N, TX>;
-  const P panel(batch, features);
+  using P = Panel<N, TX, GROUPS>;
+  P panel(batch, features);
   allow_next();
   if (panel.column >= features) return;
   wait_for_previous();
@@ -65,11 +66,6 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
   for (int i = 0; i < N; ++i)
     affine[i].read(panel.column + i, bias, scale, scale_stride, scale_value, mean, rstd, running_mean, running_var,
                    bn_weight, bn_bias, eps);
-  if (FORM == Form::kFolded && offset) {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      affine[i].centre -= offset[static_cast<i64>(panel.group) * features + panel.column + i];
-  }
   if (FORM == Form::kRunning && mean && panel.group == 0 && panel.lane == 0) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -78,22 +74,33 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
     }
   }
   constexpr int kAtOnce = P::kRows < 4 ? P::kRows : 4;  // loads in flight
-  const i64 origin = panel.first_row * features + panel.column;
+  const int first_group = panel.group;
 #pragma unroll 1
-  for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
-    Vec<T, N> a[kAtOnce];
+  for (int g = 0; g < GROUPS; ++g) {
+    panel.at(first_group + g);
+    const i64 origin = panel.first_row * features + panel.column;
+    float own[N];  // what was subtracted from this group
 #pragma unroll
-    for (int r = 0; r < kAtOnce; ++r) {
-      const int row = (r0 + r) * P::kLanes + panel.lane;
-      if (row < panel.rows) a[r] = load<T, N>(product + origin + static_cast<i64>(row) * features);
-    }
+    for (int i = 0; i < N; ++i)
+      own[i] = FORM == Form::kFolded && offset && panel.rows
+                   ? offset[static_cast<i64>(panel.group) * features + panel.column + i]
+                   : 0.0f;
+#pragma unroll 1
+    for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
+      Vec<T, N> a[kAtOnce];
 #pragma unroll
-    for (int r = 0; r < kAtOnce; ++r) {
-      const int row = (r0 + r) * P::kLanes + panel.lane;
-      float out[N];
+      for (int r = 0; r < kAtOnce; ++r) {
+        const int row = (r0 + r) * P::kLanes + panel.lane;
+        if (row < panel.rows) a[r] = load<T, N>(product + origin + static_cast<i64>(row) * features);
+      }
 #pragma unroll
-      for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](to_float(a[r].at[i])));
-      if (row < panel.rows) store<Y, N>(y + origin + static_cast<i64>(row) * features, out);
+      for (int r = 0; r < kAtOnce; ++r) {
+        const int row = (r0 + r) * P::kLanes + panel.lane;
+        float out[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](to_float(a[r].at[i]), own[i]));
+        if (row < panel.rows) store<Y, N>(y + origin + static_cast<i64>(row) * features, out);
+      }
     }
   }
 }

@@ -1,4 +1,4 @@
-// Column statistics of the product: a mean and an M2 (sum of squared deviations) for every group of 128 rows, then
+// Column statistics of the product: a mean and an M2 (sum of squared deviations) for every group of 64 rows, then
 // their merge, which also updates the running statistics. Mean first, then M2 about that mean, at both levels: safe for
 // |mean| >> std, and the order of every sum is fixed, so the same bits come out of every run.
 #pragma once
@@ -16,7 +16,7 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
                                                   float* group_m2 /* [groups, features] */,
                                                   i64* batches_tracked /* [1] or null: incremented */, int batch,
                                                   int features) {
-  using P = Panel<N, TX>;
+  using P = Panel<N, TX, 1, true>;
   __shared__ float shared[kThreads * N];
   allow_next();
   wait_for_previous();
@@ -87,9 +87,23 @@ __device__ __forceinline__ float sum_over_merge_lanes(float value, float* shared
   return sum;
 }
 
-// Merges the groups of each feature: mean of a, rstd = 1/sqrt(var(z) + eps), and the running statistics.
+// What the statistics of feature j become: rstd = 1/sqrt(var(z) + eps) and the running statistics,
 //   running_mean <- (1-m)·running_mean + m·s·(mean + b)       running_var <- (1-m)·running_var + m·var(z)·B/(B-1)
-// A negative momentum stands for the cumulative average: m = 1 / batches_tracked, read after its increment.
+// A negative momentum stands for the cumulative average: m = 1 / batches, the count with this batch in it.
+template <class R>
+__device__ __forceinline__ void finish_feature(int j, float mean_a, float variance, float s, float b, float batches,
+                                               R* running_mean, R* running_var, float momentum, float eps,
+                                               float* mean, float* rstd, int batch) {
+  mean[j] = mean_a;
+  rstd[j] = 1.0f / sqrtf(variance + eps);
+  if (!running_mean) return;
+  const float m = momentum >= 0.0f ? momentum : 1.0f / batches;
+  from_float((1.0f - m) * to_float(running_mean[j]) + m * (s * (mean_a + b)), running_mean[j]);
+  const float unbiased = variance * (static_cast<float>(batch) / (batch - 1));
+  from_float((1.0f - m) * to_float(running_var[j]) + m * unbiased, running_var[j]);
+}
+
+// Merges the groups of each feature. `batches_tracked` has been incremented.
 template <class L, class R, bool FOLD>
 __device__ __forceinline__ void merge_statistics(const float* group_mean /* [groups, features] */,
                                                  const float* group_m2 /* [groups, features] */,
@@ -132,14 +146,8 @@ __device__ __forceinline__ void merge_statistics(const float* group_mean /* [gro
   const float m2 = sum_over_merge_lanes(sum, shared);
   if (!inside || lane != 0) return;
   const float variance = (FOLD ? s * s * m2 : m2) / batch;
-  mean[j] = mu;
-  rstd[j] = 1.0f / sqrtf(variance + eps);
-  if (running_mean) {
-    const float m = momentum >= 0.0f ? momentum : 1.0f / static_cast<float>(*batches_tracked);
-    from_float((1.0f - m) * to_float(running_mean[j]) + m * (s * (mu + b)), running_mean[j]);
-    const float unbiased = variance * (static_cast<float>(batch) / (batch - 1));
-    from_float((1.0f - m) * to_float(running_var[j]) + m * unbiased, running_var[j]);
-  }
+  const float batches = batches_tracked ? static_cast<float>(*batches_tracked) : 0.0f;
+  finish_feature(j, mu, variance, s, b, batches, running_mean, running_var, momentum, eps, mean, rstd, batch);
 }
 
 }  // namespace gemmnorm

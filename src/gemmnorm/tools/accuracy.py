@@ -100,9 +100,7 @@ def _norms(double: EagerChain, wide: Prepared) -> dict[str, Tensor]:
     return norms
 
 
-def error_of(
-    module: nn.Module, forward: Forward, prepared: Prepared, cell: Cell, want: Golden | None
-) -> float | None:
+def error_of(module: nn.Module, forward: Forward, prepared: Prepared, cell: Cell, want: Golden | None) -> float | None:
     """The worst error of `module` over the output and, in `train_fwd_bwd`, every gradient; None without a golden.
 
     `module` runs, in any case, as a copy, so that its running statistics stay as they are.

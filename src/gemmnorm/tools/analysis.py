@@ -69,9 +69,13 @@ class OwnerPlan:
     def class_source(self, name: str, call_name: str | Callable[[Chain], str], guard: str | None = None) -> str:
         """The subclass of `original` with the fused `forward`, as Python."""
         forward = self.forward_source(call_name, guard).splitlines()
-        what = "; ".join(map(str, self.chains))
         base = self.original.__name__
-        lines = [f"class {name}({base}):", f'{_INDENT}"""{base}, fused: {what}."""', ""]
+        if len(self.chains) == 1:
+            lines = [f'{_INDENT}"""{base} with {self.chains[0]} as one operation."""']
+        else:
+            listed = [f"{_INDENT * 2}{chain}" for chain in self.chains]
+            lines = [f'{_INDENT}"""{base} with each of these as one operation:', "", *listed, f'{_INDENT}"""']
+        lines = [f"class {name}({base}):", *lines, ""]
         return "\n".join([*lines, *(_INDENT + line for line in forward)]) + "\n"
 
 
@@ -149,6 +153,13 @@ class _Records:
         self.called |= {id(module) for module in called if module is not None}
         return pair
 
+    def graph_of(self, owner: nn.Module) -> fx.Graph | None:
+        """The recording in training mode, None where there is none."""
+        try:
+            return self.of(owner)[0].graph
+        except Untraceable:
+            return None
+
     def bypasses(self, owner: nn.Module) -> bool:
         """An outer `forward` calls descendants of `owner` itself and never `owner`."""
         inner = (module for module in owner.modules() if module is not owner)
@@ -209,7 +220,7 @@ def _placeholder(index: int) -> str:
 
 
 def _joined(path: str, location: str) -> str:
-    """"head: gemm → bn" for a location inside of the owner at `path`."""
+    """ "head: gemm → bn" for a location inside of the owner at `path`."""
     return f"{path}: {location}" if path else location
 
 
@@ -232,52 +243,49 @@ def _spanning(owner: nn.Module, graph: fx.Graph, records: _Records) -> list[tupl
     """(location, reason) of each Linear and BatchNorm1d that meet at a call and are called by different forwards."""
     met = []
     for node in graph.nodes:
-        inside = _entered(owner, node, records)
-        if inside is None:
-            continue
-        for given in node.all_input_nodes:
-            product = _left(owner, given, records)
-            if product is not None and (product != str(given.target) or inside != str(node.target)):
-                met.append((f"{product} → {inside}", "the two are called by different forwards; one has to call both"))
+        bn = _entered(owner, node, records)
+        for given in node.all_input_nodes if bn is not None else ():
+            linear = _left(owner, given, records)
+            if bn is not None and linear is not None and not (linear.direct and bn.direct):
+                met.append(
+                    (f"{linear.name} → {bn.name}", "the two are called by different forwards; one has to call both")
+                )
     return met
 
 
-def _left(owner: nn.Module, node: fx.Node, records: _Records) -> str | None:
-    """The name of the Linear whose product, scaled or not, is the value of `node`."""
+def _left(owner: nn.Module, node: fx.Node, records: _Records) -> _Called | None:
+    """The Linear whose product, scaled or not, is the value of `node`."""
     for operand in (matching.scaled(node) or ([node], ""))[0]:
         module = matching.called_module(owner, operand)
         if matching.is_linear(module):
-            return str(operand.target)
+            return _Called(str(operand.target), direct=True)
         if module is not None and is_owner(module):
-            try:
-                graph = records.of(module)[0].graph
-            except Untraceable:
-                continue
-            returned = next(n for n in graph.nodes if n.op == "output").args[0]
+            graph = records.graph_of(module)
+            returned = next(n for n in graph.nodes if n.op == "output").args[0] if graph else None
             inner = _left(module, returned, records) if isinstance(returned, fx.Node) else None
             if inner is not None:
-                return f"{operand.target}.{inner}"
+                return _Called(f"{operand.target}.{inner.name}", direct=False)
     return None
 
 
-def _entered(owner: nn.Module, node: fx.Node, records: _Records) -> str | None:
-    """The name of the BatchNorm1d that the input of the call `node` goes to, scaled or not."""
+def _entered(owner: nn.Module, node: fx.Node, records: _Records) -> _Called | None:
+    """The BatchNorm1d that the input of the call `node` goes to, scaled or not."""
     module = matching.called_module(owner, node)
     if matching.is_batch_norm(module):
-        return str(node.target)
-    if module is None or not is_owner(module):
-        return None
-    try:
-        graph = records.of(module)[0].graph
-    except Untraceable:
-        return None
-    given = next((n for n in graph.nodes if n.op == "placeholder"), None)
+        return _Called(str(node.target), direct=True)
+    graph = records.graph_of(module) if module is not None and is_owner(module) else None
+    given = next((n for n in graph.nodes if n.op == "placeholder"), None) if graph else None
     for user in given.users if given is not None else ():
-        through = list(user.users) if matching.scaled(user) else [user]
-        for inner_node in through:
-            inner = _entered(module, inner_node, records)
+        for inner_node in user.users if matching.scaled(user) else (user,):
+            inner = _entered(module, inner_node, records) if module is not None else None
             if inner is not None:
-                return f"{node.target}.{inner}"
+                return _Called(f"{node.target}.{inner.name}", direct=False)
     return None
 
 
+@dataclass(frozen=True)
+class _Called:
+    """A module that an owner calls itself (`direct`), or through a child that does."""
+
+    name: str
+    direct: bool

@@ -23,6 +23,7 @@ from gemmnorm import sources
 from .cells import Bench, Options, Tell
 from .environment import environment, now
 from .suite import Cell
+from .timing import reason
 
 SCHEMA = 1
 ROW_KEY = ("case", "precision", "autocast", "phase")
@@ -131,7 +132,7 @@ def run_suite(
         tell: told in a few words what is being done.
         on_cell: called when a cell is finished.
 
-    A cell that fails as a whole (out of memory, say) leaves a note and no rows.
+    A cell that fails as a whole (out of memory, say) leaves a note and no rows; a lost device ends the run.
     """
     document = new_document(device)
     if resume:
@@ -145,8 +146,10 @@ def run_suite(
         if cell in todo:
             try:
                 result = bench.run_cell(cell)
-            except (torch.OutOfMemoryError if hasattr(torch, "OutOfMemoryError") else torch.cuda.OutOfMemoryError) as e:
-                document["notes"].append(f"{cell}: out of memory ({str(e).splitlines()[0]})")
+            except Exception as error:
+                document["notes"].append(f"{cell}: {reason(error)}")
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # raises where the device is lost, and with it all that would follow
             else:
                 document["rows"] += result.rows
                 document["not_applicable"] += result.not_applicable

@@ -15,7 +15,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from .suite import Cell, Prepared
 from .timing import CudaClock, Timings, Variant, WallClock
 
 SUSTAINED = ("kb33", "kb39")  # long enough, and in bf16 hot enough, for the clocks to fall
+_NOT_OF_COMPILE = ("compile_host_us", "compile_activation_bytes")
 Tell = Callable[[str], None]
 
 
@@ -135,7 +136,7 @@ def bound_ms(cell: Cell, found: dict[str, Any]) -> float | None:
     rate, peak = found.get("copy_gb_per_s"), found.get("tflops", {}).get(cell.precision)
     if not rate or not peak:
         return None
-    return max(flops / peak / 1e9, moved / rate / 1e6)
+    return float(max(flops / peak / 1e9, moved / rate / 1e6))
 
 
 def package_module(cell: Cell, eager: nn.Module) -> gemmnorm.LinearScaleBatchNorm1d:
@@ -232,7 +233,7 @@ class Bench:
         variants = [*floors, Variant("eager", self._run(cell, copy.deepcopy(prepared.eager), prepared))]
         if options.compile:
             torch._dynamo.reset()
-            compiled = torch.compile(copy.deepcopy(prepared.eager), dynamic=False)
+            compiled = cast(nn.Module, torch.compile(copy.deepcopy(prepared.eager), dynamic=False))
             run = self._run(cell, compiled, prepared)
             variants.append(Variant("compile", run, limit_s=options.compile_limit_s))
         if cell.precision == "fp32" and self.device.type == "cuda":
@@ -307,7 +308,8 @@ class Bench:
         shared["gemm_form"] = floor
         for name in ("eager", "compile"):
             usable = by_name[name] if name in times.ran else None
-            shared.update(self._extras(cell, prepared, usable, prepared.eager, f"{name}_"))
+            extras = self._extras(cell, prepared, usable, prepared.eager, f"{name}_")
+            shared.update({k: v for k, v in extras.items() if k not in _NOT_OF_COMPILE})
         shared["gemm_sustained_ms"] = None
         if floor is not None and self._is_sustained(cell):
             shared["gemm_sustained_ms"] = self._extra(by_name[floor], timing.sustained_ms)
@@ -337,7 +339,8 @@ class Bench:
         two founding sizes.
         """
         memory = f"{prefix or 'peak_'}activation_bytes"
-        found: dict[str, Any] = dict.fromkeys((f"{prefix}graph_us", f"{prefix}host_us", f"{prefix}sustained_ms", memory))
+        names = (f"{prefix}graph_us", f"{prefix}host_us", f"{prefix}sustained_ms", memory)
+        found: dict[str, Any] = dict.fromkeys(names)
         if variant is None or not self.options.extras:
             return found
         self.tell(f"{variant.name}: graph, host and memory")

@@ -74,10 +74,17 @@ _QUERIES = {
 }
 
 
+def _which(properties: Any) -> list[str]:
+    """`nvidia-smi`'s selection of this very GPU, whose number CUDA_VISIBLE_DEVICES may have changed."""
+    uuid = getattr(properties, "uuid", None)
+    return [] if uuid is None else ["-i", f"GPU-{uuid}"]
+
+
 def gpu_facts(device: torch.device) -> dict[str, Any]:
     """The device's name, architecture and sizes, and what `nvidia-smi` says of driver and clocks."""
     properties = torch.cuda.get_device_properties(device)
-    text = _output("nvidia-smi", f"--query-gpu={','.join(_QUERIES.values())}", "--format=csv,noheader,nounits", "-i", "0")
+    query = f"--query-gpu={','.join(_QUERIES.values())}"
+    text = _output("nvidia-smi", query, "--format=csv,noheader,nounits", *_which(properties))
     found = [part.strip() for part in text.splitlines()[0].split(",")] if text else []
     smi = dict(zip(_QUERIES, found, strict=True)) if len(found) == len(_QUERIES) else dict.fromkeys(_QUERIES)
     return {

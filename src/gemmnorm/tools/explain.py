@@ -36,9 +36,7 @@ def explain(model_or_problem: nn.Module | Problem, *inputs: Any, strategy: str |
     """
     if isinstance(model_or_problem, Problem):
         return Explanation((plan.make_plan(model_or_problem, plan.check_strategy(strategy)),))
-    model = copy.deepcopy(model_or_problem)
-    if not fuse_report(model).matches:
-        fuse(model)
+    model = fuse(copy.deepcopy(model_or_problem))  # fusing a fused model changes nothing
     report = str(fuse_report(model))
     if not inputs:
         return Explanation((), report)

@@ -156,9 +156,8 @@ def _fused_class(plan: OwnerPlan) -> type[nn.Module]:
     found = _classes.get(key)
     if found is not None:
         return found
-    namespace: dict[str, Any] = {
+    namespace: dict[str, Any] = {  # without __name__: torch.compile would look the names up in that module instead
         **plan.namespace,
-        "__name__": plan.original.__module__,
         plan.original.__name__: plan.original,
         _CALL: fused_linear_scale_batch_norm,
         "has_recorded_structure": has_recorded_structure,
@@ -168,6 +167,7 @@ def _fused_class(plan: OwnerPlan) -> type[nn.Module]:
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
     exec(compile(source, filename, "exec"), namespace)
     cls: type[nn.Module] = namespace[f"Fused{plan.original.__name__}"]
+    cls.__module__ = plan.original.__module__
     cls._gemmnorm_original = plan.original  # type: ignore[attr-defined]
     cls._gemmnorm_plan = plan  # type: ignore[attr-defined]
     cls._gemmnorm_structure = plan.structure  # type: ignore[attr-defined, assignment]

@@ -188,8 +188,8 @@ def run_isolated(
     """Call ``target`` ("package.module:function") with ``kwargs`` in a fresh interpreter.
 
     The child sees this process's ``sys.path``, environment and working directory, and nothing of its state.  ``kwargs``
-    and the return value must be JSON-serialisable (TypeError if ``kwargs`` are not; a return value that is not makes the
-    call "raised").  ``on_progress`` gets every dict the function passes to :func:`progress`, in order; an exception
+    and the return value must be JSON-serialisable (TypeError if ``kwargs`` are not; a return value that is not makes
+    the call "raised").  ``on_progress`` gets every dict the function passes to :func:`progress`, in order; an exception
     from it ends the child and is raised here.  After ``time_limit`` seconds the child is asked for its stacks and then
     killed together with every process of its group.
     """

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemmnorm.errors import GemmNormError
+from ..errors import GemmNormError
 
 __all__ = ["ModelFile", "ModelFileError", "load_candidate_file", "load_model_file", "load_source"]
 

@@ -14,8 +14,14 @@ Three things are more than one relative rounding:
   root of the sum of its squared partial sums; that is u·‖x‖‖w‖ for terms of random sign and u·√K·|a| for terms of
   one sign.  Implementations that add in blocks stay below both.
 - a column sum or mean over n rows: 4·u·n·rms for the sum (runs of up to about 48 rows in sequence, then a tree).
-- BatchNorm, ``addmm`` and other fused operations: decomposed, so that the roundings happen inside, at the
-  accumulator's precision, and once more at the result's.
+- BatchNorm, ``addmm`` and other fused operations: decomposed, so that the roundings happen inside.  What is as
+  large as the result may be stored on the way (a product, a centred tensor) and is rounded like a result; what
+  is one number per feature stays at the accumulator's precision.
+- 16-bit storage.  At |mean| ≫ std a column may land on one value of the grid, and its variance is then 0; or it may
+  straddle two, and its variance is then that of the grid.  Two kinds of runs take turns.  One makes the rounding
+  for real, on a grid whose phase is random per feature (v ↦ round(v·c)/c, c in [1, 2)).  The other multiplies by
+  1 + u·ξ with ξ a hash of the value: as good as independent where values differ by more than 2⁻¹⁶, equal for
+  equal values, so that constant columns stay constant.
 
 The same mode with no rounding at all is how the golden model runs: it turns casts to lower precision inside a
 model (``x.float()``, ``x.to(torch.bfloat16)``) into float64, so that the golden stays golden.
@@ -49,17 +55,25 @@ class Units:
     """Unit roundoffs of the arithmetic that is imitated.
 
     storage     of the tensors that operations return
-    accumulate  inside a fused operation and along a reduction
+    accumulate  of per-feature results inside a fused operation, and along a reduction
     operand     of a product's operands where they are rounded first (TF32: 2⁻¹¹), else 0
+    grid        the 16-bit dtype that tensors are stored in, if they are: its rounding is made for real
+    hashed      ξ is a hash of the value (the other kind of run for 16-bit storage)
     """
 
     storage: float
     accumulate: float
     operand: float = 0.0
+    grid: torch.dtype | None = None
+    hashed: bool = False
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
 # Moving, choosing or negating values rounds nothing.
-_EXACT = frozenset(
+_EXACT = _names(
     """_local_scalar_dense _reshape_alias _to_copy _unsafe_view abs alias amax amin arange argmax argmin as_strided
     bernoulli bernoulli_ cat chunk clamp clamp_ clamp_max clamp_min clone constant_pad_nd copy copy_ detach diagonal
     embedding empty empty_like empty_strided expand eye fill fill_ flatten full full_like gather hardtanh hardtanh_
@@ -68,28 +82,29 @@ _EXACT = frozenset(
     new_ones new_zeros normal_ ones ones_like permute rand rand_like randn randn_like relu relu_ repeat reshape
     scalar_tensor scatter select select_backward sgn sign slice slice_backward slice_scatter sort split squeeze stack t
     threshold threshold_ threshold_backward to topk transpose tril triu unbind uniform_ unsqueeze view where zero_ zeros
-    zeros_like""".split()
+    zeros_like"""
 )
 _PRODUCTS = frozenset({"mm", "bmm", "mv", "dot"})
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 _MEANS = frozenset({"mean", "var_mean"})
-_DECOMPOSED = frozenset(
+_DECOMPOSED = _names(
     """addbmm addmm addmv baddbmm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
     native_batch_norm_backward native_layer_norm native_layer_norm_backward native_group_norm
-    native_group_norm_backward _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data""".split()
+    native_group_norm_backward _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data"""
 )
 
 
-class Arithmetic(TorchDispatchMode):
+class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Run everything in float64; with ``units``, make one rounding error per operation (see the module's page)."""
 
     def __init__(self, units: Units | None = None, *, seed: int = 0, kinks: Kinks | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.units = units
         self.kinks = kinks
         self._seed = seed
         self._depth = 0
         self._calls = 0
+        self._large = 0  # size of the largest tensor that the fused operation being decomposed was given
         self._pools: dict[torch.device, tuple[Tensor, torch.Generator]] = {}
         if kinks is not None:
             kinks.start()
@@ -107,16 +122,17 @@ class Arithmetic(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in _DECOMPOSED and func in decomposition_table:
             self._depth += 1
+            outer, self._large = self._large, max((a.numel() for a in args if _is_real(a) and a.ndim > 1), default=0)
             try:
                 with self:
                     result = decomposition_table[func](*args, **kwargs)
             finally:
-                self._depth -= 1
+                self._depth, self._large = self._depth - 1, outer
             self._round(result, (), name)
             return result
         result = func(*args, **kwargs)
         if name == "copy_" and self._depth:  # a fused operation stores its running statistics
-            self._relative(result, self.units.storage)
+            self._store(result)
         elif name not in _EXACT and not any(tag == torch.Tag.inplace_view for tag in func.tags):
             self._round(result, args, name)
         return result
@@ -141,13 +157,18 @@ class Arithmetic(TorchDispatchMode):
             count = inputs[0].numel() / max(1, mean.numel())
             rms = _reduced_rms(inputs[0], mean, args)
             self._add(mean, rms * (_SUM_RUN * self.units.accumulate * (count if name == "sum" else 1.0)))
-            for variance in outputs[:-1]:
+            for variance in outputs[:-1]:  # and the square of the mean's own error: the variance of constant columns
                 self._relative(variance, _SUM_RUN * self.units.accumulate)
+                variance.add_((rms.reshape(variance.shape) * (_SUM_RUN * self.units.accumulate)).square_())
         # Inside a fused operation values live in the accumulator's precision; so do the statistics it saves.
         saved = 1 if name.startswith("native_") or name.startswith("_native_") else len(outputs)
         for index, output in enumerate(outputs):
-            inner = self._depth > 0 or (index >= saved and not name.endswith("_backward"))
-            self._relative(output, self.units.accumulate if inner else self.units.storage)
+            vector = output.ndim < 2 or output.numel() < self._large
+            inner = (self._depth > 0 and vector) or (index >= saved and not name.endswith("_backward"))
+            if inner:
+                self._relative(output, self.units.accumulate)
+            else:
+                self._store(output)
 
     def _product_error(self, product: Tensor, left: Tensor, right: Tensor) -> Tensor:
         assert self.units is not None
@@ -161,6 +182,19 @@ class Arithmetic(TorchDispatchMode):
         rounded_operands = math.sqrt(2.0 / max(1, length)) * self.units.operand
         error = product.abs().mul_(math.sqrt(length) * self.units.accumulate)
         return error.add_(norms, alpha=self.units.accumulate + rounded_operands)
+
+    def _store(self, tensor: Tensor) -> None:
+        """Round a result to the storage dtype."""
+        assert self.units is not None
+        if self.units.hashed and _is_real(tensor):
+            phase = self._uniform(tensor.new_empty(()))
+            hashed = tensor.abs().clamp_(min=1e-300).log2_().mul_(2.0**16).add_(phase).frac_().abs_()
+            tensor.addcmul_(tensor, hashed.mul_(2).sub_(1), value=self.units.storage)
+        elif self.units.grid is None or not _is_real(tensor):
+            self._relative(tensor, self.units.storage)
+        elif tensor.numel():
+            phase = self._uniform(tensor[(0,) * (tensor.ndim - 1)] if tensor.ndim else tensor).add(3).div_(2)
+            tensor.copy_((tensor * phase).to(self.units.grid).double().div_(phase))
 
     def _relative(self, tensor: Tensor, unit: float) -> None:
         if _is_real(tensor):
@@ -216,13 +250,15 @@ class Kinks:
 
     Two honest implementations may put such an element on different sides, and then its gradient differs by all of
     itself.  Three passes: "record" keeps the inputs of such operations in the golden run, "measure" collects
-    their rounding errors in the noisy runs, "flip" mirrors the elements within four errors of a kink.  The difference
-    between the flipped and the golden run is what the comparison additionally allows, and only where it arises.
+    their rounding errors in the noisy runs, "flip" mirrors the elements within four errors of a kink: all of them,
+    and in further runs random halves, because the effects of two may cancel.  The largest difference between a flipped
+    and the golden run is what the comparison additionally allows, and only where it arises.
     """
 
     mode: Literal["record", "measure", "flip"] = "record"
     calls: list[_KinkCall] = field(default_factory=list)
     draws: int = 0
+    subset: int = 0  # 0: flip all elements near a kink; else a random half of them
     _next: int = 0
 
     def start(self) -> None:
@@ -250,8 +286,13 @@ class Kinks:
             squares = (value.float() - call.value).square_()
             call.squares = squares if call.squares is None else call.squares.add_(squares)
         elif call.near is not None:
+            chosen = call.near
+            if self.subset:
+                generator = torch.Generator(value.device).manual_seed(1009 * self.subset + self._next)
+                coins = torch.rand(value.shape, device=value.device, generator=generator)
+                chosen = chosen & (coins < 0.5)
             for point in call.points:
-                near = call.near & ((value - point).abs() <= (value - call.points[0]).abs())
+                near = chosen & ((value - point).abs() <= (value - call.points[0]).abs())
                 beyond = torch.where(value == point, value + 1e-30, 2 * point - value)
                 value.copy_(torch.where(near, beyond, value))  # in place: backward reads the same tensor
 
@@ -269,11 +310,11 @@ class Kinks:
         return count
 
 
-class DtypeRecorder(TorchDispatchMode):
+class DtypeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Note which floating-point dtypes a run produces: the coarsest one is the storage precision of the chain."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(

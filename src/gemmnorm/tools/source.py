@@ -77,7 +77,7 @@ class Writer:
             for used in self._variables(statement):
                 last_use[used] = statement
         lines: list[str] = []
-        for statement in statements:
+        for i, statement in enumerate(statements):
             text = self._expression(statement)
             if statement.op == "output":
                 lines += _wrapped("return ", text)
@@ -93,8 +93,9 @@ class Writer:
             if result not in last_use:
                 lines += _wrapped("", text)
                 continue
+            live = [n for n, last in last_use.items() if n in self.names and statements.index(last) > i]
             first = used[0] if used and used[0] in dying else None
-            self.names[result] = self.names[first] if first is not None else self._new_name(result, last_use)
+            self.names[result] = self.names[first] if first is not None else self._new_name(result, live)
             lines += _wrapped(f"{self.names[result]} = ", text)
         return lines
 
@@ -140,9 +141,11 @@ class Writer:
         return list(dict.fromkeys(found))
 
     def _new_name(self, node: fx.Node, live: Iterable[fx.Node]) -> str:
-        base = re.sub(r"\W", "_", node.name).strip("_") or "h"
-        base = base if not base[0].isdigit() else f"h{base}"
-        taken = {*self.names.values(), *self.namespace, "self", "super", "torch", "F", "nn"}
+        """A name after the function or child that makes the value, not that of a value which is still needed."""
+        in_chain = node in self.result.values()
+        last = str(node.target).rpartition(".")[2] if node.op == "call_module" else re.sub(r"_\d+$", "", node.name)
+        base = "h" if in_chain or not last.isidentifier() else last.strip("_") or "h"
+        taken = {*(self.names[n] for n in live), *self.namespace, "self", "super", "torch", "F", "nn"}
         name, n = base, 1
         while name in taken or keyword.iskeyword(name) or hasattr(builtins, name):
             n += 1
@@ -209,8 +212,12 @@ class Writer:
                 return self.path(str(value.target))
             source = next((bn for bn, result in self.result.items() if result is value), value)
             return self._expression(source) if source in self.inlined else self.names[value]
-        if value is None or value is ... or isinstance(value, (bool, int, str)):
-            return "..." if value is ... else repr(value)
+        if value is None or isinstance(value, (bool, int)):
+            return repr(value)
+        if value is ...:
+            return "..."
+        if isinstance(value, str):
+            return repr(value) if any(c in value for c in "\"'\\") else f'"{repr(value)[1:-1]}"'
         if isinstance(value, float):
             return repr(value) if math.isfinite(value) else f'float("{value}")'
         if isinstance(value, torch.Size):
@@ -361,9 +368,12 @@ def _occurrences(user: fx.Node, node: fx.Node) -> int:
 
 
 def _without_defaults(target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Without the keyword arguments that only repeat the function's defaults, as torch.fx records them."""
+    """Without the keyword arguments that only repeat the function's defaults, as torch.fx records them.
+
+    `training` stays, so that both modes' texts have it and differ in its value only (`merge_modes`).
+    """
     try:
         defaults = {p.name: p.default for p in inspect.signature(target).parameters.values()}
     except (TypeError, ValueError):
         return kwargs
-    return {k: v for k, v in kwargs.items() if k not in defaults or v is not defaults[k]}
+    return {k: v for k, v in kwargs.items() if k == "training" or k not in defaults or v is not defaults[k]}

@@ -225,7 +225,7 @@ def tf32(enabled: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def blas_backend(name: str | None) -> Iterator[None]:
-    """Run the body on torch's BLAS backend `name` (`"cublas"`, `"cublaslt"`); None, or an old torch, changes nothing."""
+    """Run the body on torch's BLAS backend `name` ("cublas" or "cublaslt"); None, or an old torch, changes nothing."""
     switch = getattr(torch.backends.cuda, "preferred_blas_library", None)
     if name is None or switch is None:
         yield

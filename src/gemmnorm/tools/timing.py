@@ -2,11 +2,11 @@
 
 Four things spoil a comparison of two kernels, and each has its remedy here:
 
-* *Drift.* Clocks and temperature move by several percent in a minute. All variants are therefore sampled round-robin in
+* *Drift.* Clocks and temperature move by several percent in a minute. All variants are therefore sampled in turn, in
   one process, the order turned by one place each round, so that a drift meets all of them alike.
-* *The host.* A chain of small kernels takes longer to ask for than to run. Every CUDA sample is queued behind enough GPU
-  work (a spin of 1.5 × the variant's own host time, then the emptying of the L2) that the GPU never waits for Python.
-  Host time is a figure of its own (`host_microseconds`).
+* *The host.* A chain of small kernels takes longer to ask for than to run. Every CUDA sample is queued behind enough
+  GPU work (a spin of 1.5 × the variant's own host time, then the emptying of the L2) that the GPU never waits for
+  Python. Host time is a figure of its own (`host_microseconds`).
 * *The L2.* A repeated call finds its inputs in cache, which a training step does not. Before every sample a buffer of
   256 MB is written and read, several times any L2.
 * *One number.* The median says what is typical, the interquartile range whether to believe a difference.
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 FLUSH_BYTES = 256 * 2**20  # written and read before each sample; the largest L2 of today is 126 MB
+SLOW_S = 1.0  # after so long a variant needs no more warming up
 MAX_SPIN_MS = 20.0  # a variant whose host time is beyond this synchronises, or is not worth hiding the host of
 
 
@@ -43,7 +44,7 @@ class Variant:
         name: the key of its timing in the result.
         run: computes it once; what it returns is dropped.
         around: entered around each call and outside the timed span (a BLAS backend, a precision, a strategy).
-        warmup: calls before the first sample.
+        warmup: calls before the first sample; fewer, down to `least`, once they have taken a second.
         limit_s: the first call may take this long (a compilation); None for no limit.
     """
 
@@ -51,6 +52,7 @@ class Variant:
     run: Callable[[], object]
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     warmup: int = 3
+    least: int = 1
     limit_s: float | None = None
 
 
@@ -113,6 +115,16 @@ def deadline(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
+def _event() -> Any:
+    """A CUDA event that keeps the time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _sleep(cycles: int) -> None:
+    """Queue a kernel that spins for so many clock cycles."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 class WallClock:
     """Times on the CPU: the call is over when it returns."""
 
@@ -147,9 +159,9 @@ class CudaClock:
         cycles = 20_000_000
         elapsed = 0.0
         for _ in range(2):  # the first one wakes the device up
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = _event(), _event()
             begin.record()
-            torch.cuda._sleep(cycles)
+            _sleep(cycles)
             end.record()
             end.synchronize()
             elapsed = begin.elapsed_time(end)
@@ -157,7 +169,7 @@ class CudaClock:
 
     def spin(self, ms: float) -> None:
         """Keep the device's current stream busy for about `ms`."""
-        torch.cuda._sleep(int(ms * self._cycles_per_ms))
+        _sleep(int(ms * self._cycles_per_ms))
 
     def prepare(self, variant: Variant) -> None:
         """Measure what the variant costs the host, so that `start` can queue it behind enough work."""
@@ -176,7 +188,7 @@ class CudaClock:
         """Queue `variant` behind a spin and the emptying of the L2; the answer waits and gives milliseconds."""
         host_ms = self._host_ms.get(variant.name, 1.0)
         with variant.around():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = _event(), _event()
             self.spin(min(1.5 * host_ms + 0.05, MAX_SPIN_MS))
             self._flush.zero_()
             torch.sum(self._flush, 0, out=self._sink)
@@ -211,11 +223,10 @@ def warm_up(variant: Variant, clock: WallClock | CudaClock) -> str | None:
     begin = time.perf_counter()
     try:
         for i in range(max(1, variant.warmup)):
-            left = None if variant.limit_s is None else variant.limit_s - (time.perf_counter() - begin)
-            if left is not None and left <= 0:
-                break  # it runs, only slowly
-            with variant.around(), deadline(left if i == 0 else None):
+            with variant.around(), deadline(variant.limit_s if i == 0 else None):
                 variant.run()
+            if time.perf_counter() - begin > SLOW_S and i + 1 >= variant.least:
+                break
         clock.synchronize()
         clock.prepare(variant)
     except TookTooLong:
@@ -306,7 +317,7 @@ def graph_microseconds(run: Callable[[], object], clock: CudaClock, replays: int
 
     The graph holds one call; `replays` of them run back to back behind a spin. Median of `rounds` such runs.
     """
-    stream = torch.cuda.Stream(clock.device)
+    stream: Any = torch.cuda.Stream(clock.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(clock.device))
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -317,9 +328,9 @@ def graph_microseconds(run: Callable[[], object], clock: CudaClock, replays: int
         run()
     for _ in range(3):
         graph.replay()
-    found = []
+    found: list[float] = []
     for _ in range(rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = _event(), _event()
         clock.synchronize()
         clock.spin(10.0)
         begin.record()
@@ -336,8 +347,8 @@ def sustained_ms(run: Callable[[], object], clock: CudaClock, seconds: float = 2
     for _ in range(3):
         run()
     clock.synchronize()
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    marks: list[torch.cuda.Event] = []
+    first, last = _event(), _event()
+    marks: list[Any] = []
     calls = 0
     begin = time.perf_counter()
     first.record()
@@ -345,7 +356,7 @@ def sustained_ms(run: Callable[[], object], clock: CudaClock, seconds: float = 2
         for _ in range(chunk):
             run()
         calls += chunk
-        marks.append(torch.cuda.Event())
+        marks.append(_event())
         marks[-1].record()
         if len(marks) > 2:  # two chunks stay in flight, so that the device never waits
             marks.pop(0).synchronize()

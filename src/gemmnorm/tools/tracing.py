@@ -54,14 +54,14 @@ class Trace:
         parameters: the parameters of `forward` without `self`.
         fixed: names of the parameters that kept their default (None, a bool, a string) while recording.
         attributes: (path below the owner, attribute, value) of each plain value that `forward` read.
-        tests_identity: `forward` compares something with `is`, in all likelihood an argument with None.
+        tested: names of the parameters that `forward` compares with `is`, in all likelihood with None.
     """
 
     graph: fx.Graph
     parameters: tuple[inspect.Parameter, ...]
     fixed: frozenset[str]
     attributes: tuple[tuple[str, str, Any], ...]
-    tests_identity: bool
+    tested: frozenset[str]
 
     def conditions(self, render: Callable[[str], str]) -> list[str]:
         """Python expressions, one of which is true where the recording does not stand for the original.
@@ -69,8 +69,7 @@ class Trace:
         `render` turns a dotted path below the owner ("" for itself) into an expression.
         """
         found = [_differs(p.name, p.default) for p in self.parameters if p.name in self.fixed]
-        if self.tests_identity:
-            found += [f"{p.name} is None" for p in self.parameters if p.name not in self.fixed]
+        found += [f"{p.name} is None" for p in self.parameters if p.name in self.tested - self.fixed]
         return found + [_differs(f"{render(path)}.{name}", value) for path, name, value in self.attributes]
 
 
@@ -97,15 +96,15 @@ def trace(owner: nn.Module, training: bool) -> Trace:
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("is not a plain Python function")
     parameters = _parameters(forward)
-    scan = _Scan(type(owner))
-    scan.read(forward)
+    scan = _Scan(type(owner), forward)
     with _LOCK, _mode(owner, training), _same_random_state():
         recorder = _Recorder(owner)
         tracer = _OwnerTracer(parameters)
         with recorder, _no_autocast():
             graph = _run(tracer, owner)
         recorder.check()
-    return Trace(graph, parameters, frozenset(tracer.fixed), tuple(recorder.attributes), scan.tests_identity)
+    tested = {p.name for p in parameters if p.name in scan.tested or _ANY in scan.tested}
+    return Trace(graph, parameters, frozenset(tracer.fixed), tuple(recorder.attributes), frozenset(tested))
 
 
 def _run(tracer: _OwnerTracer, owner: nn.Module) -> fx.Graph:
@@ -276,14 +275,15 @@ def _items(container: Any) -> Iterator[Any]:
 class _Scan:
     """Reads the byte code of `forward`, and of what it calls in the same class, for what misleads a trace."""
 
-    def __init__(self, owner: type[nn.Module]) -> None:
+    def __init__(self, owner: type[nn.Module], forward: types.FunctionType) -> None:
         self.owner = owner
+        self.forward = inspect.unwrap(forward).__code__
         self.seen: set[types.CodeType] = set()
-        self.tests_identity = False
+        self.tested: set[str] = set()
+        self._read(forward)
 
-    def read(self, function: types.FunctionType) -> None:
-        inner = inspect.unwrap(function)
-        for f in {id(f): f for f in (function, inner)}.values():
+    def _read(self, function: types.FunctionType) -> None:
+        for f in (function, inspect.unwrap(function)):
             if isinstance(f, types.FunctionType):
                 self._read_code(f.__code__, f.__globals__)
 
@@ -294,24 +294,37 @@ class _Scan:
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._read_code(constant, namespace)
+        before: dis.Instruction | None = None
         for instruction in dis.get_instructions(code):
             name, value = instruction.opname, instruction.argval
-            self.tests_identity |= name == "IS_OP" or ("JUMP" in name and "NONE" in name)
+            if name == "IS_OP" or ("JUMP" in name and "NONE" in name):
+                self._note_test(code, before)
             if name in ("LOAD_GLOBAL", "LOAD_NAME"):
                 if value in _MISLED:
                     raise Untraceable(_MISLED[value])
-                called = namespace.get(value)
+                self._follow(namespace.get(value))
             elif name in ("LOAD_ATTR", "LOAD_METHOD"):
                 if value == "checkpoint":
                     raise Untraceable(_MISLED[value])
-                called = None if hasattr(nn.Module, str(value)) else inspect.getattr_static(self.owner, value, None)
-            else:
-                continue
-            called = called.fget if isinstance(called, property) else called
-            if isinstance(called, types.FunctionType):
-                self.read(called)
+                if not hasattr(nn.Module, str(value)):
+                    self._follow(inspect.getattr_static(self.owner, value, None))
+            if name not in ("LOAD_CONST", "COPY", "NOT_TAKEN", "CACHE", "NOP"):
+                before = instruction
+
+    def _note_test(self, code: types.CodeType, before: dis.Instruction | None) -> None:
+        """`before` loaded what an identity test looks at; where it is no parameter of `forward`, any of them may be."""
+        if before is not None and before.opname in ("LOAD_ATTR", "LOAD_GLOBAL"):
+            return
+        local = before is not None and before.opname.startswith("LOAD_FAST") and isinstance(before.argval, str)
+        self.tested.add(before.argval if before is not None and local and code is self.forward else _ANY)
+
+    def _follow(self, called: Any) -> None:
+        called = called.fget if isinstance(called, property) else called
+        if isinstance(called, types.FunctionType):
+            self._read(called)
 
 
+_ANY = "*"
 _TORCH = torch.__path__[0]
 
 

@@ -1,0 +1,113 @@
+"""Writes the README's table of figures from a result file.
+
+    python benchmarks/readme_table.py [--check] [RESULT.json [README.md]]
+
+The block between `<!-- table:NAME -->` and `<!-- /table:NAME -->` is replaced, where NAME is the result file's name
+without its ending (benchmarks/results/h200.json → h200). With --check nothing is written, and the exit code is 1 where
+the README says something else than the result file. Without a result file the block says that nothing was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CASES = ("kb33", "kb39", "projector", "v0")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "amp")
+PHASES = {
+    "train_fwd": "Training, forward",
+    "eval_fwd": "Evaluation, forward",
+    "train_fwd_bwd": "Training, forward and backward",
+}
+UNMEASURED = "The figures of this version have not been measured yet."
+_HEAD = "| case | precision | gemm | eager | torch.compile | gemmnorm | R |\n|---|---|---|---|---|---|---|"
+
+Row = dict[str, Any]
+
+
+def precision_of(row: Row) -> str:
+    """The name of a row's precision; rows under autocast are "amp"."""
+    return "amp" if row.get("autocast") else str(row["precision"])
+
+
+def chosen_rows(document: dict[str, Any], phase: str) -> Iterable[Row]:
+    """The planner's own rows of one phase, by case and precision; of several the first."""
+    for case in CASES:
+        for precision in PRECISIONS:
+            for row in document["rows"]:
+                if row.get("chosen") and (row["case"], precision_of(row), row["phase"]) == (case, precision, phase):
+                    yield row
+                    break
+
+
+def milliseconds(value: float | None) -> str:
+    """Three significant digits; a dash for what was not measured."""
+    if value is None:
+        return "—"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3 if value >= 0.1 else 4
+    return f"{value:.{digits}f}"
+
+
+def line(row: Row) -> str:
+    """One row of the table."""
+    size = f"{row['case']} {row['batch']} × {row['in_features']} → {row['out_features']}"
+    times = " | ".join(milliseconds(row.get(key)) for key in ("gemm_ms", "eager_ms", "compile_ms"))
+    ratio = "—" if not row.get("gemm_ms") or row.get("ms") is None else f"{row['ms'] / row['gemm_ms']:.2f}"
+    return f"| {size} | {precision_of(row)} | {times} | **{milliseconds(row.get('ms'))}** | {ratio} |"
+
+
+def table(document: dict[str, Any] | None, name: str) -> str:
+    """The text between the markers."""
+    if document is None:
+        return UNMEASURED
+    parts = []
+    for phase, title in PHASES.items():
+        lines = [line(row) for row in chosen_rows(document, phase)]
+        if not lines:
+            continue
+        body = "\n".join([_HEAD, *lines])
+        parts.append(
+            body if not parts else f"<details><summary>{title[:1].upper()}{title[1:]}</summary>\n\n{body}\n\n</details>"
+        )
+    if not parts:
+        return UNMEASURED
+    machine = document["environment"]
+    versions = ", ".join(f"{key} {machine[key]}" for key in ("driver", "cuda", "torch") if machine.get(key))
+    source = (
+        f"{machine.get('gpu', name)}, {versions}; {document['created'][:10]}, `{document['command']}`; every row in"
+    )
+    parts.append(f"{source} [{name}.json](benchmarks/results/{name}.json).")
+    return "\n\n".join(parts)
+
+
+def replaced(text: str, name: str, block: str) -> str:
+    """`text` with the block of `name` replaced."""
+    pattern = re.compile(rf"(<!-- table:{re.escape(name)} -->\n).*?(\n<!-- /table:{re.escape(name)} -->)", re.S)
+    if not pattern.search(text):
+        raise SystemExit(f"the README has no block <!-- table:{name} -->")
+    return pattern.sub(lambda match: match.group(1) + block + match.group(2), text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("result", nargs="?", type=Path, default=ROOT / "benchmarks" / "results" / "h200.json")
+    parser.add_argument("readme", nargs="?", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where the README differs")
+    options = parser.parse_args(arguments)
+    document = json.loads(options.result.read_text(encoding="utf-8")) if options.result.exists() else None
+    before = options.readme.read_text(encoding="utf-8")
+    after = replaced(before, options.result.stem, table(document, options.result.stem))
+    if options.check:
+        return int(before != after)
+    options.readme.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,449 @@
+// The whole chain in one Hopper kernel: GEMM → scale → BatchNorm → activation (sm_90a).
+//
+// A persistent block is one warpgroup that feeds and two that multiply. Warp 0 copies tiles of x and W into a ring of
+// shared-memory stages; each consumer warpgroup multiplies 64 of the tile's 128 rows by all of its BN columns, takes the
+// statistics of its rows from the accumulators (one statistics group: a column mean, then M2 about it) and stores the
+// product minus that mean; warp 1 stores staged tiles and counts, panel by panel (a panel is one column of tiles), what
+// is complete. Warps 2 and 3 normalise complete panels out of the L2 while the tensor cores work on later ones. The last
+// tile of every block never leaves the registers before it is normalised.
+#pragma once
+#include "panel_units.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace gemmnorm {
+
+// What happens to a tile once it is multiplied.
+enum class Finish {
+  kEvaluate,    // y = φ(slope·a + shift) with the running statistics, at once
+  kStatistics,  // product and group statistics only; other kernels do the rest
+  kOneBlock,    // training, the batch fits one tile: all of it within the block
+  kOneWave,     // training, every block has one tile: wait for the panel, merge its groups, normalise the registers
+  kPersistent,  // training, any size: as described above
+};
+
+constexpr int kRowBytes = 128;             // of K in one stage: one swizzle row
+constexpr int kGemmThreads = 384;
+// Of the 168 registers a thread that a block of 384 starts with, the widest tile needs more in its consumers.
+constexpr int kFeederRegisters = 104, kConsumerRegisters = 200;
+static_assert(kFeederRegisters + 2 * kConsumerRegisters <= 3 * 168, "setmaxnreg would wait for ever");
+
+template <class T>
+struct Operand {
+  static constexpr int kSize = 2;
+};
+template <>
+struct Operand<tf32> {
+  static constexpr int kSize = 4;
+};
+
+template <int BN, int STAGES, bool STAGED>
+struct GemmShared {
+  alignas(1024) unsigned char x[STAGES][kTileRows * kRowBytes];
+  alignas(1024) unsigned char weight[STAGES][BN * kRowBytes];
+  alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
+  float sums[2][4][BN];   // per consumer and warp
+  float slope[2][BN];     // per consumer: column coefficients, or the group's mean in `slope`
+  float shift[2][BN];
+  float mean[BN], rstd[BN];  // of the tile's columns, for both consumers
+  u64 full[STAGES], empty[STAGES];
+  u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
+  u32 last;
+};
+
+// Halves the columns that a thread holds while adding up over the 8 lanes that share them.
+template <int HALF>
+__device__ __forceinline__ void exchange(const float (&v)[2 * HALF], float (&out)[HALF], int lane, int bit) {
+  const bool upper = lane & bit;
+#pragma unroll
+  for (int i = 0; i < HALF; ++i) {
+    const float kept = upper ? v[HALF + i] : v[i], sent = upper ? v[i] : v[HALF + i];
+    out[i] = kept + __shfl_xor_sync(~0u, sent, bit);
+  }
+}
+
+// Column sums of a consumer's 64 × BN values. `pair(i)` is the thread's sum over its two rows of its i-th column, which
+// is column (i / 2)·8 + (lane % 4)·2 + i % 2. Shuffles over the lanes, at most 64 columns at a time so that registers
+// suffice; shared memory over the warps; returned for columns 2·thread and 2·thread + 1.
+template <int BN, class Pair>
+__device__ __forceinline__ float2 column_sums(float (*sums)[BN], int consumer, const Pair& pair) {
+  constexpr int kPart = BN < 64 ? BN : 64;
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+  const int first = ((lane & 4) ? kPart / 8 : 0) + ((lane & 8) ? kPart / 16 : 0) + ((lane & 16) ? kPart / 32 : 0);
+#pragma unroll
+  for (int part = 0; part < BN / kPart; ++part) {
+    float v[kPart / 4], half[kPart / 8], quarter[kPart / 16], eighth[kPart / 32];
+#pragma unroll
+    for (int i = 0; i < kPart / 4; ++i) v[i] = pair(part * (kPart / 4) + i);
+    exchange<kPart / 8>(v, half, lane, 4);
+    exchange<kPart / 16>(half, quarter, lane, 8);
+    exchange<kPart / 32>(quarter, eighth, lane, 16);
+#pragma unroll
+    for (int i = 0; i < kPart / 32; ++i) {
+      const int k = first + i;
+      sums[warp][part * kPart + (k / 2) * 8 + (lane % 4) * 2 + (k & 1)] = eighth[i];
+    }
+  }
+  sync_threads(1 + consumer, 128);
+  float2 total = make_float2(0.0f, 0.0f);
+  if (2 * thread < BN) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 part = *reinterpret_cast<const float2*>(&sums[w][2 * thread]);
+      total.x += part.x;
+      total.y += part.y;
+    }
+  }
+  return total;
+}
+
+// Two neighbouring results of one row, straight to global memory.
+template <class Y>
+__device__ __forceinline__ void store_pair(Y* to, float a, float b) {
+  const float pair[2] = {a, b};
+  store<Y, 2>(to, pair);
+}
+
+template <class OP, class T, class Y, class L, class R, int BN, int STAGES, int SHARED_BYTES, Finish FINISH,
+          class Activation>
+__device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_features] */,
+                                           const TensorMap& map_weight /* [features, in_features] */,
+                                           const TensorMap& map_product /* [batch, features] */,
+                                           const TensorMap& map_y /* [batch, features] */,
+                                           T* product /* [batch, features]: minus its group's mean */,
+                                           Y* y /* [batch, features]; the product's memory where that is not kept */,
+                                           const L* bias /* [features] or null */,
+                                           const L* scale /* [features] or [1] or null */, int scale_stride,
+                                           float scale_value, R* running_mean /* [features] or null */,
+                                           R* running_var /* [features] or null */,
+                                           i64* batches_tracked /* [1] or null */,
+                                           const R* bn_weight /* [features] or null */,
+                                           const R* bn_bias /* [features] or null */, float momentum, float eps,
+                                           float* group_mean /* [groups, features] */,
+                                           float* group_m2 /* [groups, features] */, float* mean /* [features] */,
+                                           float* rstd /* [features] */,
+                                           float* merged_slope /* [features] */, float* merged_shift /* [features] */,
+                                           u32* counters /* zero, and left zero */,
+                                           int group_panels, int stream_x, int keep_product, int batch, int in_features,
+                                           int features) {
+  constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
+  constexpr int kAccumulators = BN / 2;
+  constexpr int kAhead = 16;  // partial results in flight
+  constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
+  constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
+  using Shared = GemmShared<BN, STAGES, kStaged>;
+  static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+
+  const Features<L, R> f = {bias,      scale,   scale_stride, scale_value,     running_mean, running_var,
+                            bn_weight, bn_bias, batches_tracked, momentum,     eps,          group_mean,
+                            group_m2,  mean,    rstd,         merged_slope,    merged_shift, batch,           features,     (batch + kGroupRows - 1) / kGroupRows};
+  const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
+  const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
+  // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
+  const int stored = FINISH == Finish::kPersistent ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
+  const int warpgroup = threadIdx.x / 128;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], 2);
+    }
+    for (int c = 0; c < 2; ++c) {
+      barrier_init(&shared.staged[c], 128);
+      barrier_init(&shared.unstaged[c], 1);
+    }
+    fence_barrier_init();
+    fence_async_shared();
+  }
+  __syncthreads();
+  wait_for_previous();
+  allow_next();
+  if (FINISH == Finish::kStatistics && batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
+
+  if (warpgroup == 0) {
+    if (BN == 256) release_registers<kFeederRegisters>();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp == 0 && lane == 0) {  // feeds the ring
+      const u64 x_policy = stream_x ? kEvictFirst : kEvictNormal;
+      int stage = 0;
+      u32 parity = 1;
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+        const Tile tile = raster.at(t);
+        for (int k = 0; k < steps; ++k) {
+          barrier_wait(&shared.empty[stage], parity);
+          barrier_expect(&shared.full[stage], (kTileRows + BN) * kRowBytes);
+          copy_to_shared(shared.x[stage], map_x, &shared.full[stage], k * kTileK, tile.m * kTileRows, x_policy);
+          copy_to_shared(shared.weight[stage], map_weight, &shared.full[stage], k * kTileK, tile.n * BN, kEvictNormal);
+          if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+          }
+        }
+      }
+    } else if (warp == 1 && lane == 0 && FINISH != Finish::kEvaluate) {  // stores staged tiles, counts complete groups
+      u32 parity = 0;
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
+        const Tile tile = raster.at(t);
+        const bool store_product = FINISH == Finish::kStatistics || t < stored || keep_product;
+        for (int c = 0; c < 2; ++c) {
+          barrier_wait(&shared.staged[c], parity);
+          if (kStaged) {
+            if (store_product) {
+              for (int part = 0; part < BN / 64; ++part)
+                copy_to_global(map_product, shared.staging[c] + part * kGroupRows * kRowBytes, tile.n * BN + part * 64,
+                               tile.m * kTileRows + c * kGroupRows);
+              commit_copies();
+              wait_copies_read();
+            }
+            barrier_arrive(&shared.unstaged[c]);
+            wait_copies();
+            fence_async_global();
+          }
+          if (FINISH == Finish::kOneWave || FINISH == Finish::kPersistent) add_release(&counters[kPanels + tile.n], 1);
+        }
+      }
+    } else if (warp >= 2 && FINISH == Finish::kPersistent) {
+      take_units<T, Y, BN, Activation>(f, raster, product, y, counters, stored);
+    }
+  } else {
+    if (BN == 256) claim_registers<kConsumerRegisters>();
+    const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+    const int own_row = warp * 16 + lane / 4;  // of the group; the thread also holds own_row + 8
+    int stage = 0;
+    u32 parity = 0, staging_parity = 1;
+    float acc[kAccumulators];
+
+    for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+      const Tile tile = raster.at(t);
+      const int group = 2 * tile.m + consumer, rows = f.rows(group);
+      const i64 row = static_cast<i64>(group) * kGroupRows + own_row;
+      const int first_column = tile.n * BN;
+
+      for (int k = 0; k < steps; ++k) {
+        barrier_wait(&shared.full[stage], parity);
+        wgmma_fence();
+        const u64 a = matrix_descriptor(shared.x[stage] + consumer * kGroupRows * kRowBytes);
+        const u64 b = matrix_descriptor(shared.weight[stage]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          Wgmma<OP, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
+        wgmma_commit();
+        if (FINISH == Finish::kEvaluate && k == 0) {  // in the shadow of the first multiplications
+          for (int c = thread; c < BN; c += 128) {
+            const int j = first_column + c;
+            if (j >= features) break;
+            const float r = 1.0f / sqrtf(to_float(running_var[j]) + eps), centre = to_float(running_mean[j]);
+            const float slope = f.slope(j, r), q = value_or(bn_weight, j, 1.0f) * r;
+            shared.slope[consumer][c] = slope;
+            shared.shift[consumer][c] = f.shift(j) + q * (f.s(j) * f.b(j) - centre);
+            if (mean && group == 0) {
+              mean[j] = centre;
+              rstd[j] = r;
+            }
+          }
+        }
+        if (k > 0) {
+          wgmma_wait<1>();
+          if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+        }
+        if (++stage == STAGES) {
+          stage = 0;
+          parity ^= 1;
+        }
+      }
+      wgmma_wait<0>();
+      if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+
+      bool finish_here = FINISH == Finish::kEvaluate;
+      if (FINISH != Finish::kEvaluate) {
+        // Column means of the group, then M2 about them. Rows beyond the batch are zero in the accumulators.
+        float2 mu = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
+          return acc[(i / 2) * 4 + i % 2] + acc[(i / 2) * 4 + 2 + i % 2];
+        });
+        mu.x = rows ? mu.x / rows : 0.0f;
+        mu.y = rows ? mu.y / rows : 0.0f;
+        if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = mu;
+        sync_threads(1 + consumer, 128);
+        const bool low = own_row < rows, high = own_row + 8 < rows;
+#pragma unroll
+        for (int i = 0; i < BN / 8; ++i) {
+          const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
+          acc[4 * i] -= m.x;
+          acc[4 * i + 1] -= m.y;
+          acc[4 * i + 2] -= m.x;
+          acc[4 * i + 3] -= m.y;
+          if (i % 4 == 3) keep_order();
+        }
+        if (rows < kGroupRows) {  // rows beyond the batch count for nothing
+#pragma unroll
+          for (int i = 0; i < BN / 8; ++i) {
+            if (!low) acc[4 * i] = acc[4 * i + 1] = 0.0f;
+            if (!high) acc[4 * i + 2] = acc[4 * i + 3] = 0.0f;
+          }
+        }
+        const float2 m2 = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
+          const float a = acc[(i / 2) * 4 + i % 2], b = acc[(i / 2) * 4 + 2 + i % 2];
+          return a * a + b * b;
+        });
+        const int j = first_column + 2 * thread;
+        if (2 * thread < BN && j < features && rows) {
+          const i64 at = static_cast<i64>(group) * features + j;
+          *reinterpret_cast<float2*>(group_mean + at) = mu;
+          *reinterpret_cast<float2*>(group_m2 + at) = m2;
+        }
+        finish_here = FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave || (FINISH == Finish::kPersistent && t >= stored);
+        const bool store_product = !finish_here || keep_product;
+        if (kStaged) {
+          barrier_wait(&shared.unstaged[consumer], staging_parity);
+          staging_parity ^= 1;
+        }
+        if (store_product) {
+#pragma unroll
+          for (int i = 0; i < BN / 8; ++i) {
+            if (kStaged) {
+              unsigned char* to = shared.staging[consumer] + (i / 8) * kGroupRows * kRowBytes + own_row * kRowBytes +
+                                  (((i % 8) * 16 + (lane % 4) * 4) ^ ((own_row % 8) << 4));
+              if constexpr (kStaged) {
+                *reinterpret_cast<u32*>(to) = pack(acc[4 * i], acc[4 * i + 1], T{});
+                *reinterpret_cast<u32*>(to + 8 * kRowBytes) = pack(acc[4 * i + 2], acc[4 * i + 3], T{});
+              }
+            } else {
+              const int column = first_column + i * 8 + (lane % 4) * 2;
+              if (column < features) {
+                if (low) store_pair(product + row * features + column, acc[4 * i], acc[4 * i + 1]);
+                if (high) store_pair(product + (row + 8) * features + column, acc[4 * i + 2], acc[4 * i + 3]);
+              }
+            }
+          }
+          if (kStaged) fence_async_shared();
+        }
+        barrier_arrive(&shared.staged[consumer]);
+
+        if (finish_here) {
+          // Mean and rstd of the tile's columns: each consumer merges half of them, kLanes threads to a column.
+          constexpr int kLanes = 256 / BN;
+          const int column = consumer * (BN / 2) + thread / kLanes, at_column = first_column + column;
+          const bool mine = at_column < features, direct = FINISH != Finish::kPersistent || f.groups <= kDirectGroups;
+          const bool owner = 2 * thread < BN && j < features;
+          float2 unit_slope = make_float2(0.0f, 0.0f), unit_shift = unit_slope;
+          if (owner) {
+            unit_slope = make_float2(f.slope(j, 1.0f), f.slope(j + 1, 1.0f));
+            unit_shift = make_float2(f.shift(j), f.shift(j + 1));
+          }
+          const float s_column = mine ? f.s(at_column) : 0.0f;
+          if (FINISH == Finish::kOneBlock) {
+            if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
+            sync_threads(3, 256);
+          } else {
+            if (thread == 0) {
+              if (direct) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
+              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], BN / kMergeWidth);
+            }
+            sync_threads(1 + consumer, 128);
+          }
+          float centre = 0.0f, squares = 0.0f, r = 0.0f;
+          if (direct) {
+            // Relative to the own group's mean: M2 = Σ M2_g + n_g·d² - (Σ n_g·d)²/B with d = mean_g - own.
+            const float own = shared.slope[consumer][column];
+            float sum = 0.0f;
+#pragma unroll kAhead
+            for (int g = thread % kLanes; g < f.groups; g += kLanes) {
+              const i64 at = static_cast<i64>(g) * features + (mine ? at_column : 0);
+              const float mean_g = FINISH == Finish::kOneBlock ? shared.slope[g][column] : load_l2(group_mean + at);
+              const float m2_g = FINISH == Finish::kOneBlock ? shared.shift[g][column] : load_l2(group_m2 + at);
+              const float n = f.rows(g), d = mean_g - own;
+              sum += n * d;
+              squares += m2_g + n * d * d;
+            }
+#pragma unroll
+            for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) {
+              sum += __shfl_xor_sync(~0u, sum, lane_bit);
+              squares += __shfl_xor_sync(~0u, squares, lane_bit);
+            }
+            squares -= sum * sum / batch;
+            centre = own + sum / batch;
+            if (mine) r = 1.0f / sqrtf(s_column * s_column * squares / batch + eps);
+            const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored);
+            if (mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish) f.finish(at_column, centre, squares);
+          } else if (mine) {
+            centre = load_l2(mean + at_column);
+            r = load_l2(rstd + at_column);
+          }
+          if (thread % kLanes == 0) {
+            shared.mean[column] = centre;
+            shared.rstd[column] = r;
+          }
+          sync_threads(3, 256);
+          // Coefficients for values that are stored minus their group's mean.
+          if (owner) {
+            const float2 m = *reinterpret_cast<const float2*>(&shared.mean[2 * thread]);
+            const float2 rr = *reinterpret_cast<const float2*>(&shared.rstd[2 * thread]);
+            const float2 slope = make_float2(unit_slope.x * rr.x, unit_slope.y * rr.y);
+            *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = slope;
+            *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) =
+                make_float2(slope.x * (mu.x - m.x) + unit_shift.x, slope.y * (mu.y - m.y) + unit_shift.y);
+          }
+          if (kStagedY) {  // the product has left the staging memory
+            barrier_wait(&shared.unstaged[consumer], staging_parity);
+            staging_parity ^= 1;
+          }
+        }
+      }
+      if (finish_here) {
+        sync_threads(1 + consumer, 128);  // the coefficients are there; earlier copies out of the staging memory too
+        if (kStagedY && FINISH == Finish::kEvaluate) {
+          if (thread == 0) wait_copies_read();
+          sync_threads(1 + consumer, 128);
+        }
+        const bool low = own_row < rows, high = own_row + 8 < rows;
+#pragma unroll
+        for (int i = 0; i < BN / 8; ++i) {
+          const int c = i * 8 + (lane % 4) * 2;
+          const float2 slope = *reinterpret_cast<const float2*>(&shared.slope[consumer][c]);
+          const float2 shift = *reinterpret_cast<const float2*>(&shared.shift[consumer][c]);
+          if (i % 2 == 1) keep_order();
+          const float v0 = Activation::value(slope.x * acc[4 * i] + shift.x);
+          const float v1 = Activation::value(slope.y * acc[4 * i + 1] + shift.y);
+          const float v2 = Activation::value(slope.x * acc[4 * i + 2] + shift.x);
+          const float v3 = Activation::value(slope.y * acc[4 * i + 3] + shift.y);
+          if constexpr (kStagedY) {
+            unsigned char* to = shared.staging[consumer] + (i / 8) * kGroupRows * kRowBytes + own_row * kRowBytes +
+                                (((i % 8) * 16 + (lane % 4) * 4) ^ ((own_row % 8) << 4));
+            *reinterpret_cast<u32*>(to) = pack(v0, v1, Y{});
+            *reinterpret_cast<u32*>(to + 8 * kRowBytes) = pack(v2, v3, Y{});
+          } else if (first_column + c < features) {
+            if (low) store_pair(y + row * features + first_column + c, v0, v1);
+            if (high) store_pair(y + (row + 8) * features + first_column + c, v2, v3);
+          }
+        }
+        if (kStagedY) fence_async_shared();
+        sync_threads(1 + consumer, 128);
+        if (kStagedY && thread == 0) {
+          for (int part = 0; part < BN / 64; ++part)
+            copy_to_global(map_y, shared.staging[consumer] + part * kGroupRows * kRowBytes, first_column + part * 64,
+                           group * kGroupRows);
+          commit_copies();
+        }
+      }
+    }
+    if (kStagedY && thread == 0) wait_copies();
+    if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation>(f, raster, product, y, counters, stored);
+  }
+
+  if (FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) {
+    // The last block to get here leaves the counters as it found them, and counts the batch.
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      shared.last = atomicAdd(&counters[kDone], 1u) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (shared.last) {
+      for (int i = threadIdx.x; i < kPanels + 2 * raster.tiles_n; i += kGemmThreads) counters[i] = 0;
+      if (threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
+    }
+  }
+}
+
+}  // namespace gemmnorm

@@ -1,0 +1,231 @@
+// What follows the tiles of the fused GEMM: a panel (one column of tiles) whose rows are all multiplied is merged and
+// normalised by single warps, out of the L2, while the tensor cores work on later panels.
+#pragma once
+#include "normalize.cuh"
+#include "ptx/hopper.cuh"
+#include "statistics.cuh"
+
+namespace gemmnorm {
+
+constexpr int kTileRows = 2 * kGroupRows;  // a group for each consumer warpgroup
+constexpr int kUnitRows = 16;     // rows that a warp normalises at a time
+constexpr int kMergeWidth = 8;    // features whose groups a warp merges at a time
+constexpr int kDirectGroups = 32;  // as many as a thread merges by itself rather than wait for somebody's merge
+constexpr int kDone = 0, kTicket = 1, kPanels = 2;  // counters: blocks done, next unit, then two numbers per panel
+
+// Everything per feature, and the sizes.
+template <class L, class R>
+struct Features {
+  const L *bias, *scale;
+  int scale_stride;
+  float scale_value;
+  R *running_mean, *running_var;
+  const R *bn_weight, *bn_bias;
+  const i64* batches_tracked;
+  float momentum, eps;
+  float *group_mean, *group_m2, *mean, *rstd, *merged_slope, *merged_shift;
+  int batch, features, groups;
+
+  __device__ __forceinline__ float s(int j) const { return scale_of(scale, scale_stride, scale_value, j); }
+  __device__ __forceinline__ float b(int j) const { return value_or(bias, j, 0.0f); }
+  // y = φ(slope·(a - mean) + shift)
+  __device__ __forceinline__ float slope(int j, float rstd_j) const {
+    return value_or(bn_weight, j, 1.0f) * s(j) * rstd_j;
+  }
+  __device__ __forceinline__ float shift(int j) const { return value_or(bn_bias, j, 0.0f); }
+  __device__ __forceinline__ int rows(int group) const {
+    const int left = batch - group * kGroupRows;
+    return left < 0 ? 0 : left < kGroupRows ? left : kGroupRows;
+  }
+  __device__ __forceinline__ void finish(int j, float mu, float m2) const {
+    const float batches = batches_tracked ? static_cast<float>(*batches_tracked + 1) : 0.0f;
+    const float variance = s(j) * s(j) * m2 / batch;
+    finish_feature(j, mu, variance, s(j), b(j), batches, running_mean, running_var, momentum, eps, mean, rstd, batch);
+    if (merged_slope) {
+      merged_slope[j] = slope(j, 1.0f / sqrtf(variance + eps));
+      merged_shift[j] = shift(j);
+    }
+  }
+};
+
+struct Tile {
+  int m, n;
+};
+
+// Tiles in the order of their number: `group_panels` panels at a time, along them first, so that panels are complete
+// early while their weights and a band of x stay in the L2.
+struct Raster {
+  int tiles_m, tiles_n, group_panels;
+
+  __device__ __forceinline__ int tiles() const { return tiles_m * tiles_n; }
+  // Whether any tile of panel n has a number below `stored`: its first has the lowest.
+  __device__ __forceinline__ bool has_stored(int n, int stored) const {
+    const int first = n / group_panels * group_panels;
+    return first * tiles_m + (n - first) < stored;
+  }
+  __device__ __forceinline__ Tile at(int t) const {
+    const int group = t / (group_panels * tiles_m), first = group * group_panels;
+    const int panels = min(group_panels, tiles_n - first), rest = t - first * tiles_m;
+    return {rest / panels, first + rest % panels};
+  }
+};
+
+// Mean and M2 of n rows, for four neighbouring features, and their merge (Chan): exact in n, safe for |mean| >> std.
+struct Moments {
+  float n, mean[4], m2[4];
+
+  __device__ __forceinline__ void add(float other_n, const float (&other_mean)[4], const float (&other_m2)[4]) {
+    const float total = n + other_n, share = total > 0.0f ? other_n / total : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float delta = other_mean[i] - mean[i];
+      mean[i] += delta * share;
+      m2[i] += other_m2[i] + delta * delta * (n * share);
+    }
+    n = total;
+  }
+};
+
+// One warp merges the groups of kMergeWidth features: two lanes along the features, sixteen along the groups.
+template <class L, class R>
+__device__ __forceinline__ void merge_groups(const Features<L, R>& f, int first_feature) {
+  constexpr int kAhead = 4;  // groups in flight
+  const int lane = threadIdx.x % 32, j = first_feature + (lane % 2) * 4;
+  const bool inside = j < f.features;
+  Moments sum = {};
+#pragma unroll 1
+  for (int g0 = lane / 2; g0 < f.groups; g0 += 16 * kAhead) {
+    float4 mean[kAhead], m2[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int g = g0 + 16 * i;
+      const i64 at = static_cast<i64>(g < f.groups ? g : 0) * f.features + (inside ? j : 0);
+      mean[i] = load_l2(reinterpret_cast<const float4*>(f.group_mean + at));
+      m2[i] = load_l2(reinterpret_cast<const float4*>(f.group_m2 + at));
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const float group_mean[4] = {mean[i].x, mean[i].y, mean[i].z, mean[i].w};
+      const float group_m2[4] = {m2[i].x, m2[i].y, m2[i].z, m2[i].w};
+      if (g0 + 16 * i < f.groups) sum.add(f.rows(g0 + 16 * i), group_mean, group_m2);
+    }
+  }
+#pragma unroll
+  for (int bit = 2; bit < 32; bit *= 2) {  // the lower lane's part is always the left operand: one order, same bits
+    float other_mean[4], other_m2[4];
+    const float other_n = __shfl_down_sync(~0u, sum.n, bit);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      other_mean[i] = __shfl_down_sync(~0u, sum.mean[i], bit);
+      other_m2[i] = __shfl_down_sync(~0u, sum.m2[i], bit);
+    }
+    sum.add(other_n, other_mean, other_m2);
+  }
+  if (!inside || lane >= 2) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) f.finish(j + i, sum.mean[i], sum.m2[i]);
+}
+
+// N numbers of a per-feature vector, from the L2.
+template <int N>
+__device__ __forceinline__ void load_features(const float* vector, float (&out)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    const float4 v = load_l2(reinterpret_cast<const float4*>(vector + i));
+    out[i] = v.x;
+    out[i + 1] = v.y;
+    out[i + 2] = v.z;
+    out[i + 3] = v.w;
+  }
+}
+
+// One warp normalises `kUnitRows` rows of a stored tile: y = φ(slope·(a' + (group mean - mean)) + shift), a' as stored.
+template <class T, class Y, int BN, class Activation, class L, class R>
+__device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T* product, Y* y, int first_row,
+                                               int first_column) {
+  constexpr int N = 16 / sizeof(T);
+  constexpr int kColumns = BN < 32 * N ? BN : 32 * N;  // that the warp covers at once
+  constexpr int kLanes = 32 * N / kColumns;            // rows that it covers at once
+  constexpr int kAtOnce = kUnitRows / kLanes < 4 ? kUnitRows / kLanes : 4;
+  const int lane = threadIdx.x % 32, group = first_row / kGroupRows;
+  const int rows = min(kUnitRows, f.batch - first_row);
+#pragma unroll 1
+  for (int c = 0; c < BN; c += kColumns) {
+    const int column = first_column + c + (lane % (kColumns / N)) * N;
+    if (column >= f.features) continue;
+    float slope[N], shift[N];
+    {
+      float mean[N], own[N];
+      load_features(f.merged_slope + column, slope);
+      load_features(f.merged_shift + column, shift);
+      load_features(f.mean + column, mean);
+      load_features(f.group_mean + static_cast<i64>(group) * f.features + column, own);
+#pragma unroll
+      for (int i = 0; i < N; ++i) shift[i] += slope[i] * (own[i] - mean[i]);
+    }
+    const i64 origin = static_cast<i64>(first_row) * f.features + column;
+#pragma unroll 1
+    for (int r0 = lane / (kColumns / N); r0 < rows; r0 += kLanes * kAtOnce) {
+      Vec<T, N> a[kAtOnce];
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r)
+        if (r0 + r * kLanes < rows)
+          *reinterpret_cast<uint4*>(&a[r]) =
+              load_l2(reinterpret_cast<const uint4*>(product + origin + static_cast<i64>(r0 + r * kLanes) * f.features));
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        float out[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * to_float(a[r].at[i]) + shift[i]);
+        if (r0 + r * kLanes < rows) store<Y, N>(y + origin + static_cast<i64>(r0 + r * kLanes) * f.features, out);
+      }
+    }
+  }
+}
+
+// A warp takes units in order, one at a time, until none is left: first the merges of a group of panels, then the rows
+// of its stored tiles. A unit waits only for tiles that come before it.
+template <class T, class Y, int BN, class Activation, class L, class R>
+__device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster& raster, const T* product, Y* y,
+                                           u32* counters, int stored) {
+  constexpr int kMerges = BN / kMergeWidth, kUnits = kTileRows / kUnitRows;
+  const int lane = threadIdx.x % 32;
+  u32* complete = counters + kPanels;
+  u32* merged = complete + raster.tiles_n;
+  const int per_panel = kMerges + kUnits * raster.tiles_m;
+  // Tiles that merge for themselves need no units of their own: the last unit is then in the last group with stored tiles.
+  const bool direct = f.groups <= kDirectGroups;
+  const int group_tiles = raster.group_panels * raster.tiles_m;
+  const int last_panel = direct ? min((stored + group_tiles - 1) / group_tiles * raster.group_panels, raster.tiles_n)
+                                : raster.tiles_n;
+#pragma unroll 1
+  for (;;) {
+    int unit = 0;
+    if (lane == 0) unit = static_cast<int>(atomicAdd(&counters[kTicket], 1u));
+    unit = __shfl_sync(~0u, unit, 0);
+    if (unit >= per_panel * last_panel) return;
+    const int group = unit / (per_panel * raster.group_panels), first = group * raster.group_panels;
+    const int panels = min(raster.group_panels, raster.tiles_n - first);
+    const int rest = unit - first * per_panel;
+    if (rest < kMerges * panels) {
+      const int n = first + rest / kMerges;
+      if (direct && !raster.has_stored(n, stored)) continue;
+      if (lane == 0) wait_until(&complete[n], 2 * raster.tiles_m);
+      __syncwarp();
+      merge_groups(f, n * BN + (rest % kMerges) * kMergeWidth);
+      __syncwarp();
+      if (lane == 0) add_release(&merged[n], 1);
+    } else {
+      const int t = first * raster.tiles_m + (rest - kMerges * panels) / kUnits;
+      if (t >= stored) continue;
+      const Tile tile = raster.at(t);
+      const int row = tile.m * kTileRows + (rest - kMerges * panels) % kUnits * kUnitRows;
+      if (row >= f.batch) continue;
+      if (lane == 0) wait_until(&merged[tile.n], kMerges);
+      __syncwarp();
+      normalize_unit<T, Y, BN, Activation>(f, product, y, row, tile.n * BN);
+    }
+  }
+}
+
+}  // namespace gemmnorm

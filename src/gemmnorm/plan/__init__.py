@@ -1,0 +1,38 @@
+"""Problem → Plan: which strategy, which kernels, which tiles and grids, which workspace. Pure: no GPU is asked.
+
+A plan is data. `runtime` runs it, `tools/export.py` prints it as C++, `explain` prints it as English; none of them
+decides anything. Grids and sizes are expressions in the batch size (`Extent`), because an exported file has the feature
+counts as constants and the batch as an argument.
+"""
+
+from .choice import STRATEGIES, applicable, cached_plan, check_strategy, make_plan, preference, set_strategy
+from .library import GROUP_ROWS
+from .problem import C_TYPES, CHIPS, DTYPE_BYTES, Chip, Problem, c_types, chip_for, target
+from .steps import ROLES, Buffer, Extent, Launch, Map, Plan, Product, Step
+
+__all__ = [
+    "CHIPS",
+    "C_TYPES",
+    "DTYPE_BYTES",
+    "GROUP_ROWS",
+    "ROLES",
+    "STRATEGIES",
+    "Buffer",
+    "Chip",
+    "Extent",
+    "Launch",
+    "Map",
+    "Plan",
+    "Problem",
+    "Product",
+    "Step",
+    "applicable",
+    "c_types",
+    "cached_plan",
+    "check_strategy",
+    "chip_for",
+    "make_plan",
+    "preference",
+    "set_strategy",
+    "target",
+]

@@ -1,0 +1,195 @@
+"""What a plan is made of: extents, buffers, products, launches, and the roles that bind arguments to tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .problem import Problem
+
+THREADS = 256  # of a block of the memory-bound kernels
+
+
+@dataclass(frozen=True)
+class Extent:
+    """times · ⌈batch / rows⌉, at most `limit`; just `times` where rows is 0. A size that an exported file can print."""
+
+    times: int
+    rows: int = 0
+    limit: int = 0
+
+    def value(self, batch: int) -> int:
+        size = self.times * (-(-batch // self.rows) if self.rows else 1)
+        return min(size, self.limit) if self.limit else size
+
+    def cpp(self) -> str:
+        """The same as a C++ expression in `batch`."""
+        if not self.rows:
+            return str(self.times)
+        groups = "batch" if self.rows == 1 else f"((batch + {self.rows - 1}) / {self.rows})"
+        size = groups if self.times == 1 else f"{self.times} * {groups}"
+        return f"std::min<int64_t>({size}, {self.limit})" if self.limit else size
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor that the plan allocates: role, dtype, and shape as extents."""
+
+    role: str
+    dtype: str
+    shape: tuple[Extent, ...]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product by the library: out = left · right, either operand transposed. Roles name the tensors."""
+
+    out: str
+    left: str
+    right: str
+    transpose_left: bool = False
+    transpose_right: bool = False
+
+
+@dataclass(frozen=True)
+class Map:
+    """A tensor map for the copy engine: argument role, the tensor's role, box rows and columns; 128-byte swizzle."""
+
+    role: str
+    tensor: str
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    Attributes:
+        entry: the kernel's name, saying what it fuses.
+        source: file under kernels/ that holds `function`.
+        function: the device function template that the entry calls.
+        constants: its template arguments, in order.
+        arguments: roles, in the order of the function's parameters (`ROLES` has their types).
+        grid: number of blocks. block: threads of each. resident: blocks that must fit on one multiprocessor.
+        shared: bytes of dynamic shared memory.
+        cooperative: all blocks must run at once, because they wait for each other.
+        maps: tensor maps among the arguments. numbers: arguments that the plan itself decides.
+    """
+
+    entry: str
+    source: str
+    function: str
+    constants: tuple[str, ...]
+    arguments: tuple[str, ...]
+    grid: Extent
+    block: int = THREADS
+    resident: int = 2
+    shared: int = 0
+    cooperative: bool = False
+    maps: tuple[Map, ...] = ()
+    numbers: tuple[tuple[str, int], ...] = ()
+
+
+Step = Product | Launch
+
+# Every role that a launch can name: C type ({T} compute, {Y} output, {L} bias and scale, {R} BatchNorm's) and shape.
+ROLES: dict[str, tuple[str, str]] = {
+    "product": ("const {T}*", "[batch, features]"),
+    "offset": ("const float*", "[groups, features] or null"),
+    "bias": ("const {L}*", "[features] or null"),
+    "scale": ("const {L}*", "[features] or [1] or null"),
+    "scale_stride": ("int", "1 for a vector, 0 for one number"),
+    "scale_value": ("float", "the scale where it is a plain number"),
+    "group_mean": ("float*", "[groups, features]"),
+    "group_m2": ("float*", "[groups, features]"),
+    "num_batches_tracked": ("long long*", "[1] or null"),
+    "running_mean": ("{R}*", "[features] or null"),
+    "running_var": ("{R}*", "[features] or null"),
+    "momentum": ("float", "negative for the cumulative average"),
+    "eps": ("float", ""),
+    "mean": ("float*", "[features]"),
+    "rstd": ("float*", "[features]"),
+    "merged_slope": ("float*", "[features]"),
+    "merged_shift": ("float*", "[features]"),
+    "bn_weight": ("const {R}*", "[features] or null"),
+    "bn_bias": ("const {R}*", "[features] or null"),
+    "y": ("{Y}*", "[batch, features]"),
+    "batch": ("int", ""),
+    "features": ("int", ""),
+    "map_x": ("const __grid_constant__ gemmnorm::TensorMap", "[batch, in_features]"),
+    "map_weight": ("const __grid_constant__ gemmnorm::TensorMap", "[features, in_features]"),
+    "map_product": ("const __grid_constant__ gemmnorm::TensorMap", "[batch, features]"),
+    "map_y": ("const __grid_constant__ gemmnorm::TensorMap", "[batch, features]"),
+    "stored_product": ("{T}*", "[batch, features]"),
+    "counters": ("unsigned int*", "zero, and left zero"),
+    "group_panels": ("int", "panels that are worked on together"),
+    "stream_x": ("int", "whether the L2 should let go of x first"),
+    "keep_product": ("int", "whether the product has memory of its own"),
+    "in_features": ("int", ""),
+    "grad_y": ("const {Y}*", "[batch, features]"),
+    "group_sum": ("float*", "[groups, features]"),
+    "group_dot": ("float*", "[groups, features]"),
+    "group_linear": ("float*", "[groups, features] or null"),
+    "mean_grad": ("float*", "[features]"),
+    "slope_grad": ("float*", "[features]"),
+    "grad_product": ("{T}*", "[batch, features]"),
+    "grad_bias": ("{L}*", "[features] or null"),
+    "grad_scale": ("float*", "[features] or null"),
+    "grad_bn_weight": ("{R}*", "[features] or null"),
+    "grad_bn_bias": ("{R}*", "[features] or null"),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run, in order, and what to allocate before.
+
+    Attributes:
+        problem: what it was made for; phase: "forward" or "backward".
+        strategy: the one that was chosen; reasons: why others were not, strategy → sentence.
+        steps: products and launches.
+        outputs: tensors handed back; workspace: tensors that die with the call.
+        aliases: role → role whose memory it shares (y over the product where nothing needs it later).
+        counters: 32-bit numbers that the launches find zero and leave zero.
+        seconds: predicted time; floor: the product alone at the rate of the library.
+    """
+
+    problem: Problem
+    phase: str
+    strategy: str
+    steps: tuple[Step, ...] = ()
+    outputs: tuple[Buffer, ...] = ()
+    workspace: tuple[Buffer, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    reasons: tuple[tuple[str, str], ...] = ()
+    counters: int = 0
+    seconds: float = 0.0
+    floor: float = 0.0
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        return tuple(step for step in self.steps if isinstance(step, Launch))
+
+    def __str__(self) -> str:
+        p = self.problem
+        kind = ("training" if p.training else "evaluation") + " " + self.phase
+        where = "plain PyTorch ops" if self.strategy == "reference" else f"sm_{p.chip.arch if p.chip else 80}"
+        lines = [
+            f"{p.batch} × {p.in_features} → {p.out_features}, {p.dtype}"
+            + (f" ({p.arithmetic})" if p.dtype == "float32" else "")
+            + f", {kind}: {self.strategy} ({where})"
+        ]
+        for step in self.steps:
+            if isinstance(step, Product):
+                left = step.left + ("ᵀ" if step.transpose_left else "")
+                right = step.right + ("ᵀ" if step.transpose_right else "")
+                lines.append(f"  {step.out} = {left} · {right} by the library's GEMM")
+            else:
+                lines.append(f"  {step.entry}: {step.grid.value(p.batch)} blocks of {step.block} threads")
+        if self.seconds:
+            ratio = self.seconds / self.floor
+            lines.append(
+                f"  predicted {self.seconds * 1e6:.1f} µs, {ratio:.2f} × the bare GEMM's {self.floor * 1e6:.1f} µs"
+            )
+        lines += [f"  not {name}: {reason}" for name, reason in self.reasons]
+        return "\n".join(lines)

@@ -1,0 +1,298 @@
+"""The command line as a user meets it: exit codes, what is printed where, and what is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gemmnorm
+from gemmnorm import cli
+from gemmnorm.tools import optimize
+from gemmnorm.tools.isolate import Outcome
+
+MODEL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.gemm = nn.Linear(in_features, out_features)
+        self.bn = nn.BatchNorm1d(out_features)
+
+    def forward(self, x):
+        return self.bn(self.gemm(x))
+
+def get_inputs():
+    return [torch.randn(16, 12)]
+
+def get_init_inputs():
+    return [12, 8]
+"""
+NEW = MODEL.replace("class Model", "class ModelNew")
+WRONG = NEW.replace("self.bn(self.gemm(x))", "self.bn(self.gemm(x)) + 0.01")
+HANGS = NEW.replace("return self.bn", "import time; time.sleep(600); return self.bn")
+CRASHES = NEW.replace("return self.bn", "import os; os.abort(); return self.bn")
+NO_CHAIN = MODEL.replace("nn.BatchNorm1d", "nn.LayerNorm")
+BROKEN = MODEL + "\nraise RuntimeError('out of order')\n"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, text in (
+        ("model", MODEL), ("new", NEW), ("wrong", WRONG), ("hangs", HANGS), ("crashes", CRASHES),
+        ("no_chain", NO_CHAIN), ("broken", BROKEN),
+    ):  # fmt: skip
+        (tmp_path / f"{name}.py").write_text(text)
+
+
+def run(*arguments: str) -> int:
+    try:
+        return cli.main(list(arguments))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+# --- the command line itself -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "required"),
+        (["polish"], "invalid choice"),
+        (["bench"], "either --suite NAME or MODEL.py"),
+        (["bench", "model.py", "--suite", "cpu"], "either --suite NAME or MODEL.py"),
+        (["bench", "--suite", "cpu", "--case", "kb3"], "got 'kb3'"),
+        (["bench", "--suite", "cpu", "--precision", "tf32"], "no cell"),
+        (["bench", "--suite", "cpu", "--resume"], "--resume needs --json"),
+        (["explain", "12", "13"], "three numbers"),
+        (["explain", "1", "2", "3", "--target", "sm_70"], "sm_80 or higher"),
+        (["verify", "model.py", "new.py", "--seeds", "0"], "whole number"),
+        (["verify", "model.py", "new.py", "--time-limit", "-1"], "positive"),
+        (["report", "nowhere.json"], "expected a result file"),
+        (["report", "model.py"], "expected JSON"),
+        (["explain", "1", "2", "3", "--activation", "mush"], "got 'mush'"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_with_the_reason(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert complaint in err and not out
+
+
+def test_python_m_gemmnorm_is_the_command_and_writes_no_colours_to_a_pipe() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "FORCE_COLOR": "", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "gemmnorm", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0 and "will run:" in done.stdout
+    assert "\x1b[" not in done.stdout + done.stderr
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"gemmnorm {gemmnorm.__version__}\n"
+
+
+# --- explain, doctor, report -----------------------------------------------------------------------------------------
+
+
+def test_explain_of_three_numbers_gives_the_plans_of_the_target(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run("explain", "1024", "8192", "8192", "--dtype", "bf16", "--target", "sm_80", "--strategy", "cublas_bn") == 0
+    )
+    out = capsys.readouterr().out
+    assert "bfloat16, training forward: cublas_bn (sm_80)" in out and "training backward" in out
+    assert "predicted" in out and "planned for sm_80, as asked" in out
+    assert run("explain", "64", "32", "32", "--eval") == 0
+    assert "training" not in capsys.readouterr().out
+
+
+def test_explain_of_a_file_shows_its_chains_and_their_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("explain", "model.py", "--target", "sm_90", "--json", "e.json") == 0
+    out, err = capsys.readouterr()
+    assert "gemm → bn" in out and "(sm_90)" in out and "loading model.py" in err
+    assert json.loads(Path("e.json").read_text())["kind"] == "explain"
+
+
+def test_explain_of_a_file_without_a_chain_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("explain", "no_chain.py") == 2
+    assert "no nn.BatchNorm1d" in capsys.readouterr().out
+
+
+def test_what_doctor_writes_report_renders_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", "--json", "d.json") == 0
+    first = capsys.readouterr().out
+    assert run("report", "d.json") == 0
+    assert capsys.readouterr().out == first
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_of_another_function_is_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", "model.py", "wrong.py", "--seeds", "1", "--json", "v.json", "-q") == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("wrong.py against model.py: not equal") and err == "wrote v.json\n"
+    assert json.loads(Path("v.json").read_text())["kind"] == "verify"
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("equal", 0), ("candidate_raises", 1), ("model_bad", 2)])
+def test_verify_hands_its_arguments_on_and_the_exit_code_back(
+    verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = _judges(monkeypatch, verdict, code)
+    assert run("verify", "model.py", "new.py", "--seeds", "2", "--device", "cpu", "--time-limit", "9") == code
+    assert given[0][0] == ("model.py", "new.py")
+    assert {**given[0][1], "on_progress": None} == {"seeds": 2, "device": "cpu", "time_limit": 9.0, "on_progress": None}
+    assert verdict.replace("_", " ") in capsys.readouterr().out
+
+
+def _judges(monkeypatch: pytest.MonkeyPatch, verdict: str, code: int) -> list[tuple[tuple[object, ...], dict]]:
+    """Replace the judge by one with a fixed verdict; the list is filled with the arguments of its calls."""
+    given: list[tuple[tuple[object, ...], dict]] = []
+
+    def verify(*arguments: object, **options: object) -> dict[str, object]:
+        given.append((tuple(map(str, arguments)), options))
+        head = {"schema": 1, "tool": "verify", "model": str(arguments[0]), "candidate": str(arguments[1])}
+        return {**head, "verdict": verdict, "exit_code": code, "equal": code == 0, "reason": f"{arguments[1]}: because"}
+
+    monkeypatch.setattr("gemmnorm.tools.verify.verify", verify)
+    return given
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_suite_is_timed_and_written(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--case", "tiny_odd", "--precision", "fp32", "--phase", "eval_fwd", "--no-compile", "--budget", "0.05"]
+    assert run("bench", "--suite", "cpu", *arguments, "--json", "s.json") == 0
+    out, err = capsys.readouterr()
+    assert "37 × 65 → 51" in out and "reference ●" in out and "ceilings" in err
+    document = json.loads(Path("s.json").read_text())
+    assert [row["phase"] for row in document["rows"]] == ["eval_fwd"]
+    assert run("report", "s.json") == 0
+    assert capsys.readouterr().out == out
+
+
+def test_files_are_timed_side_by_side_and_wrong_ones_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(
+        "bench", "model.py", "new.py", "wrong.py", "nowhere.py", "--no-compile", "--budget", "0.05", "--json", "b.json"
+    )
+    assert code == 1
+    document = json.loads(Path("b.json").read_text())
+    timed = {(row["variant"], row["phase"]) for row in document["rows"]}
+    for phase in ("train_fwd", "eval_fwd", "train_fwd_bwd"):
+        assert {("eager", phase), ("fused: reference", phase), ("new.py", phase)} <= timed
+    assert "computes something else" in document["failed"]["wrong.py"]
+    assert "no such file" in document["failed"]["nowhere.py"] and len(document["failed"]) == 2
+    assert all(row["gemm_ms"] > 0 for row in document["rows"])
+    assert "FAILED wrong.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("new", "what", "limit"), [("hangs.py", "hung", "8"), ("crashes.py", "crashed", "100")], ids=["hangs", "crashes"]
+)
+def test_a_replacement_that_does_not_come_back_is_named(
+    new: str, what: str, limit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("bench", "model.py", new, "--no-compile", "--budget", "0.05", "--time-limit", limit, "-q") == 1
+    assert f"FAILED {new}: {what}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [("broken.py", "out of order"), ("no_chain.py", "BatchNorm1d")],
+)
+def test_a_bad_model_or_one_without_a_chain_is_code_2(
+    model: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("bench", model, "--no-compile", "--budget", "0.05", "--phase", "train_fwd", "-q") == 2
+    out, err = capsys.readouterr()
+    assert complaint in out + err
+
+
+def test_a_peer_that_fails_is_a_note_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/no-such-compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(Path("inductor").resolve()))
+    code = run("bench", "model.py", "--budget", "0.05", "--phase", "eval_fwd", "-q")
+    assert code == 0
+    assert "torch.compile did not run" in capsys.readouterr().out
+
+
+# --- optimize --------------------------------------------------------------------------------------------------------
+
+
+def test_optimize_writes_a_verified_replacement_and_its_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("optimize", "model.py", "--no-compile", "--seeds", "1") == 0
+    out, err = capsys.readouterr()
+    assert "class ModelNew" in Path("model_new.py").read_text()
+    document = json.loads(Path("model_new.json").read_text())
+    assert document["status"] == "equal" and document["export"]["target"] == "sm_80"
+    assert {row["variant"] for row in document["bench"]["rows"]} == {"eager", "fused: reference", "model_new.py"}
+    assert ".tmp" not in json.dumps(document)
+    lines = out.splitlines()
+    assert "model_new.py: equal" in lines and lines[-1].startswith("wrote model_new.py")
+    said = " ".join(out.split())
+    assert "Run, on the CPU:" in said and "Not run: the CUDA kernels" in said and "ompiled" in said
+    assert "verifying" in err
+    assert Path("model_new.txt").read_text().splitlines()[-1] == lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [("no_chain.py", "no nn.BatchNorm1d"), ("nowhere.py", "no such file")],
+)
+def test_optimize_leaves_nothing_of_a_model_it_cannot_use(
+    model: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(p.name for p in Path().iterdir())
+    assert run("optimize", model, "-q") == 2
+    out, _ = capsys.readouterr()
+    assert complaint in out and "nothing was written" in out
+    assert sorted(p.name for p in Path().iterdir()) == before
+
+
+def test_optimize_leaves_nothing_that_is_not_equal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exporter is replaced by one that writes another function, the judge by one that sees it."""
+    monkeypatch.setattr(optimize, "run_isolated", _writes(WRONG))
+    _judges(monkeypatch, "not_equal", 1)
+    before = sorted(p.name for p in Path().iterdir())
+    assert run("optimize", "model.py", "-o", "other.py", "--seeds", "1", "-q") == 1
+    out, _ = capsys.readouterr()
+    assert "other.py: because" in out and "NOT EQUAL" in out and "nothing was written" in out and ".tmp" not in out
+    assert sorted(p.name for p in Path().iterdir()) == before
+
+
+def _writes(text: str) -> object:
+    def instead(target: str, kwargs: dict[str, str], **_: object) -> Outcome:
+        Path(kwargs["output_path"]).write_text(text)
+        found = {"report": "1 chain", "matches": ["gemm → bn"], "refusals": []}
+        return Outcome("ok", {**found, "target": "sm_80", "strategy": "cublas_bn"})
+
+    return instead
+
+
+@pytest.mark.parametrize(
+    ("output", "complaint"), [("model.py", "the model's own"), ("no/where.py", "existing directory")]
+)
+def test_optimize_does_not_overwrite_its_model_or_invent_directories(
+    output: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("optimize", "model.py", "-o", output) == 2
+    assert complaint in capsys.readouterr().err
+    assert Path("model.py").read_text() == MODEL

@@ -1,0 +1,118 @@
+"""torch.compile: one graph, the operator in it, the same numbers and the same buffers."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from support import Chain, arguments, assert_same, step, stir, twin, worst
+
+from gemmnorm import LinearScaleBatchNorm1d, linear_scale_batch_norm
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+BACKENDS = [
+    "eager",
+    "aot_eager",
+    pytest.param("inductor", marks=pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("training", [True, False])
+def test_forward_and_backward_in_one_graph(backend, training):
+    original = stir(Chain(12, 7, scale_shape=(7,), activation="relu")).train(training)
+    copy = twin(original)
+    positional, keywords = arguments(copy)
+
+    def call(x):
+        return linear_scale_batch_norm(x, *positional, **keywords)
+
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    x, grad = torch.randn(16, 12), torch.randn(16, 7)
+    for _ in range(2):
+        assert_same(step(copy, compiled, x, grad), step(original, original, x, grad), 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_module_in_a_model(training):
+    def build():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(LinearScaleBatchNorm1d(6, 8, activation="gelu"), torch.nn.Linear(8, 3)).train(
+            training
+        )
+
+    eager, compiled = build(), build()
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    x, grad = torch.randn(10, 6), torch.randn(10, 3)
+    for _ in range(2):
+        assert_same(step(compiled, run, x, grad), step(eager, eager, x, grad), 1e-4, 1e-5)
+
+
+def test_without_gradients_and_with_a_cumulative_average():
+    eager, compiled = LinearScaleBatchNorm1d(6, 8, momentum=None), LinearScaleBatchNorm1d(6, 8, momentum=None)
+    compiled.load_state_dict(eager.state_dict())
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(10, 6)
+            assert worst(run(x), eager(x), 1e-5, 1e-6) is None
+    assert compiled.bn.num_batches_tracked.item() == 3
+    assert worst(compiled.bn.running_var, eager.bn.running_var, 1e-5, 1e-6) is None
+
+
+def test_the_graph_holds_the_operator_once():
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append([node.target for node in graph.graph.nodes if "gemmnorm" in str(node.target)])
+        return graph
+
+    module = LinearScaleBatchNorm1d(6, 8)
+    torch.compile(module, fullgraph=True, backend=backend)(torch.randn(4, 6))
+    assert len(seen) == 1 and len(seen[0]) == 1
+
+
+def test_any_batch_size_in_one_dynamic_graph():
+    frames = []
+
+    def backend(graph, inputs):
+        frames.append(graph)
+        return graph
+
+    eager, compiled = LinearScaleBatchNorm1d(6, 8), LinearScaleBatchNorm1d(6, 8)
+    compiled.load_state_dict(eager.state_dict())
+    run = torch.compile(compiled, fullgraph=True, backend=backend, dynamic=True)
+    for batch in (5, 17, 130, 2):
+        x = torch.randn(batch, 6)
+        assert worst(run(x), eager(x), 1e-5, 1e-5) is None
+    assert len(frames) == 1
+
+
+def test_autocast_inside():
+    eager, compiled = LinearScaleBatchNorm1d(6, 8), LinearScaleBatchNorm1d(6, 8)
+    compiled.load_state_dict(eager.state_dict())
+
+    def run(module, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return module(x)
+
+    x = torch.randn(32, 6)
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(compiled, x)
+    expected = run(eager, x)
+    assert got.dtype == expected.dtype
+    assert worst(got, expected, 3e-2, 3e-2) is None
+
+
+def test_export():
+    module = LinearScaleBatchNorm1d(6, 8).eval()
+    x = torch.randn(4, 6)
+    program = torch.export.export(module, (x,))
+    assert worst(program.module()(x), module(x), 1e-6, 1e-6) is None

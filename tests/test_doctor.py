@@ -1,0 +1,119 @@
+"""What `doctor` makes of machines: each thing that can be missing, and the command that mends it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gemmnorm.tools import doctor, report
+from gemmnorm.tools.doctor import Check, Facts
+
+HEALTHY = Facts(
+    python=(3, 12),
+    torch="2.11.0+cu130",
+    torch_cuda="13.0",
+    driver_cuda="13.0",
+    gpu="NVIDIA H200",
+    capability=(9, 0),
+    cuda_core="1.2.2",
+    bindings="13.0.3",
+    nvrtc=("13.0.88",),
+    nvcc="13.0",
+    cache="cache",
+)
+
+
+def problems(facts: Facts) -> dict[str, Check]:
+    return {c.name: c for c in doctor.examine(facts) if c.state in ("missing", "warning")}
+
+
+def test_a_healthy_machine_has_nothing_to_mend() -> None:
+    assert problems(HEALTHY) == {}
+    assert all(not c.command for c in doctor.examine(HEALTHY))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "state", "command"),
+    [
+        ({"cuda_core": None}, "cuda-core", "missing", "pip install 'gemmnorm[cu13]'"),
+        ({"cuda_core": "0.4.0"}, "cuda-core", "warning", "pip install 'gemmnorm[cu13]'"),
+        ({"bindings": None}, "cuda-bindings", "missing", "pip install 'gemmnorm[cu13]'"),
+        ({"nvrtc": (), "unavailable": "NVRTC does not load (x)"}, "NVRTC", "missing", "pip install 'gemmnorm[cu13]'"),
+        ({"nvrtc": ("12.8.93",), "unavailable": "no"}, "NVRTC", "missing", "pip install 'gemmnorm[cu13]'"),
+        ({"bindings": "12.9.0", "nvrtc": ("12.8.93",)}, "cuda-bindings", "warning", "pip install 'gemmnorm[cu13]'"),
+        (
+            {"torch_cuda": "12.8", "torch": "2.8.0+cu128", "driver_cuda": "12.9"},
+            "cuda-bindings",
+            "missing",
+            "pip install 'gemmnorm[cu12]'",
+        ),
+        (
+            {"torch": "2.11.0+cpu", "torch_cuda": None},
+            "PyTorch",
+            "missing",
+            "pip install torch --index-url https://download.pytorch.org/whl/cu130",
+        ),
+        (
+            {"driver_cuda": "12.4"},
+            "PyTorch",
+            "missing",
+            "pip install torch --index-url https://download.pytorch.org/whl/cu126",
+        ),
+        ({"torch": "2.3.1+cu121"}, "PyTorch", "missing", "pip install --upgrade torch"),
+        ({"python": (3, 9)}, "Python", "missing", ""),
+        ({"capability": (7, 5)}, "GPU", "missing", ""),
+        ({"gpu": None, "capability": None}, "GPU", "missing", ""),
+        ({"driver_cuda": None}, "NVIDIA driver", "missing", ""),
+        (
+            {"cache_problem": "no permission"},
+            "kernel cache",
+            "warning",
+            "export GEMMNORM_CACHE_DIR=/a/directory/you/can/write",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_command_that_mends_it(
+    changes: dict[str, object], name: str, state: str, command: str
+) -> None:
+    found = problems(replace(HEALTHY, **changes))  # type: ignore[arg-type]
+    assert found[name].state == state
+    assert found[name].command == command
+
+
+def test_an_older_minor_of_the_same_major_is_no_fault() -> None:
+    assert problems(replace(HEALTHY, torch_cuda="13.2", bindings="13.1.0")) == {}
+
+
+def test_nvrtc_of_a_toolkit_serves_where_there_is_no_wheel() -> None:
+    assert problems(replace(HEALTHY, nvrtc=())) == {}
+
+
+def test_the_extra_follows_torch_and_never_exceeds_the_driver() -> None:
+    assert doctor.extra_of(HEALTHY) == "cu13"
+    assert doctor.extra_of(replace(HEALTHY, torch_cuda="12.8")) == "cu12"
+    assert doctor.extra_of(replace(HEALTHY, driver_cuda="12.8")) == "cu12"
+    assert doctor.extra_of(replace(HEALTHY, torch_cuda=None, driver_cuda=None)) == "cu13"
+
+
+def test_a_mac_is_told_no_command() -> None:
+    facts = Facts(platform="darwin", torch="2.11.0", cache="cache")
+    assert all(not c.command for c in doctor.examine(facts))
+
+
+def test_a_cache_directory_is_tried_where_it_is_and_where_it_would_be_made(tmp_path: Path) -> None:
+    assert doctor._cache_problem(tmp_path) is None
+    assert doctor._cache_problem(tmp_path / "not" / "there" / "yet") is None
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "not a directory" in str(doctor._cache_problem(file / "below"))
+    assert not (tmp_path / "not").exists()
+
+
+def test_this_machine_is_described_with_what_will_run() -> None:
+    document = doctor.diagnose()
+    text = report.text(document)
+    assert document["runs"] and "will run:" in text
+    for name in ("Python", "PyTorch", "NVIDIA driver", "GPU", "cuda-core", "NVRTC", "kernel cache", "nvcc"):
+        assert name in text

@@ -1,0 +1,97 @@
+"""The table of bad input: what each gets, and that the message names the argument, the expected and the given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gemmnorm import GemmNormError, LinearScaleBatchNorm1d, errors, linear_scale_batch_norm
+
+B, I, O = 4, 3, 2  # noqa: E741
+
+
+def call(**changes):
+    given = {
+        "x": torch.randn(B, I),
+        "weight": torch.randn(O, I),
+        "bias": torch.randn(O),
+        "scale": torch.randn(O),
+        "running_mean": torch.zeros(O),
+        "running_var": torch.ones(O),
+        "bn_weight": torch.ones(O),
+        "bn_bias": torch.zeros(O),
+        "num_batches_tracked": torch.tensor(0),
+        "training": True,
+    }
+    return linear_scale_batch_norm(**{**given, **changes})
+
+
+def test_the_base_call_is_good():
+    assert call().shape == (B, O)
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), [
+    ({"weight": torch.randn(O, I + 1)}, ValueError, ["weight", "3", "(2, 4)"]),
+    ({"weight": torch.randn(O)}, ValueError, ["weight", "(2,)"]),
+    ({"bias": torch.randn(O + 1)}, ValueError, ["bias", "(2,)", "(3,)"]),
+    ({"scale": torch.randn(O + 1)}, ValueError, ["scale", "(1, 2)", "(3,)"]),
+    ({"scale": torch.randn(B, O)}, ValueError, ["scale", "(4, 2)"]),
+    ({"running_mean": torch.zeros(O + 1)}, ValueError, ["running_mean", "(3,)"]),
+    ({"running_var": torch.zeros(1)}, ValueError, ["running_var", "(1,)"]),
+    ({"bn_weight": torch.zeros(O, 1)}, ValueError, ["bn_weight", "(2, 1)"]),
+    ({"bn_bias": torch.zeros(())}, ValueError, ["bn_bias", "()"]),
+    ({"running_mean": None}, ValueError, ["running_mean", "running_var", "both"]),
+    ({"running_mean": None, "running_var": None, "training": False}, ValueError, ["running_mean", "training"]),
+    ({"activation": "swish"}, ValueError, ["activation", "relu", "'swish'"]),
+    ({"strategy": "magic"}, ValueError, ["strategy", "cublas_bn", "'magic'"]),
+    ({"x": torch.ones(B, I, dtype=torch.int64)}, TypeError, ["x", "floating", "int64"]),
+    ({"x": torch.randn(B, I, dtype=torch.float64)}, TypeError, ["weight", "float64", "float32"]),
+    ({"weight": torch.randn(O, I).half()}, TypeError, ["weight", "float32", "float16"]),
+    ({"weight": torch.randn(O, I, device="meta")}, TypeError, ["weight", "cpu", "meta"]),
+    ({"bias": torch.randn(O, device="meta")}, TypeError, ["bias", "cpu", "meta"]),
+    ({"scale": torch.randn(O, device="meta")}, TypeError, ["scale", "cpu", "meta"]),
+    ({"num_batches_tracked": torch.tensor(0.0)}, TypeError, ["num_batches_tracked", "int64", "float32"]),
+])  # fmt: skip
+def test_what_does_not_fit_is_named(changes, kind, words):
+    with pytest.raises(GemmNormError) as caught:
+        call(**changes)
+    assert isinstance(caught.value, kind)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", [None, "reference"])
+def test_one_row_in_training_is_batch_norms_own_error(strategy):
+    x = torch.randn(1, I)
+    module, ours = nn.BatchNorm1d(O), LinearScaleBatchNorm1d(I, O)
+    with pytest.raises(ValueError) as original:
+        module(torch.randn(1, O))
+    with pytest.raises(ValueError) as caught:
+        call(x=x, strategy=strategy)
+    assert str(caught.value) == str(original.value)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        ours(x)
+    assert ours.bn.num_batches_tracked.item() == 0
+    assert ours.eval()(x).shape == (1, O)
+
+
+def test_a_refused_call_changes_nothing():
+    mean, var, count = torch.zeros(O), torch.ones(O), torch.tensor(7)
+    with pytest.raises(GemmNormError):
+        call(running_mean=mean, running_var=var, num_batches_tracked=count, activation="swish")
+    assert torch.equal(mean, torch.zeros(O)) and torch.equal(var, torch.ones(O)) and count.item() == 7
+
+
+def test_every_error_has_pythons_own_type_too():
+    assert issubclass(errors.GemmNormValueError, (GemmNormError, ValueError))
+    assert issubclass(errors.GemmNormTypeError, TypeError) and issubclass(errors.GemmNormTypeError, GemmNormError)
+    assert issubclass(errors.GemmNormRuntimeError, RuntimeError)
+    assert not issubclass(errors.GemmNormWarning, GemmNormError)
+
+
+def test_the_modules_arguments():
+    with pytest.raises(GemmNormError, match="activation"):
+        LinearScaleBatchNorm1d(I, O, activation="nope")
+    with pytest.raises(GemmNormError, match="scale"):
+        LinearScaleBatchNorm1d(I, O, scale=(3, 3))(torch.randn(B, I))

@@ -1,0 +1,69 @@
+"""Kernels compiled through NVRTC, without a GPU: a sample here, all of them by `gemmnorm.tools.compile_all` in CI."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from gemmnorm import activations, driver, plan
+from gemmnorm.plan import STRATEGIES, Problem, make_plan
+from gemmnorm.tools import compile_all
+
+pytestmark = pytest.mark.skipif(driver.unavailable() is not None, reason=str(driver.unavailable()))
+
+
+SIZES = (
+    (2, 8),
+    (64, 256),
+    (128, 512),
+    (1000, 1000),
+    (1024, 8192),
+    (16384, 4096),
+    (3000, 130),
+    (128, 129),
+    (5000, 2048),
+)
+
+
+def test_the_enumeration_holds_what_users_ask_for():
+    """Plans of ordinary calls ask for no kernel of the memory-bound families that the enumeration leaves out."""
+    listed = {(k.launch.function, k.launch.constants) for k in compile_all.kernels(80)}
+    forms = [f for f in compile_all.dtype_forms() if f[0] != "float16" or len(set(f)) == 1]
+    asked = 0
+    for (batch, features), (dtype, out, linear, norm), training, phase, strategy in itertools.product(
+        SIZES, forms, (True, False), ("forward", "backward"), STRATEGIES
+    ):
+        problem = Problem(
+            batch, 512, features, dtype, out, linear, norm, training=training, save=True, chip=plan.chip_for(80)
+        )
+        for launch in make_plan(problem, strategy, phase).launches:
+            assert (launch.function, launch.constants) in listed, (problem, launch)
+            asked += 1
+    assert asked > 1000
+
+
+def test_the_enumeration_has_every_dtype_activation_and_width():
+    kernels = compile_all.kernels(80)
+    assert len({str(k) for k in kernels}) > 500
+    constants = [k.launch.constants for k in kernels if k.launch.function == "normalize"]
+    for dtype in plan.C_TYPES.values():
+        assert any(c[0] == dtype for c in constants)
+    assert {c[4] for c in constants} == {"1", "2", "4", "8"}
+    assert {c[5] for c in constants} == {"8", "16", "32"}
+    used = {k.problem.activation for k in kernels if k.launch.function == "product_gradient"}
+    assert used == {None, *(activations.canonical(row.name) for row in activations.TABLE)}
+
+
+@pytest.mark.parametrize("arch", compile_all.ARCHITECTURES)
+def test_a_sample_compiles_without_a_spill(arch):
+    """Two kernels of every function; the widest vectors, which need the most registers, first."""
+    sample: dict[str, list[compile_all.Kernel]] = {}
+    for kernel in compile_all.kernels(arch, quick=True):
+        if kernel.problem.dtype != "float16":
+            sample.setdefault(kernel.launch.function, []).append(kernel)
+    chosen = [kernel for found in sample.values() for kernel in (found[0], found[-1])]
+    for kernel in chosen:
+        outcome = compile_all.compile_one(kernel)
+        assert not outcome.fault, f"{kernel}: {outcome.fault}"
+        assert 0 < outcome.report["registers"] <= 255

@@ -1,0 +1,125 @@
+"""The module as a drop-in: names, drawing order, state_dict, defaults and behaviour."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+
+import pytest
+import torch
+from support import Chain, assert_same, step, worst
+from torch import nn
+
+from gemmnorm import LinearScaleBatchNorm1d
+
+
+class Founding(nn.Module):
+    """The original of the task, word for word."""
+
+    def __init__(self, in_features, out_features, scale_shape, eps=1e-5, momentum=0.1):
+        super().__init__()
+        self.gemm = nn.Linear(in_features, out_features)
+        self.scale = nn.Parameter(torch.randn(scale_shape))
+        self.bn = nn.BatchNorm1d(out_features, eps=eps, momentum=momentum)
+
+    def forward(self, x):
+        return self.bn(self.gemm(x) * self.scale)
+
+
+@pytest.mark.parametrize("scale_shape", [(7,), (1, 7), (1,), ()])
+def test_one_seed_draws_the_same_module(scale_shape):
+    torch.manual_seed(3)
+    original = Founding(5, 7, scale_shape)
+    torch.manual_seed(3)
+    ours = LinearScaleBatchNorm1d(5, 7, scale=scale_shape)
+    assert list(ours.state_dict()) == list(original.state_dict())
+    for name, value in original.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+        assert ours.state_dict()[name].dtype == value.dtype
+
+
+def test_scale_true_is_a_vector_drawn_from_a_normal_distribution():
+    torch.manual_seed(3)
+    original = Founding(5, 7, (7,))
+    torch.manual_seed(3)
+    assert torch.equal(LinearScaleBatchNorm1d(5, 7).scale, original.scale)
+
+
+def test_signature_and_defaults():
+    parameters = inspect.signature(LinearScaleBatchNorm1d).parameters
+    assert list(parameters) == [
+        "in_features", "out_features", "bias", "scale", "eps", "momentum", "affine", "track_running_stats",
+        "activation", "process_group", "device", "dtype",
+    ]  # fmt: skip
+    norm = inspect.signature(nn.BatchNorm1d).parameters
+    for name in ("eps", "momentum", "affine", "track_running_stats", "device", "dtype"):
+        assert parameters[name].default == norm[name].default, name
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_state_dict_goes_both_ways_and_the_function_is_the_same(training):
+    original, ours = Founding(6, 9, (9,)), LinearScaleBatchNorm1d(6, 9)
+    ours.load_state_dict(original.state_dict())
+    back = Founding(6, 9, (9,))
+    back.load_state_dict(ours.state_dict())
+    x, grad = torch.randn(11, 6), torch.randn(11, 9)
+    original.train(training), ours.train(training), back.train(training)
+    expected = step(original, original, x, grad)
+    assert_same(step(ours, ours, x, grad), expected, 1e-5, 1e-5)
+    assert_same(step(back, back, x, grad), expected, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("options", [
+    {"bias": False, "scale": False, "activation": "relu"},
+    {"affine": False},
+    {"track_running_stats": False},
+    {"momentum": None},
+    {"eps": 0.5, "momentum": 0.9},
+])  # fmt: skip
+@pytest.mark.parametrize("training", [True, False])
+def test_options(options, training):
+    ours = LinearScaleBatchNorm1d(6, 9, **options).train(training)
+    norm = {k: v for k, v in options.items() if k in ("affine", "track_running_stats", "momentum", "eps")}
+    shape = None if options.get("scale") is False else (9,)
+    original = Chain(6, 9, options.get("bias", True), shape, options.get("activation"), **norm).train(training)
+    assert list(original.state_dict()) == list(ours.state_dict())
+    original.load_state_dict(ours.state_dict())
+    x, grad = torch.randn(11, 6), torch.randn(11, 9)
+    for _ in range(2):
+        assert_same(step(ours, ours, x, grad), step(original, original, x, grad), 1e-4, 1e-5)
+
+
+def test_three_dimensional_input_runs_the_original_ops():
+    ours = LinearScaleBatchNorm1d(6, 4)
+    original = Founding(6, 4, (4,))
+    original.load_state_dict(ours.state_dict())
+    x = torch.randn(3, 4, 6)  # BatchNorm1d normalises dimension 1: here 4 channels of length 4
+    assert worst(ours(x), original(x), 1e-6, 1e-6) is None
+
+
+def test_deepcopy_pickle_and_dtype():
+    ours = LinearScaleBatchNorm1d(6, 4, activation="leaky_relu(0.2)").double()
+    buffer = io.BytesIO()
+    torch.save(ours, buffer)
+    buffer.seek(0)
+    x = torch.randn(5, 6).double()
+    for other in (copy.deepcopy(ours), torch.load(buffer, weights_only=False)):
+        assert worst(other(x), copy.deepcopy(ours)(x), 0.0, 0.0) is None
+    assert {p.dtype for p in LinearScaleBatchNorm1d(3, 2, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
+    assert LinearScaleBatchNorm1d(3, 2, device="meta").scale.is_meta
+
+
+def test_repr_names_the_activation():
+    assert "activation=relu" in repr(LinearScaleBatchNorm1d(3, 2, activation="relu"))
+    assert "activation" not in repr(LinearScaleBatchNorm1d(3, 2))
+
+
+def test_frozen_batch_norm_inside_a_training_module():
+    """`bn.eval()` alone freezes the statistics, as in transfer learning; the operator looks at bn's own mode."""
+    ours, original = LinearScaleBatchNorm1d(6, 4), Founding(6, 4, (4,))
+    original.load_state_dict(ours.state_dict())
+    ours.bn.eval(), original.bn.eval()
+    x = torch.randn(8, 6)
+    assert worst(ours(x), original(x), 1e-6, 1e-6) is None
+    assert ours.bn.num_batches_tracked.item() == 0

@@ -1,0 +1,259 @@
+"""Plans as data: what the planner says for a grid of problems, without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+from torch import nn
+
+import gemmnorm
+from gemmnorm import plan, runtime, sources
+from gemmnorm.plan import ROLES, STRATEGIES, Buffer, Extent, Launch, Problem, Product, chip_for, make_plan
+
+SIZES = [
+    (2, 8, 1),
+    (3, 64, 24),
+    (127, 100, 129),
+    (128, 1024, 512),
+    (1000, 512, 1000),
+    (1024, 8192, 8192),
+    (16384, 4096, 4096),
+]
+DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32")]
+
+
+def grid():
+    for (batch, inner, features), (dtype, out), training, save, arch in itertools.product(
+        SIZES, DTYPES, (True, False), (True, False), (80, 89, 90, 100, 120)
+    ):
+        arithmetics = ("float32", "tf32", "ieee") if dtype == "float32" else ("native",)
+        for arithmetic in arithmetics:
+            yield Problem(
+                batch, inner, features, dtype, out, arithmetic=arithmetic, activation="relu", training=training,
+                save=save, chip=chip_for(arch),
+            )  # fmt: skip
+
+
+def plans():
+    for problem, strategy in itertools.product(grid(), STRATEGIES):
+        yield make_plan(problem, strategy, "forward")
+        if problem.save:
+            yield make_plan(problem, strategy, "backward")
+
+
+ALL = list(plans())
+
+
+def test_every_strategy_is_served_or_refused_with_a_reason():
+    for p in grid():
+        verdicts = plan.applicable(p)
+        assert tuple(verdicts) == STRATEGIES
+        assert verdicts["reference"] is None
+        for strategy, reason in verdicts.items():
+            chosen = make_plan(p, strategy)
+            assert (chosen.strategy == strategy) == (reason is None)
+            if reason is not None:
+                assert dict(chosen.reasons)[strategy] == reason and len(reason) > 10
+                assert f"not {strategy}: {reason}" in str(chosen)
+
+
+def test_library_strategies_serve_every_gpu_of_the_grid():
+    for p in grid():
+        verdicts = plan.applicable(p)
+        assert verdicts["cublas_bn"] is None and verdicts["cublas_folded_bn"] is None
+
+
+def test_launches_are_positive_and_their_roles_known():
+    for p in ALL:
+        given = {b.role for b in (*p.outputs, *p.workspace)} | {a for a, _ in p.aliases} | set(ROLES)
+        given |= {"x", "weight", "grad_y"}
+        for step in p.steps:
+            if isinstance(step, Product):
+                assert {step.out, step.left, step.right} <= given
+                continue
+            assert isinstance(step, Launch)
+            assert step.grid.value(p.problem.batch) > 0
+            assert 32 <= step.block <= 1024 and step.block % 32 == 0
+            assert set(step.arguments) <= given
+            assert len(set(step.arguments)) == len(step.arguments)
+            assert step.resident >= 1
+            assert (sources.KERNELS / step.source).is_file()
+
+
+def test_a_grid_covers_the_whole_output():
+    """Blocks of the memory-bound kernels cover [batch, features] once: groups of rows times tiles of columns."""
+    for p in ALL:
+        for step in p.launches:
+            if step.function not in ("column_statistics", "normalize", "gradient_sums", "product_gradient"):
+                continue
+            width, threads, *several = (int(c) for c in step.constants if c.isdigit())
+            blocks = step.grid.value(p.problem.batch)
+            groups = -(-p.problem.batch // (plan.GROUP_ROWS * (several[0] if several else 1)))
+            assert blocks == groups * -(-p.problem.out_features // (width * threads))
+            assert p.problem.out_features % width == 0
+            assert width * plan.DTYPE_BYTES[p.problem.dtype] <= 16
+
+
+def test_nothing_is_allocated_twice_and_nothing_is_used_before_it_exists():
+    for p in ALL:
+        roles = [b.role for b in (*p.outputs, *p.workspace)]
+        assert len(set(roles)) == len(roles)
+        for buffer in (*p.outputs, *p.workspace):
+            assert isinstance(buffer, Buffer)
+            assert all(e.value(p.problem.batch) > 0 for e in buffer.shape)
+        for alias, role in p.aliases:
+            assert role in roles and alias not in roles
+
+
+def test_a_forward_that_saves_hands_back_what_the_backward_reads():
+    for p in ALL:
+        if p.phase == "forward" and p.problem.save and p.strategy != "reference":
+            roles = {b.role for b in p.outputs} | {a for a, _ in p.aliases}
+            assert {"y", "product", "mean", "rstd"} <= roles
+
+
+def test_one_output_is_kept_for_the_backward():
+    """Beside x, W, vectors and group means, a forward keeps the product in the compute dtype; y is the caller's."""
+    for p in ALL:
+        if p.phase == "forward" and p.strategy != "reference":
+            large = [b for b in p.outputs if b.shape[0].rows == 1 and b.role != "y"]
+            assert len(large) <= 1
+            assert all(b.dtype == p.problem.dtype for b in large)
+
+
+@pytest.mark.parametrize(
+    "extent", [Extent(1, 1), Extent(3, 1), Extent(5), Extent(7, 128), Extent(1, 128), Extent(2, 64), Extent(2, 64, 132)]
+)
+def test_an_extent_prints_what_it_computes(extent):
+    for batch in (1, 2, 63, 64, 127, 128, 129, 16384):
+        python = extent.cpp().replace("/", "//").replace("std::min<int64_t>", "min")
+        assert eval(python, {"batch": batch, "min": min}) == extent.value(batch)
+
+
+def test_sizes_depend_on_the_batch_only_through_extents():
+    """The plans of two batches with the same tiles differ in nothing but the problem: an exported file relies on it."""
+    for dtype, strategy in itertools.product(("float32", "bfloat16"), STRATEGIES):
+        arithmetic = "native" if dtype != "float32" else "tf32"
+        problems = (Problem(batch, 4096, 4096, dtype, dtype, arithmetic=arithmetic) for batch in (16384, 16383))
+        small, large = (make_plan(problem, strategy) for problem in problems)
+        assert small.steps == large.steps and small.outputs == large.outputs and small.workspace == large.workspace
+
+
+def test_printing():
+    problem = Problem(1024, 8192, 8192, "bfloat16", "bfloat16", arithmetic="native", chip=chip_for(80))
+    text = str(make_plan(problem, "cublas_folded_bn"))
+    first, *rest = text.splitlines()
+    assert first == "1024 × 8192 → 8192, bfloat16, training forward: cublas_folded_bn (sm_80)"
+    assert rest[0] == "  product = x · weightᵀ by the library's GEMM"
+    assert "blocks of 256 threads" in text and "predicted" in text and "× the bare GEMM's" in text
+    for p in ALL[::97]:
+        assert str(p).startswith(f"{p.problem.batch} × {p.problem.in_features} → {p.problem.out_features}")
+        assert "None" not in str(p)
+
+
+def test_plans_are_frozen_and_hashable():
+    p = ALL[0]
+    with pytest.raises(FrozenInstanceError):
+        p.strategy = "other"
+    assert hash(p) == hash(replace(p))
+    assert make_plan(p.problem, p.strategy, p.phase) == p
+
+
+def test_the_prediction_is_not_below_the_floor():
+    for p in ALL:
+        if p.strategy != "reference":
+            assert p.seconds >= p.floor * 0.9 > 0.0
+
+
+@pytest.mark.parametrize(("change", "word"), [
+    ({"chip": None}, "not on an NVIDIA GPU"),
+    ({"chip": chip_for(75)}, "below 8.0"),
+    ({"dtype": "float64", "out_dtype": "float64"}, "float64"),
+    ({"batch": 0}, "nothing to compute"),
+    ({"out_features": 0}, "nothing to compute"),
+    ({"batch": 2**31}, "beyond"),
+])  # fmt: skip
+def test_what_no_kernel_serves_runs_as_plain_ops(change, word):
+    problem = replace(Problem(8, 8, 8), **change)
+    for strategy in (None, *STRATEGIES):
+        chosen = make_plan(problem, strategy)
+        assert chosen.strategy == "reference" and chosen.steps == ()
+    assert word in str(chosen)
+
+
+def test_unknown_chips_are_planned_like_their_nearest_ancestor():
+    assert chip_for(103).arch == 103 and chip_for(103).bandwidth == chip_for(100).bandwidth
+    assert chip_for(90, 66).multiprocessors == 66
+    assert [plan.target(a) for a in (80, 90, 120)] == ["sm_80", "sm_90a", "sm_120"]
+
+
+# --- asking for a strategy --------------------------------------------------------------------------------------------
+
+
+def test_order_of_precedence(monkeypatch):
+    monkeypatch.setenv("GEMMNORM_STRATEGY", "cublas_bn")
+    assert plan.check_strategy(None) == "cublas_bn"
+    with gemmnorm.set_strategy("reference"):
+        assert plan.check_strategy(None) == "reference"
+        assert plan.check_strategy("one_kernel") == "one_kernel"
+        with gemmnorm.set_strategy(None):
+            assert plan.check_strategy(None) == "cublas_bn"
+        assert plan.check_strategy(None) == "reference"
+    assert plan.check_strategy(None) == "cublas_bn"
+
+
+def test_unknown_strategies_are_refused_where_they_are_named(monkeypatch):
+    x, w = torch.randn(4, 3), torch.randn(2, 3)
+    for ask in (
+        gemmnorm.set_strategy,
+        lambda name: gemmnorm.linear_scale_batch_norm(x, w, training=True, strategy=name),
+    ):
+        with pytest.raises(gemmnorm.GemmNormError, match=r"cublas_folded_bn.*'fast'") as caught:
+            ask("fast")
+        assert isinstance(caught.value, ValueError)
+    monkeypatch.setenv("GEMMNORM_STRATEGY", "fast")
+    with pytest.raises(gemmnorm.GemmNormError, match="'fast'"):
+        gemmnorm.linear_scale_batch_norm(x, w, training=True)
+
+
+def test_the_runtime_records_the_plans_it_runs():
+    module = gemmnorm.LinearScaleBatchNorm1d(5, 3)
+    with runtime.recording() as seen:
+        module(torch.randn(4, 5))
+        module.eval()(torch.randn(6, 5))
+    assert [(p.problem.batch, p.problem.training, p.problem.save) for p in seen] == [(4, True, True), (6, False, True)]
+    assert {p.strategy for p in seen} == {"reference"}
+
+
+def test_explain():
+    text = str(gemmnorm.explain(Problem(1024, 8192, 8192, chip=chip_for(80)), strategy="cublas_bn"))
+    assert "cublas_bn (sm_80)" in text
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU())
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    text = str(gemmnorm.explain(model, torch.randn(8, 6)))
+    assert "8 × 6 → 4" in text and "not cublas_bn: the tensors are not on an NVIDIA GPU" in text
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("fp32_precision", "expected"), [("ieee", "ieee"), ("tf32", "tf32"), ("none", "float32")])
+def test_arithmetic_follows_pytorch(fp32_precision, expected):
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this PyTorch has only allow_tf32")
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = fp32_precision
+        assert runtime.arithmetic(torch.float32) == expected
+    finally:
+        matmul.fp32_precision = before
+    assert runtime.arithmetic(torch.bfloat16) == runtime.arithmetic(torch.float64) == "native"
+
+
+def test_output_dtype_is_the_chains():
+    half, full = torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2)
+    for scale in (None, full, full.bfloat16(), torch.tensor(1.0), full[:1]):
+        chain = half if scale is None else half * scale
+        assert runtime.output_dtype(half, scale) == chain.dtype

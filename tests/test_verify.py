@@ -1,0 +1,369 @@
+"""The equality check: honest files pass, every trap is caught, and no file can take the tool down."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gemmnorm.errors import GemmNormValueError
+from gemmnorm.tools.equality import Limits, compare, pool
+from gemmnorm.tools.families import Case, draw_inputs, draw_state, roles
+from gemmnorm.tools.golden import Sample, run_trial
+from gemmnorm.tools.model_file import ModelFileError, load_candidate_file, load_model_file
+from gemmnorm.tools.rounding import Arithmetic, Kinks, Units
+from gemmnorm.tools.verify import Plan, check_files, judge, references, verify
+
+TRAPS = Path(__file__).parent / "traps"
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from calibrate_verify import NOT_HERE, candidates_of, model_of  # noqa: E402
+
+MODELS = ("model.py", "model_bf16.py", "model_projector.py")
+FILES = [(model, name) for model in MODELS for name in candidates_of(model)]
+HONEST = [pair for pair in FILES if not pair[1].startswith("trap_")]
+CAUGHT = [pair for pair in FILES if pair[1].startswith("trap_")]
+
+
+@pytest.fixture(scope="session")
+def prepared():
+    """Each model's references, built once and judged against by every candidate."""
+    kept = {}
+
+    def prepare(name):
+        if name not in kept:
+            file = load_model_file(TRAPS / name)
+            kept[name] = file, list(references(file, seeds=1))
+        return kept[name]
+
+    return prepare
+
+
+@pytest.fixture
+def judged(prepared):
+    def judge_file(name):
+        original, cases = prepared(model_of(name))
+        return judge(load_candidate_file(TRAPS / name), original, cases)
+
+    return judge_file
+
+
+# ------------------------------------------------------------------------------------------------ files, good and bad
+
+
+@pytest.mark.parametrize(("model", "name"), HONEST, ids=[name for _, name in HONEST])
+def test_honest_files_are_not_accused(judged, model, name):
+    result = judged(name)
+    assert result["equal"], result["reason"]
+    assert result["exit_code"] == 0 and result["failures"] == 0
+    assert all(check["ratio"] < 0.9 for check in result["checks"])
+
+
+@pytest.mark.parametrize(("model", "name"), CAUGHT, ids=[name for _, name in CAUGHT])
+def test_traps_are_caught(judged, model, name):
+    result = judged(name)
+    assert not result["equal"] and result["exit_code"] == 1
+    assert name in result["reason"]
+    failed = [check for check in result.get("checks", []) if not check["ok"]]
+    assert all(check["ratio"] is None or check["ratio"] > 1 for check in failed)
+    assert failed or "differ" in result["reason"] or result["verdict"] == "candidate_raises"
+
+
+@pytest.mark.parametrize(
+    ("name", "quantity", "phase"),
+    [
+        ("trap_biased_running_var.py", "bn.running_var", "train"),
+        ("trap_eps_in_running_var.py", "bn.running_var", "train"),
+        ("trap_counter_forgotten.py", "bn.num_batches_tracked", "train"),
+        ("trap_bias_gradient_zero_in_eval.py", "grad:gemm.bias", "eval"),
+        ("trap_momentum_swapped.py", "bn.running_mean", "train"),
+        ("trap_scale_detached.py", "grad:scale", "eval"),
+        ("trap_eval_uses_batch_statistics.py", "output", "eval"),
+    ],
+)
+def test_the_right_quantity_is_named(judged, name, quantity, phase):
+    failed = {(c["quantity"], c["phase"]) for c in judged(name)["checks"] if not c["ok"]}
+    assert (quantity, phase) in failed
+    assert "output without autograd" not in {q for q, _ in failed} or quantity == "output"
+
+
+def test_properties(judged):
+    fine = judged("honest_folded.py")["properties"]
+    assert fine["same_parameter_names"] and fine["same_drawing_order"] and fine["deterministic"]
+    assert fine["inputs_mutated"] is False and fine["outputs_share_memory"] is False
+    assert fine["allclose_eager"] == {"train": True, "eval": True, "tolerance": 1e-4}
+    order = judged("honest_drawn_in_another_order.py")
+    assert order["equal"] and order["properties"]["same_drawing_order"] is False
+    assert any("DRAWING ORDER" in sentence for sentence in order["warnings"])
+    assert judged("trap_input_mutated.py")["properties"]["inputs_mutated"]
+    assert judged("trap_output_buffer_reused.py")["properties"]["outputs_share_memory"]
+    assert judged("trap_renamed_parameters.py")["properties"]["same_parameter_names"] is False
+    more_exact = judged("honest_bf16_float32_inside.py")
+    assert more_exact["equal"] and more_exact["properties"]["allclose_eager"]["tolerance"] == 1e-2
+
+
+# --------------------------------------------------------------------------------------------------------- in isolation
+
+
+def test_verify_answers_in_json(tmp_path):
+    seen = []
+    result = verify(TRAPS / "model.py", TRAPS / "honest_folded.py", seeds=1, device="cpu", on_progress=seen.append)
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert result["schema"] == 1 and result["equal"] and result["verdict"] == "equal" and result["exit_code"] == 0
+    keys = {"seed", "case", "phase", "quantity", "measure", "error", "eager_error", "limit", "ratio", "ok", "position"}
+    assert keys <= set(result["checks"][0])
+    assert {c["phase"] for c in result["checks"]} == {"train", "eval"}
+    quantities = {c["quantity"] for c in result["checks"]}
+    parameters = ("gemm.weight", "gemm.bias", "scale", "bn.weight", "bn.bias", "input0")
+    assert {"output", "bn.running_mean", "bn.running_var", *(f"grad:{name}" for name in parameters)} <= quantities
+    assert seen[-1]["done"] == seen[-1]["total"] > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "words"),
+    [
+        ("trap_hangs.py", "candidate_hangs", "gave no answer within"),
+        ("trap_exits.py", "candidate_crashes", "exited with code 0"),
+        ("trap_aborts.py", "candidate_crashes", "SIGSEGV"),
+    ],
+)
+def test_candidates_that_would_take_the_tool_down(name, verdict, words):
+    assert name in NOT_HERE
+    result = verify(TRAPS / "model.py", TRAPS / name, seeds=1, device="cpu", time_limit=10 if "hangs" in name else 60)
+    assert (result["verdict"], result["exit_code"], result["equal"]) == (verdict, 1, False)
+    assert name in result["reason"] and words in result["reason"]
+
+
+def test_a_model_that_crashes_is_the_models_fault(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text("import os\nos.abort()\n")
+    result = verify(path, TRAPS / "model.py", time_limit=60)
+    assert result["verdict"] == "model_bad" and result["exit_code"] == 2 and "SIGABRT" in result["reason"]
+
+
+def test_arguments_of_verify(tmp_path):
+    with pytest.raises(GemmNormValueError, match="seeds must be at least 1"):
+        verify("a.py", "b.py", seeds=0)
+    if not torch.cuda.is_available():
+        with pytest.raises(GemmNormValueError, match="without CUDA"):
+            verify("a.py", "b.py", device="cuda:0")
+
+
+def test_bad_models(tmp_path):
+    path = tmp_path / "model.py"
+    result = check_files(str(path), str(TRAPS / "model.py"), 1, "cpu")
+    assert (result["verdict"], result["exit_code"]) == ("model_bad", 2) and "no such file" in result["reason"]
+    source = (TRAPS / "model.py").read_text()
+    path.write_text(source.replace("torch.randn(160, 40)", "torch.randn(160, 41)"))
+    assert "Model must run on what get_inputs() returns" in check_files(str(path), str(path), 1, "cpu")["reason"]
+    path.write_text(source.replace("self.gemm(x) *", "nn.functional.dropout(self.gemm(x), 0.5, self.training) *"))
+    assert "draws random numbers" in check_files(str(path), str(path), 1, "cpu")["reason"]
+
+
+def test_a_candidate_that_does_not_load(tmp_path):
+    path = tmp_path / "new.py"
+    path.write_text("import nothing_of_this_name\n")
+    result = check_files(str(TRAPS / "model.py"), str(path), 1, "cpu")
+    assert (result["verdict"], result["exit_code"]) == ("candidate_raises", 1)
+
+
+def test_a_model_whose_batch_is_fixed(tmp_path):
+    path = tmp_path / "model.py"
+    source = (TRAPS / "model.py").read_text().replace("torch.randn(160, 40)", "torch.randn(24, 40)")
+    path.write_text(source.replace("self.gemm(x)", "self.gemm(x.reshape(24, 40))"))
+    plan = Plan(load_model_file(path), 1, "cpu")
+    assert any("batch" in sentence for sentence in plan.skipped)
+    result = judge(load_candidate_file(TRAPS / "honest_folded.py"), plan.file, plan.references())
+    assert result["equal"], result["reason"]
+
+
+# -------------------------------------------------------------------------------------------------------------- compare
+
+
+def _measures(candidate, eager, golden, spread=None, flips=None):
+    return {m.measure: m for m in compare(candidate, eager, golden, Limits(spread, flips))}
+
+
+def test_compare_finds_the_worst_position():
+    golden = torch.randn(6, 9, dtype=torch.float64)
+    eager = golden.float()
+    candidate = eager.clone()
+    candidate[4, 7] += 1e-3
+    found = _measures(candidate, eager, golden)
+    assert [m.ok for m in found.values()] == [False] * 4
+    assert found["worst"].position == [4, 7] and found["row"].position == [4] and found["column"].position == [7]
+    assert found["worst"].error == pytest.approx(1e-3 / abs(golden[4, 7].item()), rel=1e-3)
+    assert all(m.ok for m in _measures(eager, eager, golden).values())
+
+
+def test_compare_uses_eager_spread_and_flips():
+    golden = torch.ones(50, dtype=torch.float64)
+    eager, candidate = golden.float(), golden.float() + 1e-4
+    assert not _measures(candidate, eager, golden)["worst"].ok
+    assert _measures(candidate, eager + 1e-4, golden)["worst"].ok
+    assert _measures(candidate, eager, golden, spread=torch.full((50,), 5e-5).double())["worst"].ok
+    assert _measures(candidate, eager, golden, flips=torch.full((50,), 1e-4).double())["worst"].ok
+
+
+def test_compare_judges_exact_zeros_by_what_cancelled():
+    golden, noise = torch.zeros(20, dtype=torch.float64), torch.full((20,), 1e-7, dtype=torch.float64)
+    exact, noisy, wrong = torch.zeros(20), 1e-7 * torch.randn(20).clamp(-2, 2), torch.full((20,), 0.1)
+    assert all(m.ok for m in _measures(exact, noisy, golden, noise).values())
+    assert all(m.ok for m in _measures(noisy, exact, golden, noise).values())
+    assert not any(m.ok for m in _measures(wrong, noisy, golden, noise).values())
+
+
+def test_compare_of_values_that_are_not_finite():
+    nan, inf = math.nan, math.inf
+    golden = torch.tensor([1.0, nan, inf, 2.0, 1e30]).double()
+    eager = torch.tensor([1.0, nan, inf, 2.0, inf])
+    assert all(m.ok for m in _measures(eager, eager, golden).values())
+    assert all(m.ok for m in _measures(torch.tensor([1.0, inf, nan, 2.0, 7.0]), eager, golden).values())
+    invented = compare(torch.tensor([nan, nan, inf, 2.0, inf]), eager, golden)
+    assert [m.ok for m in invented] == [False] and invented[0].position == [0]
+    assert "nan, where the original is finite" in invented[0].note and invented[0].as_dict()["ratio"] is None
+    swallowed = compare(torch.tensor([1.0, 0.0, inf, 2.0, inf]), eager, golden)
+    assert not swallowed[0].ok and swallowed[0].position == [1]
+
+
+def test_compare_of_shapes_dtypes_and_integers():
+    x = torch.ones(3)
+    assert compare(torch.ones(4), x, x)[0].measure == "shape"
+    assert compare(x.half(), x, x)[0].note == "dtype float16, expected float32"
+    counter = torch.tensor(3)
+    assert compare(counter, counter, counter)[0].ok
+    assert compare(counter + 1, counter, counter)[0].note == "4, expected 3"
+    assert compare(torch.ones(0, 3), torch.ones(0, 3), torch.ones(0, 3))[0].ok
+
+
+def test_pool_takes_the_larger_of_own_and_role():
+    squares = torch.ones(16, dtype=torch.float64)
+    squares[3], squares[11], squares[4] = 0.0, 8.0, 100.0
+    pooled = pool(squares)
+    assert pooled[3] == 4.0 and pooled[11] == 8.0 and pooled[12] == 50.5 and pooled[5] == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------------- rounding
+
+FLOAT32 = Units(2.0**-24, 2.0**-24)
+
+
+def _spread(function, *inputs, units=FLOAT32, draws=40):
+    exact = function(*inputs)
+    squares = 0.0
+    for seed in range(draws):
+        with Arithmetic(units, seed=seed):
+            squares = squares + (function(*(x.clone() for x in inputs)) - exact).square()
+    return (squares / draws).sqrt()
+
+
+def test_spread_of_a_product_covers_a_float32_product():
+    x, w = torch.randn(30, 500, dtype=torch.float64), torch.randn(20, 500, dtype=torch.float64)
+    spread = _spread(lambda a, b: a @ b.t(), x, w)
+    float32 = (x.float() @ w.float().t()).double() - x.float().double() @ w.float().double().t()
+    assert 1 < spread.norm() / float32.norm() < 60
+    exact = 2.0**-24 * math.sqrt(500) * math.sqrt(500)  # u·‖x‖·‖w‖
+    assert 0.3 * exact < spread.mean() < 3 * exact
+
+
+def test_spread_grows_with_the_mean_of_a_column():
+    bn = nn.BatchNorm1d(4).double()
+    x = torch.randn(64, 4, dtype=torch.float64)
+    near = _spread(lambda z: bn(z + 0.0), x).mean()
+    far = _spread(lambda z: bn(z + 1e4), x).mean()
+    assert 1e-8 < near < 1e-6 and 1e3 < far / near < 1e5
+
+
+def test_half_precision_grids_let_columns_collapse():
+    x = 1e4 + torch.randn(16, 64, dtype=torch.float64)
+    with Arithmetic(Units(2.0**-8, 2.0**-24, 0.0, torch.bfloat16), seed=1):
+        stored = x + 0.0
+    assert ((stored.max(0).values - stored.min(0).values) == 0).float().mean() > 0.5
+    assert ((stored - x).abs() <= 2.0**-8 * x.abs()).all()
+
+
+def test_golden_arithmetic_ignores_casts_and_rounds_nothing():
+    x = torch.randn(5, 3, dtype=torch.float64)
+    with Arithmetic():
+        y = x.float() * 3 + torch.ones(3, dtype=torch.float32) + x.to(torch.bfloat16)
+    assert y.dtype == torch.float64 and torch.equal(y, x * 3 + 1 + x)
+
+
+def test_rounding_reaches_backward_and_leaves_inputs_alone():
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
+    x = torch.randn(12, 6, dtype=torch.float64)
+    g = torch.randn(12, 5, dtype=torch.float64)
+    runs = [
+        run_trial(model, [x.clone()], training=True, cotangent=lambda i, y: g, mode=Arithmetic(units, seed=1)).values
+        for units in (None, FLOAT32)
+    ]
+    for name in ("output", "grad:0.weight", "grad:0.bias", "grad:1.weight", "grad:1.bias", "grad:input0"):
+        difference = (runs[0][name] - runs[1][name]).abs().max()
+        assert 0 < difference < 1e-3, name
+
+
+def test_kinks_are_found_and_flipped():
+    x = torch.tensor([[1.0, 1e-9, -1e-9, -1.0]], dtype=torch.float64)
+    kinks = Kinks()
+
+    def gradient(units):
+        z = x.clone().requires_grad_()
+        with Arithmetic(units, kinks=kinks):
+            torch.relu(z + 1.0 - 1.0).sum().backward()
+        return z.grad
+
+    before = gradient(None)
+    kinks.mode = "measure"
+    for _ in range(3):
+        gradient(FLOAT32)
+    assert kinks.mark(pool) == 2
+    kinks.mode = "flip"
+    assert before.tolist() == [[1, 1, 0, 0]] and gradient(None).tolist() == [[1, 0, 1, 0]]
+
+
+def test_large_tensors_are_compared_by_whole_periods_of_rows():
+    sample = Sample.of(torch.empty(1003, 100), 20_000)
+    rows = sample.rows.tolist()
+    assert 190 <= len(rows) <= 210 and rows[:8] == list(range(8)) and rows[-1] == 1002
+    assert all(row % 8 == index % 8 for index, row in enumerate(rows))
+
+
+# ------------------------------------------------------------------------------------------------------------- families
+
+
+def test_roles_and_states():
+    model = load_model_file(TRAPS / "model.py").build(0)
+    found = roles(model)
+    assert found == {
+        "scale": "vector", "gemm.weight": "matrix", "gemm.bias": "bias", "bn.weight": "gamma", "bn.bias": "beta",
+        "bn.running_mean": "mean", "bn.running_var": "var", "bn.num_batches_tracked": "counter",
+    }  # fmt: skip
+    initial = model.state_dict()
+    state = draw_state(initial, found, "scales", torch.Generator().manual_seed(0))
+    assert (state["scale"] == 0).sum() == 5 and (state["scale"] < 0).sum() == 15
+    assert (state["bn.running_var"] >= 0).all() and torch.equal(state["gemm.weight"], initial["gemm.weight"])
+    graded = draw_state(initial, found, "graded", torch.Generator().manual_seed(0))["gemm.weight"]
+    assert (graded.norm(dim=1) == 0).sum() == 5
+
+
+def test_input_families():
+    full = [torch.randn(10, 6), torch.randn(6), 3]
+    generator = torch.Generator().manual_seed(0)
+    rows = draw_inputs(full, Case("rows", 13), generator)
+    assert rows[0].shape == (13, 6) and rows[1].shape == (6,) and rows[2] == 3
+    assert not torch.equal(rows[0][0], rows[0][10])
+    constant = draw_inputs(full, Case("constant", 4, inputs="constant"), generator)[0]
+    assert torch.equal(constant[0], constant[3])
+    large = draw_inputs(full, Case("large", 9, inputs="large mean"), generator)[0]
+    assert (large[:, 0] == large[0, 0]).all() and large[0, 0] > 1e4
+    assert not full[0].isnan().any()
+    assert draw_inputs(full, Case("nan", 9, inputs="not finite"), generator)[0].isnan().sum() == 1
+
+
+def test_the_loader_is_strict(prepared):
+    original, _ = prepared("model.py")
+    with pytest.raises(ModelFileError):
+        load_candidate_file(TRAPS / "nowhere.py")
+    assert original.class_name == "Model"
