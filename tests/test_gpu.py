@@ -184,7 +184,7 @@ def test_mean_far_larger_than_the_deviation(strategy, name, ratio):
             got = linear_scale_batch_norm(x, weight, training=True, strategy=strategy)
         if plans[0].strategy != strategy:
             pytest.skip(dict(plans[0].reasons)[strategy])
-        assert error(got, exact) <= 1.02 * error(eager, exact) + 1e-6 + (4e-3 if name == "bf16" else 0.0)
+        assert error(got, exact) <= 1.1 * error(eager, exact) + 1e-6 + (4e-3 if name == "bf16" else 0.0)
         if name == "bf16" and strategy in ("gemm_stats_apply", "one_kernel"):
             assert error(got, exact) <= 5e-3
 

@@ -301,7 +301,8 @@ def test_a_kernel_that_does_not_load_gives_way_to_another_strategy(monkeypatch):
     module = model(torch.float32, 40, 72, scale_shape=(72,))
     x, grad = tensors(60, 40, 72)
     expected = step(twin(module), twin(module), x, grad)["y"]
-    monkeypatch.setattr(runtime, "_broken", set())
+    monkeypatch.setattr(runtime, "_warned", set())
+    runtime._resolved.cache_clear()
     original = runtime._bound
 
     def fails(chosen):

@@ -6,7 +6,9 @@ Built on `cuda.core`, NVIDIA's Python package, which is optional: where it, a dr
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import io
 import os
 import re
@@ -76,9 +78,9 @@ def _disk_cache() -> Any | None:
 
 
 def _program(text: str, arch: int, **options: Any) -> Any:
-    from cuda.core import Program, ProgramOptions
+    from cuda.core import Program
 
-    return Program(text, "c++", ProgramOptions(arch=target(arch), std="c++17", name="gemmnorm.cu", **options))
+    return Program(text, "c++", _options(arch, **options))
 
 
 def compile_report(launch: Launch, problem: Problem, arch: int) -> dict[str, int]:
@@ -100,29 +102,54 @@ def compile_report(launch: Launch, problem: Problem, arch: int) -> dict[str, int
 @functools.cache
 def _kernel(text: str, entry: str, arch: int) -> Any:
     """The loaded kernel `entry` of a translation unit; from the disk cache where it has been compiled before."""
+    from cuda.core import ObjectCode
+
     cache = _disk_cache()
+    stored = recall(cache, text, arch)
+    if stored is not None:
+        with contextlib.suppress(Exception):  # made by a compiler that this driver does not understand
+            return ObjectCode.from_cubin(stored).get_kernel(entry)
+    code = bytes(_program(text, arch).compile("cubin").code)
+    remember(cache, text, arch, code)
+    return ObjectCode.from_cubin(code).get_kernel(entry)
+
+
+def recall(cache: Any | None, text: str, arch: int) -> bytes | None:
+    """The compiled code of a translation unit from the disk cache, or None.
+
+    An entry carries its SHA-256, because the driver crashes on a truncated kernel rather than refuse it.
+    """
+    if cache is None:
+        return None
     try:
-        return _program(text, arch).compile("cubin", cache=cache).get_kernel(entry)
-    except Exception:
-        if cache is None:
-            raise
-    # A truncated or foreign entry fails to load, an unwritable directory to store: compile afresh, without the cache.
-    code = _program(text, arch).compile("cubin")
-    kernel = code.get_kernel(entry)
+        entry = cache.get(_cache_key(text, arch)) or b""
+    except OSError:
+        return None
+    code, digest = entry[:-32], entry[-32:]
+    return code if code and hashlib.sha256(code).digest() == digest else None
+
+
+def remember(cache: Any | None, text: str, arch: int, code: bytes) -> None:
+    """Put compiled code into the disk cache; a failure is one warning."""
+    if cache is None:
+        return
     try:
-        from cuda.core.utils import make_program_cache_key
-
-        key = make_program_cache_key(code=text, code_type="c++", options=_options(arch), target_type="cubin")
-        cache[key] = code
-    except Exception as error:
-        warnings.warn(f"the kernel cache could not be mended: {error}", GemmNormWarning, stacklevel=2)
-    return kernel
+        cache[_cache_key(text, arch)] = code + hashlib.sha256(code).digest()
+    except OSError as error:
+        warnings.warn(f"a compiled kernel could not be stored: {error}", GemmNormWarning, stacklevel=2)
 
 
-def _options(arch: int) -> Any:
+def _cache_key(text: str, arch: int) -> bytes:
+    from cuda.core.utils import make_program_cache_key
+
+    key: bytes = make_program_cache_key(code=text, code_type="c++", options=_options(arch), target_type="cubin")
+    return key
+
+
+def _options(arch: int, **options: Any) -> Any:
     from cuda.core import ProgramOptions
 
-    return ProgramOptions(arch=target(arch), std="c++17", name="gemmnorm.cu")
+    return ProgramOptions(arch=target(arch), std="c++17", name="gemmnorm.cu", **options)
 
 
 @functools.lru_cache(maxsize=1)
@@ -134,7 +161,7 @@ def _map_options() -> tuple[Any, Any, dict[torch.dtype, Any]]:
     types = {
         torch.float16: TensorMapDataType.FLOAT16,
         torch.bfloat16: TensorMapDataType.BFLOAT16,
-        torch.float32: TensorMapDataType.TFLOAT32,  # rounded to TF32 on the way in, where the tensor cores would truncate
+        torch.float32: TensorMapDataType.TFLOAT32,  # rounded on the way in, where the tensor cores would truncate
     }
     return TensorMapSwizzle.SWIZZLE_128B, TensorMapL2Promotion.L2_256B, types
 

@@ -106,35 +106,12 @@ def _forward_fake(
     batch, features = x.shape[0], weight.shape[0]
     out = runtime.output_dtype(x, scale)
     y = x.new_empty((batch, features), dtype=out)
-    if not save:
-        return y, x.new_empty(0), x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    product = x.new_empty((batch, features))
-    statistics = _statistics_dtype(x, out, running_mean, bn_weight, training, strategy)
-    vector = [x.new_empty((features,), dtype=statistics) for _ in range(2)]
+    kept = reference.statistics_dtype(out)
+    own_gemm = save and strategy in ("gemm_stats_apply", "one_kernel") and training
     groups = -(-batch // plan.GROUP_ROWS)
-    own_gemm = strategy in ("gemm_stats_apply", "one_kernel") and training
-    offset = x.new_empty((groups, features), dtype=torch.float32) if own_gemm else x.new_empty(0)
-    return y, product, offset, *vector
-
-
-def _statistics_dtype(
-    x: Tensor,
-    out: torch.dtype,
-    running_mean: Tensor | None,
-    bn_weight: Tensor | None,
-    training: bool,
-    strategy: str | None,
-) -> torch.dtype:
-    """float32 from the kernels; from PyTorch's own batch normalisation what that keeps."""
-    if strategy != "reference":
-        return torch.float32
-    if not training:
-        assert running_mean is not None
-        return running_mean.dtype
-    like = bn_weight if bn_weight is not None else running_mean
-    if out == torch.float64:
-        return torch.float64
-    return torch.float32 if like is None or out == torch.float32 or x.is_cuda else like.dtype
+    product = x.new_empty((batch, features) if save else (0,))
+    offset = x.new_empty((groups, features) if own_gemm else (0,), dtype=torch.float32)
+    return y, product, offset, *(x.new_empty((features if save else 0,), dtype=kept) for _ in range(2))
 
 
 @torch.library.register_fake("gemmnorm::linear_scale_batch_norm_backward", lib=_library)

@@ -65,6 +65,11 @@ def chain(
     return _activate(F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps), activation)
 
 
+def statistics_dtype(out: torch.dtype) -> torch.dtype:
+    """The dtype in which mean and rstd are kept: float32, or float64 where the output is."""
+    return torch.float64 if out == torch.float64 else torch.float32
+
+
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -81,7 +86,7 @@ def forward(
     activation: str | None,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, and what the backward needs: product [B, O], mean [O], rstd [O] (empty tensors unless `save`).
+    """y, and what the backward needs: product [B, O], mean and rstd [O], in float32 or float64 (empty unless `save`).
 
     x [B, I], weight [O, I], bias [O], running statistics, bn_weight and bn_bias [O]. Where `training` is set, batch
     statistics are used and the running ones updated (unbiased variance), and the counter is incremented.
@@ -93,16 +98,18 @@ def forward(
     factor = averaging_factor(momentum, num_batches_tracked) if training else 0.0
     if not save:
         out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
-        empty = out.new_empty(0)
-        return _activate(out, activation), empty, empty.clone(), empty.clone()
+        nothing = [out.new_empty(0, dtype=statistics_dtype(out.dtype)) for _ in range(2)]
+        return _activate(out, activation), product.new_empty(0), *nothing
     if x.shape[0] == 0:  # nothing to normalise with: PyTorch counts the batch and leaves the rest alone
         out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
-        zeros = out.new_zeros(weight.shape[0])
+        zeros = out.new_zeros(weight.shape[0], dtype=statistics_dtype(out.dtype))
         return _activate(out, activation), product, zeros, zeros.clone()
     out, mean, rstd = torch.native_batch_norm(z, bn_weight, bn_bias, running_mean, running_var, training, factor, eps)
+    kept = statistics_dtype(out.dtype)
     if not training:
         assert running_mean is not None and running_var is not None
-        mean, rstd = running_mean.clone(), (running_var + eps).rsqrt()
+        mean, rstd = running_mean.to(kept, copy=True), (running_var.to(kept) + eps).rsqrt()
+    mean, rstd = mean.to(kept), rstd.to(kept)
     # Without a scale the product is z itself: the same memory, kept once.
     return _activate(out, activation), product, mean, rstd
 
@@ -145,9 +152,12 @@ def backward(
         normalised = normalised if bn_bias is None else normalised + bn_bias
         grad = activations.backward(grad, normalised.to(grad.dtype), activation)
     need_z = any(needs[:4])
-    variance = None if training else (rstd.double().pow(-2) - eps).to(rstd.dtype)
+    # PyTorch wants running statistics in the parameters' dtype, and saved ones too where it runs on the CPU.
+    like = next((t for t in (bn_weight, bn_bias) if t is not None), mean)
+    variance = None if training else (rstd.double().pow(-2) - eps).to(like.dtype)
+    saved = (mean, rstd) if z.is_cuda else (mean.to(like.dtype), rstd.to(like.dtype))
     grad_z, grad_gamma, grad_beta = torch.ops.aten.native_batch_norm_backward(
-        grad, z, bn_weight, None if training else mean, variance, mean, rstd, training, eps,
+        grad, z, bn_weight, None if training else mean.to(like.dtype), variance, *saved, training, eps,
         [need_z, needs[4] and bn_weight is not None, needs[5] and bn_bias is not None],
     )  # fmt: skip
     grad_bias = grad_scale = None

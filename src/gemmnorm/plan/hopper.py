@@ -107,7 +107,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
         ),
         ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
-         "merged_slope", "merged_shift", "counters", "group_panels", "stream_x", "keep_product", "batch", "in_features", "features"),
+         "merged_slope", "merged_shift", "counters", "group_panels", "stream_x", "keep_product", "batch", "in_features",
+         "features"),
         Extent(panels, TILE_ROWS, chip.multiprocessors),
         block=384,
         resident=1,
@@ -130,23 +131,20 @@ def forward(problem: Problem, strategy: str) -> Plan:
     y = Buffer("y", problem.out_dtype, (ROWS, features))
     partial = [Buffer(role, "float32", (GROUPS, features)) for role in ("group_mean", "group_m2")]
     vectors = [Buffer(role, "float32", (features,)) for role in ("mean", "rstd")]
-    if finish == "kPersistent":
-        scratch = [Buffer(role, "float32", (features,)) for role in ("merged_slope", "merged_shift")]
-    else:
-        scratch = []
-    aliases: list[tuple[str, str]] = []
-    outputs: list[Buffer] = [y]
-    workspace: list[Buffer] = scratch
-    if problem.training:
+    merged = ("merged_slope", "merged_shift") if finish == "kPersistent" else ()
+    workspace = [Buffer(role, "float32", (features,)) for role in merged]
+    aliases: tuple[tuple[str, str], ...] = ()
+    outputs = [y]
+    if problem.training and problem.save:
+        outputs += [product, partial[0], *vectors]
+        workspace.append(partial[1])
+    elif problem.training:
         workspace += [*partial, *vectors]
-        if problem.save:
-            outputs, workspace = [y, product, partial[0], *vectors], [*scratch, partial[1]]
-        elif problem.dtype == problem.out_dtype:
-            aliases.append(("product", "y"))
-        else:
+    if not problem.save:
+        if problem.training and problem.dtype != problem.out_dtype:
             workspace.append(product)
-    else:
-        aliases.append(("product", "y"))
+        else:
+            aliases = (("product", "y"),)
     if finish == "kStatistics":
         steps += (library.merge(problem, fold=True), library.normalize(problem, fold=True, offset="group_mean"))
     return Plan(
@@ -156,7 +154,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         steps,
         tuple(outputs),
         tuple(workspace),
-        tuple(aliases),
+        aliases,
         counters=COUNTERS + 2 * panels if finish in ("kOneBlock", "kOneWave", "kPersistent") else 0,
         seconds=gemm_seconds(problem) * (1.06 if problem.training else 1.01),
         floor=gemm_seconds(problem),

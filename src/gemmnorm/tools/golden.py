@@ -167,7 +167,7 @@ class Original:
         self.golden = file.build(seed).to(device).double()
         self.inputs = [v.to(device) if isinstance(v, Tensor) else v for v in file.inputs(seed)]
         self.size = sum(v.numel() for v in self.initial.values())
-        self.repeats = 8 if self.size < 200_000 else 3 if self.size < 4_000_000 else 1
+        self.repeats = 8 if self.size < 200_000 else 3 if self.size < 4_000_000 else 2
         self.units: Units | None = None
 
     @property

@@ -1,0 +1,45 @@
+"""Runs every kernel once at small sizes, for compute-sanitizer.
+
+    PYTHONPATH=src compute-sanitizer --tool memcheck python benchmarks/sanitize.py
+
+Tools: memcheck, racecheck, synccheck, initcheck. Results are compared with plain PyTorch, so that a kernel which a tool
+disturbs is noticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+
+import gemmnorm
+from gemmnorm.plan import STRATEGIES
+
+SIZES = {"one tile": (70, 72, 40), "one wave": (300, 136, 264), "persistent": (1500, 64, 2568)}
+
+
+def main() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    names = sys.argv[1:] or list(SIZES)
+    for name, strategy, dtype, training in itertools.product(
+        names, STRATEGIES[:-1], (torch.bfloat16, torch.float32), (True, False)
+    ):
+        batch, inner, features = SIZES[name]
+        module = gemmnorm.LinearScaleBatchNorm1d(inner, features, activation="relu", device="cuda", dtype=dtype)
+        module.train(training)
+        x = torch.randn(batch, inner, device="cuda", dtype=dtype)
+        with gemmnorm.set_strategy(strategy):
+            y = module(x)
+            y.backward(torch.randn_like(y))
+            with torch.no_grad():
+                y = module(x)
+        with gemmnorm.set_strategy("reference"), torch.no_grad():
+            expected = module(x)
+        worst = float((y - expected).abs().max())
+        print(f"{name}, {strategy}, {dtype}, {'training' if training else 'evaluation'}: {worst:.3g}", flush=True)
+        assert worst < 0.1, "wrong under the tool"
+
+
+if __name__ == "__main__":
+    main()
