@@ -169,6 +169,20 @@ def _map_options() -> tuple[Any, Any, dict[torch.dtype, Any]]:
 _maps: dict[tuple[Any, ...], Any] = {}
 
 
+class _Address:
+    """Memory as `__cuda_array_interface__` describes it. Owns nothing: a map must not keep a tensor's memory alive."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(t.shape),
+            "typestr": "<i2" if t.element_size() == 2 else "<f4",
+            "data": (t.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+            "stream": None,
+        }
+
+
 def tensor_map(t: torch.Tensor, rows: int, columns: int) -> Any:
     """The copy engine's view of a contiguous matrix, cut into boxes of rows × columns.
 
@@ -180,8 +194,7 @@ def tensor_map(t: torch.Tensor, rows: int, columns: int) -> Any:
         from cuda.core.utils import StridedMemoryView
 
         swizzle, promotion, types = _map_options()
-        words = t.detach().view(torch.int16 if t.element_size() == 2 else torch.float32)
-        view = StridedMemoryView.from_any_interface(words, stream_ptr=-1)
+        view = StridedMemoryView.from_any_interface(_Address(t), stream_ptr=-1)
         found = view.as_tensor_map((rows, columns), data_type=types[t.dtype], swizzle=swizzle, l2_promotion=promotion)
         if len(_maps) >= 4096:
             _maps.clear()

@@ -89,7 +89,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         finish = "kOneBlock" if rows == 1 else "kOneWave" if one_wave else "kPersistent"
     half = problem.dtype != "float32"
     group_panels = _group_panels(problem, tile)
-    boxes = 64 if half else 32
+    boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
     launch = Launch(
         {"kEvaluate": "fused_gemm_scale_bn_evaluate", "kStatistics": "fused_gemm_statistics"}.get(
             finish, "fused_gemm_scale_bn"
@@ -117,8 +117,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
         maps=(
             Map("map_x", "x", TILE_ROWS, tile.k),
             Map("map_weight", "weight", tile.columns, tile.k),
-            Map("map_product", "product", GROUP_ROWS, boxes),
-            Map("map_y", "y", GROUP_ROWS, boxes if problem.out_dtype != "float32" else 32),
+            Map("map_product", "product", GROUP_ROWS, boxes if problem.training else boxes_y),
+            Map("map_y", "y", GROUP_ROWS, boxes_y),
         ),
         numbers=(
             ("group_panels", group_panels),

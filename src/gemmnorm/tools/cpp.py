@@ -424,7 +424,8 @@ class _Body:
             elif isinstance(step, Launch):
                 self.launch(step)
             else:
-                raise GemmNormRuntimeError(f"export: a plan has a step of kind {type(step).__name__}, which it cannot print")
+                kind = type(step).__name__
+                raise GemmNormRuntimeError(f"export: a plan has a step of kind {kind}, which it cannot print")
         self.line("")
 
     def product(self, step: Product) -> None:
