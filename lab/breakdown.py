@@ -1,12 +1,16 @@
 """Times fused_gemm with pieces left out, to see where its time goes: python lab/breakdown.py"""
 
-import statistics, sys, torch, gemmnorm, dataclasses
-from gemmnorm import plan, runtime, driver, sources
+import sys
+
+import torch
+
+from gemmnorm import driver, plan, runtime, sources
 from gemmnorm.plan import Problem
 
-sys.path.insert(0, "benchmarks")
-from device_check import Timer, CASES
+sys.path.insert(0, "lab")
 from dataclasses import replace
+
+from device_check import CASES, Timer
 
 orig = sources._read
 

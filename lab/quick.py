@@ -1,6 +1,9 @@
-import sys, itertools, torch, gemmnorm
+import itertools
+
+import torch
+
+import gemmnorm
 from gemmnorm import plan, runtime
-from torch import nn
 
 torch.manual_seed(0)
 

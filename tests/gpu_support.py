@@ -157,6 +157,8 @@ def assert_accurate(
         ours, theirs = error(got[name], want, size, strict), error(eager[name], want, size, strict)
         stored = max(ROUNDING[got[name].dtype], ROUNDING[module.gemm.weight.dtype])
         floor = stored + operand_rounding / 2 + 2.0**-26 * max(x.shape[1], 64) ** 0.5
-        few = 2.0 if x.shape[0] <= 3 else 1.0  # of two or three rows hardly anything is left after the mean is taken out
+        few = (
+            2.0 if x.shape[0] <= 3 else 1.0
+        )  # of two or three rows hardly anything is left after the mean is taken out
         allowed = 1.02 * theirs + floor if strict else few * factor * theirs + 4.0 * floor
         assert ours <= allowed, f"{name}: error {ours:.3g}, eager's {theirs:.3g}, allowed {allowed:.3g}"

@@ -104,7 +104,13 @@ def test_compiled_code_is_found_again_and_a_broken_file_is_not_trusted(monkeypat
     assert driver.recall(driver._disk_cache(), text + " ", 80) is None
     (path,) = [p for p in tmp_path.rglob("*") if p.is_file() and p.stat().st_size > 3000]
     whole = path.read_bytes()
-    for broken in (whole[:100], whole[:-1], b"", b"\x7fELF" + os.urandom(len(whole) - 4), whole[:50] + b"?" + whole[51:]):
+    for broken in (
+        whole[:100],
+        whole[:-1],
+        b"",
+        b"\x7fELF" + os.urandom(len(whole) - 4),
+        whole[:50] + b"?" + whole[51:],
+    ):
         path.write_bytes(broken)
         assert driver.recall(driver._disk_cache(), text, 80) is None
     driver.remember(driver._disk_cache(), text, 80, code)

@@ -22,7 +22,7 @@ class LinearScaleBatchNorm1d(nn.Module):
         in_features: I.
         out_features: O.
         bias: the Linear has a bias [O].
-        scale: True for a parameter [O]; a shape ((O,), (1, O), (1,) or ()) for a parameter of that shape; False for none.
+        scale: True for a parameter [O], a shape ((O,), (1, O), (1,) or ()) for one of that shape, False for none.
         eps, momentum, affine, track_running_stats: as in `nn.BatchNorm1d`.
         activation: None, or a name of `gemmnorm.activations`, e.g. `"relu"`.
         process_group: synchronise the statistics over this `torch.distributed` group.

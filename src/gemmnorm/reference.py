@@ -99,7 +99,7 @@ def forward(
     if not save:
         out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
         nothing = [out.new_empty(0, dtype=statistics_dtype(out.dtype)) for _ in range(2)]
-        return _activate(out, activation), product.new_empty(0), *nothing
+        return _activate(out, activation), product.new_empty(0), *nothing  # type: ignore[return-value]
     if x.shape[0] == 0:  # nothing to normalise with: PyTorch counts the batch and leaves the rest alone
         out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
         zeros = out.new_zeros(weight.shape[0], dtype=statistics_dtype(out.dtype))

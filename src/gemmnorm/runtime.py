@@ -404,13 +404,13 @@ def forward(
     out = run(chosen, tensors, scalars)
     if training and write_back is not None:
         write_back()
-    y = out["y"]
+    y = out["y"]  # type: ignore[assignment]
     assert y is not None
     if not save:
         nothing = [x.new_empty(0, dtype=torch.float32) for _ in range(3)]
         return y, x.new_empty(0), *nothing  # type: ignore[return-value]
     offset = out["group_mean"] if "group_mean" in out else x.new_empty(0, dtype=torch.float32)
-    product, mean, rstd = out["product"], out["mean"], out["rstd"]
+    product, mean, rstd = out["product"], out["mean"], out["rstd"]  # type: ignore[assignment]
     assert product is not None and offset is not None and mean is not None and rstd is not None
     return y, product, offset, mean, rstd
 

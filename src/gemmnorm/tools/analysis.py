@@ -195,7 +195,7 @@ def _plan_of_traces(path: str, owner: nn.Module, records: _Records, train: Trace
         bodies.append(writer.body())
         namespace |= writer.namespace
         imports |= dict.fromkeys(writer.imports)
-    for mode, missed, other in (("in training", *refused), ("in evaluation", *reversed(refused))):
+    for mode, missed, other in (("in training", *refused), ("in evaluation", *reversed(refused))):  # type: ignore[assignment]
         for where, why in missed:
             reasons[where, why if (where, why) in other else f"{why} ({mode})"] = None
     conditions = [c for t in (train, evaluation) for c in t.conditions(lambda p: source.path_expression(owner, p))]

@@ -186,7 +186,7 @@ def _make_copyable(cls: type[nn.Module]) -> None:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         found = super(cls, self).__reduce_ex__(max(int(protocol), 2))
-        if not isinstance(found, tuple) or found[0] is not copyreg.__newobj__:  # the original has a way of its own
+        if not isinstance(found, tuple) or found[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]  # the original has a way of its own
             return found
         return (_restore, (original_class(self),), *found[2:])
 
@@ -212,7 +212,7 @@ def _restore(original: type[nn.Module]) -> nn.Module:
         if plan.chains:
             self.__class__ = _fused_class(plan)
 
-    arriving: Any = type(original)(original.__name__, (original,), {"__setstate__": set_state})
+    arriving: Any = type(original)(original.__name__, (original,), {"__setstate__": set_state})  # type: ignore[misc]
     module: nn.Module = arriving.__new__(arriving)
     return module
 
@@ -286,5 +286,3 @@ def _can_fuse(x: Tensor, linear: nn.Linear, bn: nn.BatchNorm1d, scale: Tensor | 
             return False
         return tuple(scale.shape) in ((features,), (1, features), (1,), ())
     return True
-
-

@@ -177,9 +177,7 @@ def _linear_and_factor(owner: nn.Module, source: fx.Node) -> tuple[fx.Node | Non
     return None, None
 
 
-def _chain(
-    owner: nn.Module, linear: fx.Node, source: fx.Node, factor: tuple[Any, str] | None, bn: fx.Node
-) -> Found:
+def _chain(owner: nn.Module, linear: fx.Node, source: fx.Node, factor: tuple[Any, str] | None, bn: fx.Node) -> Found:
     gemm, norm = called_module(owner, linear), called_module(owner, bn)
     assert isinstance(gemm, nn.Linear) and norm is not None  # for the type checker; `match` has looked
     _check_module(gemm, nn.Linear, str(linear.target))

@@ -83,8 +83,8 @@ class Writer:
                 lines += _wrapped("return ", text)
                 continue
             result = self.result.get(statement, statement)
-            used = self._variables(statement)
-            dying = [v for v in used if last_use[v] is statement]
+            used = self._variables(statement)  # type: ignore[assignment]
+            dying = [v for v in used if last_use[v] is statement]  # type: ignore[attr-defined]
             if _is_in_place(statement) and statement.args[0] in dying:
                 target, value = (self._argument(a) for a in statement.args)
                 lines.append(f"{target} {_IN_PLACE[statement.target]} {value}")
@@ -94,7 +94,7 @@ class Writer:
                 lines += _wrapped("", text)
                 continue
             live = [n for n, last in last_use.items() if n in self.names and statements.index(last) > i]
-            first = used[0] if used and used[0] in dying else None
+            first = used[0] if used and used[0] in dying else None  # type: ignore[index]
             self.names[result] = self.names[first] if first is not None else self._new_name(result, live)
             lines += _wrapped(f"{self.names[result]} = ", text)
         return lines
@@ -260,8 +260,8 @@ class Writer:
         taken = set(self.names.values())
         while self.namespace.get(name, target) is not target or hasattr(builtins, name) or name in taken:
             name += "_"
-        alias = f" as {name}" if name != target.__name__ else ""
-        self._import(name, target, f"from {home} import {target.__name__}{alias}")
+        alias = f" as {name}" if name != target.__name__ else ""  # type: ignore[attr-defined]
+        self._import(name, target, f"from {home} import {target.__name__}{alias}")  # type: ignore[attr-defined]
         return name
 
     def _import(self, name: str, value: object, line: str) -> None:

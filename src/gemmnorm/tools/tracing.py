@@ -348,11 +348,11 @@ def _no_autocast() -> Iterator[None]:
     def refuse(self: Any) -> None:
         raise Untraceable("enters an autocast region")
 
-    cls.__enter__ = refuse
+    cls.__enter__ = refuse  # type: ignore[method-assign]
     try:
         yield
     finally:
-        cls.__enter__ = plain
+        cls.__enter__ = plain  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -366,7 +366,7 @@ def _same_random_state() -> Iterator[None]:
         drew = not torch.equal(torch.get_rng_state(), before[0]) or random.getstate() != before[1]
         if numpy:
             now = numpy.random.get_state()
-            drew = drew or now[2:] != before[2][2:] or now[1].tobytes() != before[2][1].tobytes()
+            drew = drew or now[2:] != before[2][2:] or now[1].tobytes() != before[2][1].tobytes()  # type: ignore[index]
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])

@@ -1,6 +1,6 @@
 """Checks and times strategies against float64 and the bare GEMM on one GPU; a short table last.
 
-    PYTHONPATH=src python benchmarks/device_check.py --case kb33 --precision bf16 --strategy cublas_folded_bn
+    PYTHONPATH=src python lab/device_check.py --case kb33 --precision bf16 --strategy cublas_folded_bn
 
 Meant for work on the kernels: many variants in one call. The figures that are published come from `gemmnorm bench`.
 """
