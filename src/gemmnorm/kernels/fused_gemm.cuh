@@ -286,6 +286,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           const float a = acc[(i / 2) * 4 + i % 2], b = acc[(i / 2) * 4 + 2 + i % 2];
           return a * a + b * b;
         });
+        sync_threads(1 + consumer, 128);  // the sums are read before the next tile's are written
         const int j = first_column + 2 * thread;
         if (2 * thread < BN && j < features && rows) {
           const i64 at = static_cast<i64>(group) * features + j;
