@@ -16,7 +16,12 @@ import torch
 import gemmnorm
 from gemmnorm.plan import STRATEGIES
 
-SIZES = {"one tile": (70, 72, 40), "one wave": (300, 136, 264), "persistent": (1500, 64, 5136), "many groups": (2200, 64, 2568)}
+SIZES = {
+    "one tile": (70, 72, 40),
+    "one wave": (300, 136, 264),
+    "persistent": (1500, 64, 5136),
+    "many groups": (2200, 64, 2568),
+}
 
 
 def main() -> None:

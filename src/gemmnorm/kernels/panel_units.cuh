@@ -146,7 +146,7 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
   constexpr int N = 16 / sizeof(T);
   constexpr int kColumns = BN < 32 * N ? BN : 32 * N;  // that the warp covers at once
   constexpr int kLanes = 32 * N / kColumns;            // rows that it covers at once
-  constexpr int kAtOnce = kUnitRows / kLanes < 4 ? kUnitRows / kLanes : 4;
+  constexpr int kAtOnce = kUnitRows / kLanes < 2 ? kUnitRows / kLanes : 2;
   const int lane = threadIdx.x % 32, group = first_row / kGroupRows;
   const int rows = min(kUnitRows, f.batch - first_row);
 #pragma unroll 1

@@ -248,7 +248,7 @@ def _spanning(owner: nn.Module, graph: fx.Graph, records: _Records) -> list[tupl
             linear = _left(owner, given, records)
             if bn is not None and linear is not None and not (linear.direct and bn.direct):
                 met.append(
-                    (f"{linear.name} → {bn.name}", "called by different forwards; one has to call both")
+                    (f"{linear.name} → {bn.name}", "the two are called by different forwards; one has to call both")
                 )
     return met
 

@@ -6,20 +6,40 @@ a new kind of step) is an error that names it, never a file that silently does s
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from .. import activations
 from ..errors import GemmNormRuntimeError
-from ..plan import Launch, Plan, Problem, make_plan
-from .host_function import Body, extent_text
-from .kernel_text import Kernels, ascii_text, wrap
+from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Plan, Problem, Product, c_types
+from ..plan import make_plan as make
+from ..sources import device_source, entry_source
 
 TEMPLATES = Path(__file__).parent / "templates"
+WIDTH = 116
 
+_SCALAR_TYPES = {
+    "float32": "torch::kFloat32",
+    "float16": "torch::kFloat16",
+    "bfloat16": "torch::kBFloat16",
+    "float64": "torch::kFloat64",
+    "int64": "torch::kInt64",
+}
+# Numbers that a launch may ask for, as expressions in the host function.
+_NUMBERS = ("batch", "features", "scale_stride", "scale_value", "momentum", "eps")
 _GRADIENTS = ("grad_x", "grad_weight", "grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
 _INPUTS = ("x", "weight", "bias", "scale", "running_mean", "running_var", "num_batches_tracked", "bn_weight", "bn_bias")
+
+_KNOWN = {
+    Launch: {"entry", "source", "function", "constants", "arguments", "grid", "block", "resident"},
+    Product: {"out", "left", "right", "transpose_left", "transpose_right"},
+    Buffer: {"role", "dtype", "shape"},
+    Plan: {"problem", "phase", "strategy", "steps", "outputs", "workspace", "aliases", "reasons", "seconds", "floor"},
+}
 
 
 @dataclass(frozen=True)
@@ -28,53 +48,30 @@ class Site:
 
     Attributes:
         suffix: what its host functions' names end in ("" where the file has one kind of chain only).
-        forward: (training, save) → plans; where the first serves batches up to some size only, a second serves all.
-        backward: training → plan.
+        forward: (training, save) → plan. backward: training → plan.
     """
 
     suffix: str
-    forward: dict[tuple[bool, bool], tuple[Plan, ...]]
+    forward: dict[tuple[bool, bool], Plan]
     backward: dict[bool, Plan]
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        return (*(plan for plans in self.forward.values() for plan in plans), *self.backward.values())
+        return (*self.forward.values(), *self.backward.values())
 
 
 def plan_site(problem: Problem, strategy: str, suffix: str = "") -> Site:
-    """All plans for `problem`: forward and backward, training and evaluation, with and without gradients.
+    """The four forward and two backward plans of `problem`."""
 
-    The batch of `problem` is what they are made for; every other batch runs them too.
-    """
+    def planned(training: bool, save: bool, phase: str) -> Plan:
+        return make(replace(problem, training=training, save=save), strategy, phase)
+
     modes = (True, False)
-
-    def forward(training: bool, save: bool) -> tuple[Plan, ...]:
-        one = replace(problem, training=training, save=save)
-        plans = [make_plan(one, strategy)]
-        if _too_large(plans[0], {}) is not None:
-            plans.append(make_plan(replace(one, batch=max(8 * problem.batch, 1 << 16)), strategy))
-            if _too_large(plans[1], {}) is not None:
-                raise GemmNormRuntimeError(f"export: no plan of {strategy} serves every batch size")
-        return tuple(plans)
-
     return Site(
         suffix,
-        {(training, save): forward(training, save) for training in modes for save in modes},
-        {t: make_plan(replace(problem, training=t, save=True), strategy, "backward") for t in modes},
+        {(training, save): planned(training, save, "forward") for training in modes for save in modes},
+        {training: planned(training, True, "backward") for training in modes},
     )
-
-
-def _too_large(plan: Plan, row_counts: dict[str, int]) -> str | None:
-    """The C++ condition under which a batch is too large for `plan`; None where none is. See `extent_text`."""
-    for launch in plan.launches:
-        finish = next((c.rpartition("::")[2] for c in launch.constants if "Finish::" in c), "kPersistent")
-        if finish == "kOneBlock":
-            return f"batch > {launch.grid.rows}"
-        if finish == "kOneWave":
-            return f"{extent_text(replace(launch.grid, limit=0), row_counts)} > multiprocessors()"
-        if finish not in ("kEvaluate", "kStatistics", "kPersistent"):
-            raise GemmNormRuntimeError(f"export: it is not known which batches {finish} serves")
-    return None
 
 
 @dataclass(frozen=True)
@@ -107,22 +104,96 @@ def cuda_text(sites: Sequence[Site]) -> CudaText:
     Raises:
         GemmNormRuntimeError: a plan holds something that this printer does not know.
     """
-    kernels = Kernels()
+    kernels = _Kernels()
     functions = [f for site in sites for f in _functions(site, kernels)]
-    helpers = [_template("host.cu")]
-    if any(launch.maps for site in sites for plan in site.plans for launch in plan.launches):
-        helpers.append(_template("hopper.cu"))
+    helpers = (TEMPLATES / "host.cu").read_text(encoding="utf-8")
     exposed = [f for f in functions if f.exposed]
     return CudaText(
         ascii_text(_DECLARATIONS + "\n".join(f"{f.signature};" for f in exposed) + "\n"),
         ascii_text(kernels.text()),
-        ascii_text("\n".join([*helpers, *(f.text for f in functions)])),
+        ascii_text("\n".join([helpers, *(f.text for f in functions)])),
         tuple(f.name for f in exposed),
     )
 
 
-def _template(name: str) -> str:
-    return (TEMPLATES / name).read_text(encoding="utf-8")
+_ASCII = {
+    "·": "*", "×": "x", "Σ": "sum ", "φ": "phi", "γ": "gamma", "β": "beta", "α": "alpha", "μ": "mu", "σ": "sigma",
+    "δ": "delta", "κ": "kappa", "∂": "d", "²": "^2", "³": "^3", "ᵀ": "^T", "√": "sqrt ", "≤": "<=", "≥": ">=",
+    "≠": "!=", "≈": "~", "→": "->", "←": "<-", "⌈": "ceil(", "⌉": ")", "⌊": "floor(", "⌋": ")", "−": "-", "–": "-",
+    "—": "-", "…": "...", "‖": "|", "∞": "inf", "≡": "==", "ŷ": "y_hat", "⁻": "^-", "°": " deg", "’": "'", "“": '"',
+    "”": '"', "µ": "u", "¹": "^1", "⁰": "^0", "ε": "eps", "≫": ">>", "≪": "<<", "±": "+-", "∈": "in", "½": "1/2",
+}  # fmt: skip
+
+
+def ascii_text(text: str) -> str:
+    """`text` with the mathematical letters of comments spelled out: compilers and editors differ on anything else."""
+    return "".join(_ASCII.get(c, c) for c in text)
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+class _Kernels:
+    """The `__global__` functions of a file, each distinct one once and under a name of its own."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self.structs: dict[str | None, tuple[str, str]] = {}
+        self.names: dict[str, str] = {}
+        self.entries: list[str] = []
+
+    def name(self, launch: Launch, problem: Problem, suffix: str) -> str:
+        """The name of the kernel that `launch` calls."""
+        _check_known(launch)
+        if launch.source not in self.files:
+            self.files.append(launch.source)
+        struct = self._activation(problem.activation) if "Activation" in launch.constants else ""
+        launch = replace(launch, constants=tuple(struct if c == "Activation" else c for c in launch.constants))
+        text = entry_source(launch, problem)
+        if text not in self.names:
+            self.names[text] = name = self._free_name(launch.entry + suffix, problem)
+            self.entries.append(_folded(entry_source(replace(launch, entry=name), problem)))
+        return self.names[text]
+
+    def _free_name(self, name: str, problem: Problem) -> str:
+        taken = set(self.names.values())
+        if name in taken and not problem.training:
+            name += "_evaluation"
+        base, n = name, 1
+        while name in taken:
+            n += 1
+            name = f"{base}_{n}"
+        return name
+
+    def _activation(self, activation: str | None) -> str:
+        """The name of the struct that computes `activation`: Identity, Relu, LeakyRelu, …"""
+        if activation not in self.structs:
+            base = "Identity" if activation is None else _camel(activations.parse(activation)[0].name)
+            taken, name, n = {name for name, _ in self.structs.values()}, base, 1
+            while name in taken:
+                n += 1
+                name = f"{base}{n}"
+            text = activations.cuda_struct(activation).replace("struct Activation", f"struct {name}")
+            self.structs[activation] = (name, text)
+        return self.structs[activation][0]
+
+    def text(self) -> str:
+        structs = (text for _, text in self.structs.values())
+        return "\n".join([device_source(self.files), *structs, *self.entries])
+
+
+def _folded(entry: str) -> str:
+    """An entry with its one call broken into lines."""
+    lines = entry.split("\n")
+    for i, line in enumerate(lines):
+        if len(line) > WIDTH and line.endswith(");") and "(" in line:
+            head, arguments = line[:-2].split("(", 1)
+            lines[i] = _wrap("      ", arguments.split(", "), ");", first=f"{head}(\n")
+    return "\n".join(lines)
+
+
+def _camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
 
 
 # --- host functions --------------------------------------------------------------------------------------------------
@@ -136,26 +207,20 @@ class _Function:
     exposed: bool = True
 
 
-def _functions(site: Site, kernels: Kernels) -> list[_Function]:
+def _functions(site: Site, kernels: _Kernels) -> list[_Function]:
     found: list[_Function] = []
     for training in (True, False):
-        name = f"forward_{'training' if training else 'evaluation'}{site.suffix}"
         plain, saving = site.forward[training, False], site.forward[training, True]
-        if len(plain) == len(saving) and all(map(_can_merge, plain, saving)):
-            found += _by_batch(name, plain, saving, kernels)
+        name = f"forward_{'training' if training else 'evaluation'}{site.suffix}"
+        if plain.steps == saving.steps and not saving.aliases:
+            found.append(_forward(name, plain, saving, kernels, site.suffix))
         else:
-            found += _by_save(name, plain, saving, kernels)
+            found += _forward_by_save(name, plain, saving, kernels, site.suffix)
     for training in (True, False):
         name = f"backward_{'training' if training else 'evaluation'}{site.suffix}"
-        saved = saved_roles(site.forward[training, True][0])
-        found.append(_backward(name, site.backward[training], saved, kernels))
+        saved = saved_roles(site.forward[training, True])
+        found.append(_backward(name, site.backward[training], saved, kernels, site.suffix))
     return found
-
-
-def _can_merge(plain: Plan, saving: Plan) -> bool:
-    """The two differ in what they keep, and in numbers among their arguments, only."""
-    steps = [[replace(s, numbers=()) if isinstance(s, Launch) else s for s in plan.steps] for plan in (plain, saving)]
-    return steps[0] == steps[1] and not saving.aliases and plain.counters == saving.counters
 
 
 def saved_roles(plan: Plan) -> tuple[str, ...]:
@@ -164,14 +229,14 @@ def saved_roles(plan: Plan) -> tuple[str, ...]:
 
 
 def _forward_signature(name: str, problem: Problem) -> str:
-    out = f"[{problem.out_features}]"
+    batch, out = "[batch, {}]", f"[{problem.out_features}]"
     return _signature(
         name,
         [
-            f"const torch::Tensor& x /* [batch, {problem.in_features}] */",
+            f"const torch::Tensor& x /* {batch.format(problem.in_features)} */",
             f"const torch::Tensor& weight /* [{problem.out_features}, {problem.in_features}] */",
             f"const MaybeTensor& bias /* {out} */",
-            f"const MaybeTensor& scale /* {out} or one element */",
+            f"const MaybeTensor& scale /* {out} or [1] */",
             "double scale_value",
             f"const MaybeTensor& running_mean /* {out} */",
             f"const MaybeTensor& running_var /* {out} */",
@@ -194,7 +259,7 @@ def _backward_signature(name: str, problem: Problem, saved: Iterable[str]) -> st
             f"const torch::Tensor& x /* [batch, {problem.in_features}] */",
             f"const torch::Tensor& weight /* [{problem.out_features}, {problem.in_features}] */",
             f"const MaybeTensor& bias /* {out} */",
-            f"const MaybeTensor& scale /* {out} or one element */",
+            f"const MaybeTensor& scale /* {out} or [1] */",
             "double scale_value",
             f"const MaybeTensor& bn_weight /* {out} */",
             f"const MaybeTensor& bn_bias /* {out} */",
@@ -206,84 +271,65 @@ def _backward_signature(name: str, problem: Problem, saved: Iterable[str]) -> st
 
 
 def _signature(name: str, parameters: Iterable[str]) -> str:
-    return wrap(f"Tensors {name}(", list(parameters), ")")
+    return _wrap(f"Tensors {name}(", list(parameters), ")")
 
 
-def _hand_on(name: str, problem: Problem, indent: str) -> str:
-    """`return name(x, weight, …);` in a function of the same signature."""
-    signature = re.sub(r"/\*.*?\*/", "", _forward_signature(name, problem))
-    parameters = signature[signature.index("(") + 1 : signature.rindex(")")].split(",")
-    return wrap(f"{indent}return {name}(", [parameter.split()[-1].lstrip("&") for parameter in parameters], ");")
-
-
-def _by_batch(
-    name: str, plain: Sequence[Plan], saving: Sequence[Plan], kernels: Kernels, exposed: bool = True
-) -> list[_Function]:
-    """A function for each of the plans, the first of which hands on to the second what is too large for it."""
-    if len(plain) == 1:
-        return [_forward(name, plain[0], saving[0], kernels, exposed=exposed)]
-    large = f"{name}_large_batch"
-    return [
-        _forward(large, plain[1], saving[1], kernels, exposed=False),
-        _forward(name, plain[0], saving[0], kernels, large, exposed),
-    ]
-
-
-def _by_save(name: str, plain: Sequence[Plan], saving: Sequence[Plan], kernels: Kernels) -> list[_Function]:
-    """Where keeping something for the backward takes other steps: functions for both, and one that chooses."""
-    problem = plain[0].problem
-    signature = _forward_signature(name, problem)
-    saved, alone = _hand_on(f"{name}_saving", problem, " " * 4), _hand_on(f"{name}_alone", problem, " " * 2)
-    choice = f"  if (save)\n{saved}\n{alone}\n"
-    return [
-        *_by_batch(f"{name}_alone", plain, plain, kernels, exposed=False),
-        *_by_batch(f"{name}_saving", saving, saving, kernels, exposed=False),
-        _Function(name, signature, f"{signature} {{\n{choice}}}\n"),
-    ]
-
-
-def _forward(
-    name: str, plain: Plan, saving: Plan, kernels: Kernels, large: str = "", exposed: bool = True
-) -> _Function:
-    """One function for the plan without and the plan with gradients. Where both are the same, it serves one alone.
-
-    `large`: the function for batches that are too large for this one.
-    """
-    merged, kept_by_call = plain is not saving, saved_roles(saving)
+def _forward(name: str, plain: Plan, saving: Plan, kernels: _Kernels, suffix: str) -> _Function:
+    """One function for both plans, which differ in what they keep."""
+    saved = saved_roles(saving)
     mode = "Batch statistics" if plain.problem.training else "Running statistics"
-    what = f"y and{', with `save`,' if merged else ''} what the backward needs: {', '.join(kept_by_call)}"
-    comment = f"// {mode}. Returns {what if kept_by_call else 'y'}."
+    comment = f"// {mode}. Returns y and, with `save`, what the backward needs: {', '.join(saved)}."
     signature = _forward_signature(name, plain.problem)
-    body = Body(saving, kernels, _INPUTS)
-    body.other_numbers = {launch.entry: dict(launch.numbers) for launch in plain.launches} if merged else {}
-    if large:
-        body.line(f"if ({_too_large(plain, body.row_counts)})")
-        body.lines += _hand_on(large, plain.problem, " " * 4).split("\n")
+    body = _Body(saving, kernels, suffix, _INPUTS)
     aliases = dict(plain.aliases)
-    made_anyway = {b.role for b in (*plain.outputs, *plain.workspace)}
-    for buffer in sorted(saving.outputs, key=lambda b: b.role in aliases):
-        otherwise = aliases.get(buffer.role, None if buffer.role in made_anyway else "torch::Tensor()")
+    kept = {b.role for b in plain.outputs} | {b.role for b in plain.workspace}
+    first = [b for b in saving.outputs if b.role not in aliases]
+    for buffer in (*first, *(b for b in saving.outputs if b.role in aliases)):
+        otherwise = aliases.get(buffer.role, None if buffer.role in kept else "torch::Tensor()")
         body.tensor(buffer, f"save ? {{}} : {otherwise}" if otherwise else "{}")
-    outputs = {b.role for b in saving.outputs}
-    body.workspace({b.role: b for b in (*plain.workspace, *saving.workspace) if b.role not in outputs}.values())
-    body.aliases((role, target) for role, target in saving.aliases)
+    known = {b.role for b in saving.outputs}
+    scratch = {b.role: b for b in (*plain.workspace, *saving.workspace) if b.role not in known}
+    body.workspace(scratch.values())
     body.steps()
-    if merged and kept_by_call:
-        body.line("if (!save) return {y};")
-    body.line(f"return {{{', '.join(['y', *kept_by_call])}}};")
-    return _Function(name, signature, body.function(comment, signature), exposed)
+    body.line("if (!save) return {y};")
+    body.line(f"return {{{', '.join(['y', *saved])}}};")
+    return _Function(name, signature, body.function(comment, signature))
 
 
-def _backward(name: str, plan: Plan, saved: Sequence[str], kernels: Kernels) -> _Function:
+def _forward_by_save(name: str, plain: Plan, saving: Plan, kernels: _Kernels, suffix: str) -> list[_Function]:
+    """Two functions, where keeping something for the backward takes other steps, and one that chooses."""
+    found = []
+    for plan, ending in ((plain, "_alone"), (saving, "_saving")):
+        body = _Body(plan, kernels, suffix, _INPUTS)
+        signature = _forward_signature(name + ending, plan.problem)
+        for buffer in plan.outputs:
+            body.tensor(buffer)
+        body.workspace(plan.workspace)
+        body.aliases()
+        body.steps()
+        body.line(f"return {{{', '.join(['y', *(saved_roles(plan) if plan is saving else ())])}}};")
+        comment = "// y alone." if plan is plain else f"// y, and for the backward {', '.join(saved_roles(plan))}."
+        found.append(_Function(name + ending, signature, body.function(comment, signature), exposed=False))
+    signature = _forward_signature(name, plain.problem)
+    names = ", ".join(_parameter_names(signature))
+    body_text = f"  return save ? {name}_saving({names})\n              : {name}_alone({names});\n"
+    found.append(_Function(name, signature, f"{signature} {{\n{body_text}}}\n"))
+    return found
+
+
+def _parameter_names(signature: str) -> list[str]:
+    inside = re.sub(r"/\*.*?\*/", "", signature[signature.index("(") + 1 : signature.rindex(")")])
+    return [parameter.split()[-1].lstrip("&") for parameter in inside.split(",")]
+
+
+def _backward(name: str, plan: Plan, saved: Sequence[str], kernels: _Kernels, suffix: str) -> _Function:
     mode = "batch" if plan.problem.training else "running"
     comment = (
         f"// Through {mode} statistics. Returns the gradients of x, weight, bias, scale, bn_weight and bn_bias; those\n"
         "// that `needs` leaves out are undefined."
     )
-    # What was subtracted from each group of rows before the product was stored.
-    saved = tuple("offset" if role == "group_mean" else role for role in saved)
     signature = _backward_signature(name, plan.problem, saved)
-    body = Body(plan, kernels, ("grad_y", "x", "weight", "bias", "scale", "bn_weight", "bn_bias", *saved))
+    body = _Body(plan, kernels, suffix, ("grad_y", "x", "weight", "bias", "scale", "bn_weight", "bn_bias", *saved))
     body.line("const torch::Tensor grad_y = dense(grad);")
     for buffer in plan.outputs:
         if buffer.role not in _GRADIENTS:
@@ -291,7 +337,151 @@ def _backward(name: str, plan: Plan, saved: Sequence[str], kernels: Kernels) -> 
         body.tensor(buffer, f"needs[{_GRADIENTS.index(buffer.role)}] ? {{}} : torch::Tensor()")
     body.optional = {b.role for b in plan.outputs}
     body.workspace(plan.workspace)
-    body.aliases(plan.aliases)
+    body.aliases()
     body.steps()
     body.line(f"return {{{', '.join(_GRADIENTS)}}};")
     return _Function(name, signature, body.function(comment, signature))
+
+
+class _Body:
+    """Collects the statements of one host function for one plan."""
+
+    def __init__(self, plan: Plan, kernels: _Kernels, suffix: str, inputs: Iterable[str]) -> None:
+        _check_known(plan)
+        self.plan = plan
+        self.kernels = kernels
+        self.suffix = suffix
+        self.types = c_types(plan.problem)
+        self.tensors = set(inputs)  # roles that are tensors, or optional ones
+        self.pointers: set[str] = set()  # roles that are pointers into the scratch memory
+        self.optional: set[str] = set()  # tensors that may be undefined
+        self.lines: list[str] = []
+        self.row_counts: dict[str, int] = {}
+
+    def line(self, text: str) -> None:
+        self.lines.append(f"  {text}")
+
+    def extent(self, extent: Extent) -> str:
+        """An extent as an expression, the number of row groups by name."""
+        text = extent.cpp()
+        if extent.rows > 1:
+            name = "groups" if extent.rows == GROUP_ROWS else f"tiles_of_{extent.rows}"
+            self.row_counts[name] = extent.rows
+            text = text.replace(Extent(1, extent.rows).cpp(), name)
+        return text
+
+    def tensor(self, buffer: Buffer, form: str = "{}") -> None:
+        """Declare and allocate one tensor; `form` says under which condition."""
+        _check_known(buffer)
+        shape = ", ".join(map(self.extent, buffer.shape))
+        value = form.format(f"empty(x, {_SCALAR_TYPES[buffer.dtype]}, {{{shape}}})")
+        self.tensors.add(buffer.role)
+        self.line(f"torch::Tensor {buffer.role} = {value};")
+
+    def workspace(self, buffers: Iterable[Buffer]) -> None:
+        """What dies with the call: the operands of products as tensors, the rest from one allocation."""
+        products = [s for s in self.plan.steps if isinstance(s, Product)]
+        operands = {role for p in products for role in (p.out, p.left, p.right)}
+        scratch = []
+        for buffer in buffers:
+            _check_known(buffer)
+            if buffer.role in operands:
+                self.tensor(buffer)
+            else:
+                scratch.append(buffer)
+        if not scratch:
+            return
+        sizes = [" * ".join([str(DTYPE_BYTES[b.dtype]), *map(self.extent, b.shape)]) for b in scratch]
+        self.lines += _wrap("  const Scratch scratch(x, {", sizes, "});").split("\n")
+        for i, buffer in enumerate(scratch):
+            kind = self.element_type(buffer.role)
+            self.pointers.add(buffer.role)
+            self.line(f"{kind}* {buffer.role} = scratch.piece<{kind}>({i});")
+
+    def aliases(self) -> None:
+        for role, target in self.plan.aliases:
+            self.tensors.add(role)
+            self.line(f"torch::Tensor {role} = {target};")
+
+    def element_type(self, role: str) -> str:
+        """The C type of one element of `role`."""
+        return self.c_type(role).removeprefix("const ").rstrip("*").strip()
+
+    def c_type(self, role: str) -> str:
+        if role not in ROLES:
+            raise GemmNormRuntimeError(f"export: a launch has an argument {role!r}, which plan.ROLES does not have")
+        return ROLES[role][0].format(**self.types)
+
+    def steps(self) -> None:
+        arguments = {role for step in self.plan.launches for role in step.arguments}
+        if "scale_stride" in arguments:
+            features = self.plan.problem.out_features
+            self.line(f"const int scale_stride = scale && scale->numel() == {features} ? 1 : 0;")
+        self.line("")
+        for step in self.plan.steps:
+            if isinstance(step, Product):
+                self.product(step)
+            elif isinstance(step, Launch):
+                self.launch(step)
+            else:
+                kind = type(step).__name__
+                raise GemmNormRuntimeError(f"export: a plan has a step of kind {kind}, which it cannot print")
+        self.line("")
+
+    def product(self, step: Product) -> None:
+        _check_known(step)
+        left = step.left + (".t()" if step.transpose_left else "")
+        right = step.right + (".t()" if step.transpose_right else "")
+        condition = f"if ({step.out}.defined()) " if step.out in self.optional else ""
+        self.line(f"{condition}at::mm_out({step.out}, {left}, {right});  // by the library")
+
+    def launch(self, step: Launch) -> None:
+        name = self.kernels.name(step, self.plan.problem, self.suffix)
+        head = [name, self.extent(step.grid), str(step.block), "stream"]
+        self.lines += _wrap("  launch(", [*head, *map(self.argument, step.arguments)], ");").split("\n")
+
+    def argument(self, role: str) -> str:
+        """What a launch is given for `role`."""
+        if role in self.pointers:
+            return role
+        if role in self.tensors:
+            return f"pointer<{self.element_type(role)}>({role})"
+        if self.c_type(role).endswith("*"):
+            return f"nullptr /* {role} */"
+        if role not in _NUMBERS:
+            raise GemmNormRuntimeError(f"export: no host expression is known for the argument {role!r}")
+        return str(self.plan.problem.out_features) if role == "features" else role
+
+    def function(self, comment: str, signature: str) -> str:
+        start = [
+            "  const c10::cuda::CUDAGuard guard(x.device());",
+            "  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();",
+            "  const int64_t batch = x.size(0);",
+            *(f"  const int64_t {name} = (batch + {rows - 1}) / {rows};" for name, rows in self.row_counts.items()),
+        ]
+        lines = [line.rstrip() for line in (*start, *self.lines)]
+        return "\n".join([comment, f"{signature} {{", *lines, "}", ""])
+
+
+def _wrap(head: str, items: Sequence[str], tail: str, first: str = "") -> str:
+    """`head item, item, … tail`, broken into lines that hang below the first item."""
+    lines, line, indent = [], head, " " * len(head)
+    for i, item in enumerate(items):
+        piece = item + ("," if i + 1 < len(items) else tail)
+        gap = "" if line in (head, indent) else " "
+        if gap and len(line) + 1 + len(piece) > WIDTH:
+            lines.append(line)
+            line, gap = indent, ""
+        line += gap + piece
+    return first + "\n".join([*lines, line])
+
+
+def _check_known(item: Any) -> None:
+    """Raise for a field that this printer does not know and that is not at its default."""
+    known = _KNOWN[type(item)]
+    for entry in dataclasses.fields(item):
+        if entry.name not in known and getattr(item, entry.name) != entry.default:
+            kind = type(item).__name__
+            raise GemmNormRuntimeError(
+                f"export: the {kind} has {entry.name}={getattr(item, entry.name)!r}, which it cannot print as C++ yet"
+            )

@@ -34,7 +34,6 @@ __all__ = [
 
 M = TypeVar("M", bound=nn.Module)
 _CALL = "fused_linear_scale_batch_norm"
-_any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 _classes: weakref.WeakValueDictionary[tuple[Any, ...], type[nn.Module]] = weakref.WeakValueDictionary()
 
 
@@ -186,8 +185,8 @@ def _make_copyable(cls: type[nn.Module]) -> None:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         found = super(cls, self).__reduce_ex__(max(int(protocol), 2))
-        if not isinstance(found, tuple) or found[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]  # the original has a way of its own
-            return found
+        if not isinstance(found, tuple) or found[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return found  # the original has a way of its own
         return (_restore, (original_class(self),), *found[2:])
 
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -219,6 +218,12 @@ def _restore(original: type[nn.Module]) -> nn.Module:
 
 # --- the call --------------------------------------------------------------------------------------------------------
 
+# Activation classes that are one function whatever their attributes: found without asking each row of the table.
+_NAME_OF = {row.module: row.name for row in activations.TABLE if not row.parameters and not row.matches}
+_global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
+_transforms = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+
 
 def fused_linear_scale_batch_norm(
     x: Tensor,
@@ -230,59 +235,57 @@ def fused_linear_scale_batch_norm(
 ) -> Tensor:
     """activation(bn(linear(x) * scale)) in one operation, with the modules' own parameters and buffers.
 
-    Runs the modules one after the other where one operation would not do what they do: a module's class changed (a
-    conversion to SyncBatchNorm, a parametrization, an adapter around it), it has hooks, a tensor is of a subclass, the
-    dtypes are mixed, or x has not two dimensions.
+    Runs the modules one after the other where one operation would not do what they do:
+
+    - a module's class changed (converted to SyncBatchNorm, parametrized, wrapped by an adapter), or it has hooks;
+    - a tensor is of a subclass, the dtypes are mixed, the sizes no longer fit, or x has not two dimensions;
+    - somebody looks at the single operations: a global hook, `torch.func`, forward-mode differentiation, an export.
     """
-    name = activation if activation is None or isinstance(activation, str) else _name_of(activation)
-    if not _can_fuse(x, linear, bn, scale):
-        y = linear(x)
-        y = bn(y if scale is None else y * scale)
-    else:
-        tracks = bn.training and bn.track_running_stats
-        uses_running = not bn.training or bn.track_running_stats
-        y = linear_scale_batch_norm(
-            x,
-            linear.weight,
-            linear.bias,
-            scale,
-            bn.running_mean if uses_running else None,
-            bn.running_var if uses_running else None,
-            bn.weight,
-            bn.bias,
-            num_batches_tracked=bn.num_batches_tracked if tracks else None,
-            training=bn.training or bn.running_mean is None,
-            momentum=bn.momentum,
-            eps=bn.eps,
-            activation=name,
-        )
-        if name is not None:
-            return y
-    if isinstance(activation, str):
-        return activations.forward(y, activation)
-    return y if activation is None else activation(y)  # type: ignore[no-any-return]
+    plain = activation is None or isinstance(activation, str)
+    name = activation if plain else _name_of(activation)  # type: ignore[arg-type]
+    weight = linear.weight
+    if _can_fuse(x, linear, weight, bn, scale):
+        training, running_mean, running_var, counter = bn.training, bn.running_mean, bn.running_var, None
+        if training and bn.track_running_stats:
+            counter = bn.num_batches_tracked
+        elif training:  # as in nn.BatchNorm1d: the running statistics are left out of it
+            running_mean = running_var = None
+        if (running_mean is None) == (running_var is None):
+            y = linear_scale_batch_norm(
+                x, weight, linear.bias, scale, running_mean, running_var, bn.weight, bn.bias,
+                num_batches_tracked=counter, training=training or running_mean is None,
+                momentum=bn.momentum, eps=bn.eps, activation=name,
+            )  # fmt: skip
+            return y if plain or name is not None else activation(y)  # type: ignore[operator, misc, no-any-return]
+    y = linear(x)
+    y = bn(y if scale is None else y * scale)
+    return activations.forward(y, name) if plain else activation(y)  # type: ignore[operator, misc, no-any-return]
 
 
 def _name_of(activation: nn.Module) -> str | None:
-    return activations.from_module(activation) if is_untouched(activation) else None
+    if not is_untouched(activation):
+        return None
+    return _NAME_OF.get(type(activation)) or activations.from_module(activation)
 
 
-def _can_fuse(x: Tensor, linear: nn.Linear, bn: nn.BatchNorm1d, scale: Tensor | float | None) -> bool:
+def _can_fuse(x: Tensor, linear: nn.Linear, weight: Tensor, bn: nn.BatchNorm1d, scale: Tensor | float | None) -> bool:
     if type(linear) is not nn.Linear or type(bn) is not nn.BatchNorm1d:
         return False
-    if not (is_plain_tensor(x) and x.dim() == 2 and is_plain_tensor(linear.weight)):
+    if not (is_plain_tensor(x) and is_plain_tensor(weight) and x.dim() == 2 and weight.shape[0] == bn.num_features):
         return False
-    if not (is_untouched(linear) and is_untouched(bn)) or _any_global_hook():
+    if not (is_untouched(linear) and is_untouched(bn)) or _is_watched():
         return False
-    if (bn.running_mean is None) != (bn.running_var is None):
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         return False
-    dtype, features = x.dtype, bn.num_features
-    if linear.weight.shape[0] != features:
-        return False
-    if linear.weight.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-        return False
-    if isinstance(scale, Tensor):
-        if not is_plain_tensor(scale):
-            return False
-        return tuple(scale.shape) in ((features,), (1, features), (1,), ())
-    return True
+    if not isinstance(scale, Tensor):
+        return True
+    features = bn.num_features
+    return is_plain_tensor(scale) and tuple(scale.shape) in ((features,), (1, features), (1,), ())
+
+
+def _is_watched() -> bool:
+    """Somebody wants to see the single operations."""
+    if torch.compiler.is_compiling():
+        return bool(_exporting())  # what is exported holds PyTorch's own operations and runs without this package
+    in_transform = _transforms() is not None or torch.autograd.forward_ad._current_level >= 0
+    return in_transform or bool(_global_hooks()) or torch.jit.is_tracing()

@@ -31,7 +31,6 @@ _IN_PLACE_OPERATORS = {
         *("ilshift", "irshift", "setitem", "delitem"),
     )
 }
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NEAR = 4  # so many operations between a Linear and a BatchNorm1d still make a near miss
 
 
@@ -108,7 +107,8 @@ def is_batch_norm(module: nn.Module | None) -> bool:
 
 def is_untouched(module: nn.Module) -> bool:
     """No hooks, and no `forward` put on the instance: a call runs the `forward` of its class and nothing else."""
-    return not any(getattr(module, hooks) for hooks in _HOOKS) and "forward" not in module.__dict__
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooks and "forward" not in module.__dict__
 
 
 def match(owner: nn.Module, graph: fx.Graph) -> tuple[list[Found], list[tuple[str, str]]]:

@@ -46,49 +46,26 @@ class Scratch {
   std::vector<int64_t> offsets_;
 };
 
-// How a kernel is launched: blocks, threads of each, bytes of dynamic shared memory, and whether all blocks must run at
-// once because they wait for each other.
-struct Shape {
-  int64_t blocks;
-  int threads;
-  int shared = 0;
-  bool cooperative = false;
-};
-
-int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  C10_CUDA_CHECK(cudaGetDevice(&device));
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
-}
-
 // From Hopper on, a kernel may start while the one before it still runs; it waits for that one itself, before it reads
 // (`wait_for_previous`).
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), Shape shape, cudaStream_t stream, Arguments... arguments) {
-  const dim3 grid(static_cast<unsigned>(shape.blocks)), block(static_cast<unsigned>(shape.threads));
-  if (shape.shared > 48 * 1024)
-    C10_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                        cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared));
+void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream, Arguments... arguments) {
 #if CUDART_VERSION >= 11080
-  cudaLaunchAttribute attribute = {};
-  attribute.id = shape.cooperative ? cudaLaunchAttributeCooperative : cudaLaunchAttributeProgrammaticStreamSerialization;
-  if (shape.cooperative) {
-    attribute.val.cooperative = 1;
-  } else {
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  }
+  int device = 0, major = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = static_cast<size_t>(shape.shared);
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = shape.cooperative || device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? 1 : 0;
+  config.attrs = &overlap;
+  config.numAttrs = major >= 9 ? 1 : 0;
   C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
 #else
-  TORCH_CHECK(!shape.cooperative, "cooperative launches take CUDA 11.8 or newer");
-  kernel<<<grid, block, static_cast<size_t>(shape.shared), stream>>>(static_cast<Parameters>(arguments)...);
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(static_cast<Parameters>(arguments)...);
 #endif
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
