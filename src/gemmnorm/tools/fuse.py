@@ -241,8 +241,8 @@ def fused_linear_scale_batch_norm(
     - a tensor is of a subclass, the dtypes are mixed, the sizes no longer fit, or x has not two dimensions;
     - somebody looks at the single operations: a global hook, `torch.func`, forward-mode differentiation, an export.
     """
-    plain = activation is None or isinstance(activation, str)
-    name = activation if plain else _name_of(activation)  # type: ignore[arg-type]
+    child = activation if isinstance(activation, nn.Module) else None
+    name = _name_of(activation) if isinstance(activation, nn.Module) else activation
     weight = linear.weight
     if _can_fuse(x, linear, weight, bn, scale):
         training, running_mean, running_var, counter = bn.training, bn.running_mean, bn.running_var, None
@@ -251,15 +251,15 @@ def fused_linear_scale_batch_norm(
         elif training:  # as in nn.BatchNorm1d: the running statistics are left out of it
             running_mean = running_var = None
         if (running_mean is None) == (running_var is None):
-            y = linear_scale_batch_norm(
+            y: Tensor = linear_scale_batch_norm(
                 x, weight, linear.bias, scale, running_mean, running_var, bn.weight, bn.bias,
                 num_batches_tracked=counter, training=training or running_mean is None,
                 momentum=bn.momentum, eps=bn.eps, activation=name,
             )  # fmt: skip
-            return y if plain or name is not None else activation(y)  # type: ignore[operator, misc, no-any-return]
+            return y if child is None or name is not None else child(y)  # type: ignore[no-any-return]
     y = linear(x)
     y = bn(y if scale is None else y * scale)
-    return activations.forward(y, name) if plain else activation(y)  # type: ignore[operator, misc, no-any-return]
+    return activations.forward(y, name) if child is None else child(y)  # type: ignore[no-any-return]
 
 
 def _name_of(activation: nn.Module) -> str | None:
@@ -271,9 +271,9 @@ def _name_of(activation: nn.Module) -> str | None:
 def _can_fuse(x: Tensor, linear: nn.Linear, weight: Tensor, bn: nn.BatchNorm1d, scale: Tensor | float | None) -> bool:
     if type(linear) is not nn.Linear or type(bn) is not nn.BatchNorm1d:
         return False
-    if not (is_plain_tensor(x) and is_plain_tensor(weight) and x.dim() == 2 and weight.shape[0] == bn.num_features):
-        return False
     if not (is_untouched(linear) and is_untouched(bn)) or _is_watched():
+        return False
+    if not (is_plain_tensor(x) and is_plain_tensor(weight) and x.dim() == 2 and weight.shape[0] == bn.num_features):
         return False
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         return False
@@ -288,4 +288,4 @@ def _is_watched() -> bool:
     if torch.compiler.is_compiling():
         return bool(_exporting())  # what is exported holds PyTorch's own operations and runs without this package
     in_transform = _transforms() is not None or torch.autograd.forward_ad._current_level >= 0
-    return in_transform or bool(_global_hooks()) or torch.jit.is_tracing()
+    return in_transform or bool(_global_hooks()) or torch.jit.is_tracing()  # type: ignore[attr-defined]

@@ -217,7 +217,7 @@ class Writer:
         if value is ...:
             return "..."
         if isinstance(value, str):
-            return repr(value) if any(c in value for c in "\"'\\") else f'"{repr(value)[1:-1]}"'
+            return _quoted(value)
         if isinstance(value, float):
             return repr(value) if math.isfinite(value) else f'float("{value}")'
         if isinstance(value, torch.Size):
@@ -282,13 +282,17 @@ def path_expression(owner: nn.Module, path: str) -> str:
         if indexed and list(module._modules) == [str(i) for i in range(len(module._modules))]:
             text += f"[{name}]"
         elif isinstance(module, nn.ModuleDict) and name in module._modules:
-            text += f"[{name!r}]"
+            text += f"[{_quoted(name)}]"
         elif name.isidentifier() and not keyword.iskeyword(name):
             text += f".{name}"
         else:
-            text = f"getattr({text}, {name!r})"
+            text = f"getattr({text}, {_quoted(name)})"
         module = resolve(module, name)
     return text
+
+
+def _quoted(text: str) -> str:
+    return repr(text) if any(c in text for c in "\"'\\") else f'"{repr(text)[1:-1]}"'
 
 
 def signature(parameters: Iterable[inspect.Parameter]) -> str:
