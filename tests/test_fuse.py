@@ -111,7 +111,7 @@ def assert_equal_in_use(model: Any, original: Any, *args: Any, **kwargs: Any) ->
     assert list(model.state_dict()) == list(original.state_dict())
 
 
-# --- matches -----------------------------------------------------------------------------------------------------------
+# --- matches
 
 
 def by_function(f: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
@@ -260,7 +260,7 @@ def test_two_branches_keep_their_order() -> None:
     assert_equal_in_use(model, original)
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------------
+# --- refusals
 
 
 class MyLinear(nn.Linear): ...
@@ -307,7 +307,10 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tensor division": (lambda: Written(lambda self, x: self.bn(self.gemm(x) / self.scale)), "divided by a tensor"),
     "computed": (lambda: Written(lambda self, x: self.bn(self.gemm(x) * self.scale.exp())), "computed in forward"),
     "in place": (lambda: Written(lambda self, x: self.bn(self.gemm(x).mul_(self.scale))), "scale in place"),
-    "two scales": (lambda: Written(lambda self, x: self.bn(self.gemm(x) * self.scale * 2)), "mul and mul stand between"),
+    "two scales": (
+        lambda: Written(lambda self, x: self.bn(self.gemm(x) * self.scale * 2)),
+        "mul and mul stand between",
+    ),
     "two users": (lambda: Written(twice_used), "the output of gemm (Linear) is used 2 times"),
     "disturbed": (lambda: Written(disturbed), ".add_() changes a tensor in place"),
     "subclass": (lambda: nn.Sequential(MyLinear(6, 6), nn.BatchNorm1d(6)), "0 is a MyLinear"),
@@ -315,7 +318,10 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(6), nn.BatchNorm1d(6)), "0 is a LazyLinear, which has no shape"),
     "lazy norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LazyBatchNorm1d()), "1 is a LazyBatchNorm1d"),
     "hook": (lambda: nn.Sequential(with_hook(nn.Linear(6, 6)), nn.BatchNorm1d(6)), "0 has hooks"),
-    "instance forward": (lambda: nn.Sequential(nn.Linear(6, 6), replaced(nn.BatchNorm1d(6))), "forward of 1 is replaced"),
+    "instance forward": (
+        lambda: nn.Sequential(nn.Linear(6, 6), replaced(nn.BatchNorm1d(6))),
+        "forward of 1 is replaced",
+    ),
     "parametrized": (
         lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6)),
         "0 is parametrized",
@@ -331,7 +337,9 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "two owners": (lambda: nn.Sequential(nn.Sequential(nn.Linear(6, 6)), nn.BatchNorm1d(6)), "different forwards"),
     "two owners, scaled": (
-        lambda: Written(lambda self, x: self.tail(self.gemm(x) * 2), tail=nn.Sequential(OrderedDict(n=nn.BatchNorm1d(6)))),
+        lambda: Written(
+            lambda self, x: self.tail(self.gemm(x) * 2), tail=nn.Sequential(OrderedDict(n=nn.BatchNorm1d(6)))
+        ),
         "different forwards",
     ),
     "F.linear": (
@@ -453,12 +461,12 @@ def test_a_model_without_a_chain(model: nn.Module, reason: str) -> None:
 
 def test_what_is_no_module_is_refused() -> None:
     for function in (gemmnorm.fuse, gemmnorm.unfuse, gemmnorm.fuse_report):
-        with pytest.raises(TypeError, match="model: expected an nn.Module; got int") as caught:
+        with pytest.raises(TypeError, match=r"expected an nn\.Module; got int") as caught:
             function(3)
         assert isinstance(caught.value, gemmnorm.GemmNormError)
 
 
-# --- the model stays the same model --------------------------------------------------------------------------------------
+# --- the model stays the same model
 
 
 def test_unfuse_restores_the_classes_and_nothing_is_left_behind() -> None:
@@ -531,7 +539,7 @@ def changes() -> Iterator[tuple[str, Callable[[Any], Any], bool]]:
     yield "backward hook", call(lambda m: m.bn.register_full_backward_hook(lambda mod, g, _: (g[0] * 2,))), False
     yield "new class", call(lambda m: setattr(m, "gemm", MyLinear(6, 6).requires_grad_(False))), False
     yield "odd scale", call(lambda m: setattr(m, "scale", nn.Parameter(torch.ones(5, 6)))), False
-    yield "mixed dtypes", call(lambda m: m.gemm.bfloat16()), False
+    yield "half-precision linear", call(lambda m: m.gemm.bfloat16()), True
 
 
 CHANGES = {name: (change, runs) for name, change, runs in changes()}
@@ -644,7 +652,7 @@ def test_a_torchscript_trace_holds_plain_ops() -> None:
     assert "gemmnorm::" not in str(traced.inlined_graph)
 
 
-# --- torch.compile -------------------------------------------------------------------------------------------------------
+# --- torch.compile
 
 
 def test_torch_compile_takes_the_whole_graph() -> None:
@@ -677,7 +685,7 @@ def test_an_exported_program_holds_plain_ops() -> None:
     torch.testing.assert_close(program.module()(x), model(x))
 
 
-# --- the text ------------------------------------------------------------------------------------------------------------
+# --- the text
 
 
 def test_the_source_reads_as_a_person_would_write_it() -> None:
@@ -724,9 +732,6 @@ def test_the_source_reads_as_a_person_would_write_it() -> None:
 def test_the_report_reads_well() -> None:
     model = nn.Sequential(Founding(), nn.Linear(6, 6), nn.Dropout(), nn.BatchNorm1d(6))
     assert str(gemmnorm.fuse_report(model)) == (
-        "1 chain, not fused yet:\n"
-        "  0.gemm → × scale → 0.bn  (6 → 6)\n"
-        "left alone:\n"
-        "  1 → 3: 2 (Dropout) stands between"
+        "1 chain, not fused yet:\n  0.gemm → × scale → 0.bn  (6 → 6)\nleft alone:\n  1 → 3: 2 (Dropout) stands between"
     )
     assert str(gemmnorm.fuse_report(gemmnorm.fuse(model))).startswith("1 chain, fused:")
