@@ -1,13 +1,16 @@
-"""What every test shares: a clean strategy, two threads, and the marker for what needs a GPU."""
+"""What tests share: a clean strategy, one seed, the marker for what needs a GPU, a spy on the operator."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import gemmnorm
+from gemmnorm.tools import fuse as fusing
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +30,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The keyword arguments of every call of the operator that a fused model makes."""
+    made: list[dict[str, Any]] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        made.append(kwargs)
+        return gemmnorm.linear_scale_batch_norm(*args, **kwargs)
+
+    monkeypatch.setattr(fusing, "linear_scale_batch_norm", spy)
+    return made

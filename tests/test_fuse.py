@@ -1,115 +1,22 @@
-"""`fuse`: what it matches, what it refuses and why, and that the model stays the same model."""
+"""`fuse`: what it matches, what it refuses and why, and what it writes."""
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import stir, twin
+from fuse_support import FEATURES, Founding, MyLinear, Residual, Written, assert_equal_in_use, projector
+from support import twin
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 
 import gemmnorm
-from gemmnorm.tools import fuse as fusing
 from gemmnorm.tools.analysis import analyse
-
-FEATURES = 6
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keyword arguments of every call of the operator that a fused model makes."""
-    made: list[dict[str, Any]] = []
-
-    def spy(*args: Any, **kwargs: Any) -> Tensor:
-        made.append(kwargs)
-        return gemmnorm.linear_scale_batch_norm(*args, **kwargs)
-
-    monkeypatch.setattr(fusing, "linear_scale_batch_norm", spy)
-    return made
-
-
-class Written(nn.Module):
-    """A module with the usual children, whose `forward` is the function that it is given."""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Any], **children: Any) -> None:
-        super().__init__()
-        self.gemm = nn.Linear(FEATURES, FEATURES)
-        self.bn = nn.BatchNorm1d(FEATURES)
-        self.scale = nn.Parameter(torch.randn(FEATURES))
-        self.register_buffer("fixed", torch.randn(1, FEATURES))
-        for name, child in children.items():
-            setattr(self, name, child)
-        stir(self)
-        self.__class__ = type("Written", (Written,), {"forward": forward, "__reduce_ex__": object.__reduce_ex__})
-
-
-class Founding(nn.Module):
-    """The founding model, at the top level of a module, so that it can be pickled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gemm = nn.Linear(FEATURES, FEATURES)
-        self.scale = nn.Parameter(torch.randn(FEATURES))
-        self.bn = nn.BatchNorm1d(FEATURES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.gemm(x) * self.scale)
-
-
-class Residual(nn.Module):
-    """Nested owners, a loop, dropout, an optional argument, a plain number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = Founding()
-        self.layers = nn.ModuleList(nn.ModuleDict({"fc": nn.Linear(6, 6), "norm": nn.BatchNorm1d(6)}) for _ in range(2))
-        self.head = nn.Sequential(nn.Dropout(0.3), *projector())
-        self.strength = 0.5
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, twice: bool = False) -> dict[str, Tensor]:
-        h = F.gelu(self.stem(x))
-        if mask is not None:
-            h = h * mask
-        for layer in self.layers:
-            h = h + F.dropout(torch.tanh(layer["norm"](layer["fc"](h) * self.strength)), 0.2, self.training)
-        y = self.head(h)
-        return {"y": y * 2 if twice else y, "h": h.view(h.size(0), -1)}
-
-
-def projector() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.4),
-        nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(),
-        nn.Linear(8, 6, bias=False), nn.BatchNorm1d(6, affine=False),
-    )  # fmt: skip
-
-
-def assert_equal_in_use(model: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-    """Outputs, gradients and buffers over a few steps in both modes."""
-    x = torch.randn(5, FEATURES)
-    for mode in (True, False, True):
-        results = []
-        for module in (model, original):
-            module.train(mode).zero_grad()
-            given = x.clone().requires_grad_()
-            torch.manual_seed(1)
-            y = module(given, *args, **kwargs)
-            values = list(y.values()) if isinstance(y, dict) else [y] if isinstance(y, Tensor) else list(y)
-            sum((v * torch.arange(v.numel()).view_as(v)).sum() for v in values).backward()
-            gradients = {name: p.grad for name, p in module.named_parameters()}
-            results.append([*values, given.grad, *gradients.values(), *module.state_dict().values()])
-        torch.testing.assert_close(*results)
-    assert list(model.state_dict()) == list(original.state_dict())
-
 
 # --- matches
 
@@ -261,9 +168,6 @@ def test_two_branches_keep_their_order() -> None:
 
 
 # --- refusals
-
-
-class MyLinear(nn.Linear): ...
 
 
 def with_hook(module: nn.Module) -> nn.Module:
@@ -464,225 +368,6 @@ def test_what_is_no_module_is_refused() -> None:
         with pytest.raises(TypeError, match=r"expected an nn\.Module; got int") as caught:
             function(3)
         assert isinstance(caught.value, gemmnorm.GemmNormError)
-
-
-# --- the model stays the same model
-
-
-def test_unfuse_restores_the_classes_and_nothing_is_left_behind() -> None:
-    model = Residual()
-    before = {path: (type(m), set(m.__dict__)) for path, m in model.named_modules()}
-    keys = list(model.state_dict())
-    gemmnorm.fuse(gemmnorm.fuse(model))
-    assert type(model).__name__ == "FusedResidual" and isinstance(model, Residual)
-    assert type(model).__module__ == Residual.__module__ and list(model.state_dict()) == keys
-    gemmnorm.unfuse(model)
-    assert {path: (type(m), set(m.__dict__)) for path, m in model.named_modules()} == before
-
-
-def test_equal_blocks_share_a_class() -> None:
-    model = gemmnorm.fuse(nn.Sequential(*(Founding() for _ in range(3))))
-    assert len({type(m) for m in model}) == 1
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "copy", "pickle", "save"])
-def test_copies_are_fused_and_independent(how: str, calls: list[Any]) -> None:
-    model = gemmnorm.fuse(nn.Sequential(Founding(), *projector()))
-    if how == "deepcopy":
-        new = copy.deepcopy(model)
-        assert type(new[0]) is type(model[0])
-    elif how == "copy":
-        new = copy.copy(model)
-    elif how == "pickle":
-        new = pickle.loads(pickle.dumps(model))
-    else:
-        torch.save(model, stream := io.BytesIO())
-        stream.seek(0)
-        new = torch.load(stream, weights_only=False)
-    assert str(gemmnorm.fuse_report(new)) == str(gemmnorm.fuse_report(model))
-    assert all(m.fused for m in gemmnorm.fuse_report(new).matches)
-    original = gemmnorm.unfuse(copy.deepcopy(model))
-    assert type(original) is nn.Sequential and type(original[0]) is Founding
-    assert_equal_in_use(new, original)
-    assert len(calls) == 3 * 4
-    if how != "copy":
-        assert all(a.data_ptr() != b.data_ptr() for a, b in zip(new.parameters(), model.parameters(), strict=True))
-
-
-def test_hooks_on_the_owner_and_around_it_still_run() -> None:
-    model, seen = nn.Sequential(Founding()), []
-    for module in (model, model[0]):
-        module.register_forward_hook(lambda m, args, y: seen.append(type(m).__name__))
-    model[0].register_full_backward_hook(lambda *_: seen.append("backward"))
-    gemmnorm.fuse(model)(torch.randn(4, 6, requires_grad=True)).sum().backward()
-    assert seen == ["FusedFounding", "Sequential", "backward"]
-
-
-def changes() -> Iterator[tuple[str, Callable[[Any], Any], bool]]:
-    """(what happens to a fused Founding model, the change, does the operator still run)."""
-
-    def call(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda m: (f(m), m)[1]
-
-    new = nn.Linear(6, 6)
-    yield "double", lambda m: m.double(), True
-    yield "load_state_dict", call(lambda m: m.load_state_dict(stir(Founding(), 3).state_dict())), True
-    yield "frozen statistics", call(lambda m: m.bn.eval()), True
-    yield "no momentum", call(lambda m: setattr(m.bn, "momentum", None)), True
-    yield "untracked", call(lambda m: setattr(m.bn, "track_running_stats", False)), True
-    yield "new linear", call(lambda m: setattr(m, "gemm", copy.deepcopy(new))), True
-    yield "new scale", call(lambda m: setattr(m, "scale", nn.Parameter(torch.ones(1)))), True
-    yield "pruned", call(lambda m: prune.l1_unstructured(m.gemm, "weight", 0.5)), False
-    yield "parametrized", call(lambda m: parametrizations.weight_norm(m.gemm)), False
-    yield "linear hook", call(lambda m: m.gemm.register_forward_hook(lambda mod, args, y: y + 1)), False
-    yield "norm pre-hook", call(lambda m: m.bn.register_forward_pre_hook(lambda mod, args: (args[0] * 2,))), False
-    yield "backward hook", call(lambda m: m.bn.register_full_backward_hook(lambda mod, g, _: (g[0] * 2,))), False
-    yield "new class", call(lambda m: setattr(m, "gemm", MyLinear(6, 6).requires_grad_(False))), False
-    yield "odd scale", call(lambda m: setattr(m, "scale", nn.Parameter(torch.ones(5, 6)))), False
-    yield "half-precision linear", call(lambda m: m.gemm.bfloat16()), True
-
-
-CHANGES = {name: (change, runs) for name, change, runs in changes()}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_changes_after_fusing_are_honoured(name: str, calls: list[Any]) -> None:
-    change, runs = CHANGES[name]
-    model = stir(Founding())
-    original = twin(model)
-    gemmnorm.fuse(model)
-    for mode in (True, False):
-        results = []
-        for module in (model, original):
-            torch.manual_seed(2)
-            if mode:
-                module = change(module)
-            module.train(mode)
-            if name == "frozen statistics":
-                module.bn.eval()
-            x = torch.linspace(-1, 2, 30, dtype=module.gemm.weight.dtype).view(5, 6).requires_grad_()
-            y = module(x)
-            y.square().sum().backward()
-            results.append([y, x.grad, *module.state_dict().values()])
-        torch.testing.assert_close(*results)
-    assert len(calls) == (2 if runs else 0)
-
-
-def test_conversion_to_sync_batch_norm_before_and_after() -> None:
-    before = gemmnorm.fuse(nn.SyncBatchNorm.convert_sync_batchnorm(Founding()))
-    assert not gemmnorm.fuse_report(before).matches
-    model = stir(Founding())
-    original = twin(model)
-    after = nn.SyncBatchNorm.convert_sync_batchnorm(gemmnorm.fuse(model))
-    assert type(after.bn) is nn.SyncBatchNorm and isinstance(after, Founding)
-    assert list(after.state_dict()) == list(original.state_dict())
-    x = torch.randn(5, 6)
-    torch.testing.assert_close(after.eval()(x), original.eval()(x))
-
-
-def test_a_structure_that_changed_runs_the_original_forward(calls: list[Any]) -> None:
-    model = gemmnorm.fuse(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
-    original = gemmnorm.unfuse(twin(model))
-    for module in (model, original):
-        module.append(nn.Softplus())
-    assert_equal_in_use(model, original)
-    assert not calls
-    gemmnorm.fuse(model)
-    assert_equal_in_use(model, gemmnorm.unfuse(twin(model)))
-    assert len(calls) == 3
-
-
-def test_a_plain_attribute_that_changed_runs_the_original_forward() -> None:
-    model = gemmnorm.fuse(Residual())
-    original = gemmnorm.unfuse(twin(model))
-    for module in (model, original):
-        module.strength = -2.0
-    assert_equal_in_use(model, original)
-
-
-@pytest.mark.parametrize("shape", [(5, 6, 6), (2, 3), (1, 6), (6,), (0, 6)])
-def test_other_inputs_get_the_original_answer(shape: tuple[int, ...]) -> None:
-    model = gemmnorm.fuse(Founding())
-    outcomes = []
-    for module in (model, gemmnorm.unfuse(twin(model))):
-        try:
-            outcomes.append(module(torch.ones(shape)))
-        except Exception as error:
-            outcomes.append(type(error).__mro__[-4:])
-    if isinstance(outcomes[0], Tensor):
-        torch.testing.assert_close(*outcomes)
-    else:
-        assert ValueError in outcomes[0] if ValueError in outcomes[1] else outcomes[0]
-
-
-def test_three_dimensions_run_the_original_ops(calls: list[Any]) -> None:
-    model = gemmnorm.fuse(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU()))
-    original = gemmnorm.unfuse(twin(model))
-    x = torch.randn(4, 6, 6)
-    torch.testing.assert_close(model(x), original(x))
-    assert not calls
-
-
-def test_autocast_gives_the_dtype_and_values_of_the_original() -> None:
-    model = gemmnorm.fuse(nn.Sequential(Founding(), *projector()).eval())
-    original = gemmnorm.unfuse(twin(model))
-    x = torch.randn(5, 6)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(model(x), original(x), rtol=0.05, atol=0.05)
-
-
-def test_function_transforms_see_the_single_ops(calls: list[Any]) -> None:
-    model = gemmnorm.fuse(Founding().eval())
-    original = gemmnorm.unfuse(twin(model))
-    x, state = torch.randn(3, 4, 6), dict(model.state_dict())
-    for f in (torch.func.vmap, torch.func.jacrev):
-        given = x[0] if f is torch.func.jacrev else x
-        torch.testing.assert_close(f(model)(given), f(original)(given))
-    assert not calls
-    torch.testing.assert_close(torch.func.functional_call(model, state, x[0]), original(x[0]))
-    assert len(calls) == 1
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-def test_a_torchscript_trace_holds_plain_ops() -> None:
-    model = gemmnorm.fuse(Founding().eval())
-    x = torch.randn(4, 6)
-    traced = torch.jit.trace(model, x)
-    torch.testing.assert_close(traced(x), model(x))
-    assert "gemmnorm::" not in str(traced.inlined_graph)
-
-
-# --- torch.compile
-
-
-def test_torch_compile_takes_the_whole_graph() -> None:
-    model = gemmnorm.fuse(stir(Residual()))
-    original = gemmnorm.unfuse(twin(model))
-    targets: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        targets.extend(str(n.target) for n in graph.graph.nodes)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    x = torch.randn(5, 6)
-    for mode in (True, False):
-        model.train(mode), original.train(mode)
-        torch.manual_seed(4)
-        got = compiled(x)
-        torch.manual_seed(4)
-        torch.testing.assert_close(got, original(x))
-    assert sum("gemmnorm.linear_scale_batch_norm" in t for t in targets) == 2 * 6
-    torch.testing.assert_close(model.state_dict(), original.state_dict())
-
-
-def test_an_exported_program_holds_plain_ops() -> None:
-    model = gemmnorm.fuse(nn.Sequential(Founding(), nn.ReLU()).eval())
-    x = torch.randn(4, 6)
-    program = torch.export.export(model, (x,), strict=False)
-    assert "gemmnorm" not in str(program.graph)
-    torch.testing.assert_close(program.module()(x), model(x))
 
 
 # --- the text
