@@ -345,8 +345,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
           float centre = 0.0f, squares = 0.0f, r = 0.0f;
           if (direct) {
-            // Relative to the own group's mean: M2 = Σ M2_g + n_g·d² - (Σ n_g·d)²/B with d = mean_g - own.
-            const float own = shared.slope[consumer][column];
+            // Relative to the mean of a group of the tile, the own one unless it is empty:
+            // M2 = Σ M2_g + n_g·d² - (Σ n_g·d)²/B with d = mean_g - own.
+            const float own = shared.slope[rows ? consumer : 0][column];
             float sum = 0.0f;
 #pragma unroll kAhead
             for (int g = thread % kLanes; g < f.groups; g += kLanes) {

@@ -1,0 +1,61 @@
+// Types, conversions and ordering: the instructions that every GPU from compute capability 8.0 has.
+// PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/
+#pragma once
+
+namespace gemmnorm {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+struct half {
+  u16 bits;
+};
+struct bfloat16 {
+  u16 bits;
+};
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(half v) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v.bits));
+  return f;
+}
+__device__ __forceinline__ float to_float(bfloat16 v) { return __uint_as_float(static_cast<u32>(v.bits) << 16); }
+
+__device__ __forceinline__ void from_float(float f, float& v) { v = f; }
+__device__ __forceinline__ void from_float(float f, half& v) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v.bits) : "f"(f)); }
+__device__ __forceinline__ void from_float(float f, bfloat16& v) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v.bits) : "f"(f));
+}
+
+// Two conversions in one instruction; `low` becomes the element at the lower address.
+__device__ __forceinline__ u32 pack(float low, float high, half) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ u32 pack(float low, float high, bfloat16) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// Nothing that reads or writes memory moves across: keeps the compiler from loading far ahead, which costs registers.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
+// Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
+// stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void allow_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace gemmnorm

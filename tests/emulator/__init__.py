@@ -1,0 +1,152 @@
+"""Runs the CUDA kernels on the CPU, from the sources that ship, with nothing but g++.
+
+`emulated(chip)` is a context in which tensors on the CPU go the way of tensors on that GPU: planner, runtime and bound
+arguments as they are, kernels compiled by g++ against `cuda.hpp` and the `ptx/` beside it, which stand in for CUDA and
+for the kernels' own `ptx/`. Each launch takes the next seed, so that a test that repeats a call sees another
+interleaving.
+
+It knows no time, no memory model and no caches: what it finds are wrong results, deadlocks and misaligned addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import itertools
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from gemmnorm import driver, runtime, sources
+from gemmnorm.plan import ROLES, Chip, Launch, Problem, c_types
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+seeds = itertools.count(1)
+
+
+class EmulationError(RuntimeError):
+    """A deadlock, a misaligned address, or an instruction used as it may not be."""
+
+
+@functools.lru_cache(maxsize=1)
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="gemmnorm-emulator-"))
+    import atexit
+
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _text(launch: Launch, problem: Problem) -> str:
+    read = sources._read.__wrapped__
+
+    def emulated_read(name: str) -> str:
+        return (HERE / name).read_text(encoding="utf-8") if name.startswith("ptx/") else read(name)
+
+    with mock.patch.object(sources, "_read", emulated_read):
+        text = sources.translation_unit(launch, problem)
+    text = re.sub(
+        r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];",
+        r"unsigned char* const \1 = emulator::current->block->shared;",
+        text,
+    )
+    types = c_types(problem)
+    arguments = []
+    for index, role in enumerate(launch.arguments):
+        c_type = ROLES[role][0].format(**types).replace("const __grid_constant__ ", "")
+        arguments.append(f"*reinterpret_cast<{c_type}*>(a[{index}])")
+    return (
+        f'#include "{HERE / "cuda.hpp"}"\n{text}\n'
+        'extern "C" const char* emulate(unsigned grid, unsigned threads, unsigned shared, unsigned resident,'
+        " unsigned seed, void** a) {\n"
+        "  return emulator::run(grid, threads, shared, resident, seed,"
+        f" [=] {{ {launch.entry}({', '.join(arguments)}); }});\n"
+        "}\n"
+    )
+
+
+@functools.cache
+def _library(text: str) -> Any:
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    source, library = _folder() / f"{name}.cpp", _folder() / f"{name}.so"
+    source.write_text(text, encoding="utf-8")
+    assert COMPILER is not None
+    options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off"]
+    done = subprocess.run([COMPILER, *options, str(source), "-o", str(library)], capture_output=True, text=True)
+    if done.returncode:
+        raise EmulationError(done.stderr[-4000:])
+    found = ctypes.CDLL(str(library))
+    found.emulate.restype = ctypes.c_char_p
+    return found
+
+
+class Launcher:
+    """Takes the place of `driver.Launcher`."""
+
+    def __init__(self, launch: Launch, problem: Problem) -> None:
+        self.arguments, self.maps = launch.arguments, launch.maps
+        self.numbers = {role: driver.int32(value) for role, value in launch.numbers}
+        self._launch = launch
+        self._grid = launch.grid.value(problem.batch)
+        self._library = _library(_text(launch, problem))
+
+    def __call__(self, stream: Any, values: Any) -> None:
+        launch = self._launch
+        # Static shared memory is one array in the emulator: such kernels run a block at a time.
+        resident = self._grid if launch.cooperative else 3 if launch.shared else 1
+        held = [_memory(value) for value in values]
+        pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
+        fault = self._library.emulate(self._grid, launch.block, launch.shared, resident, next(seeds), pointers)
+        if fault:
+            raise EmulationError(f"{launch.entry}: {fault.decode()}")
+
+
+def _memory(value: Any) -> Any:
+    """The bytes of a kernel argument: a map, a number of numpy's, or an address."""
+    if isinstance(value, bytes):
+        return ctypes.create_string_buffer(value, len(value))
+    data = value.tobytes() if hasattr(value, "tobytes") else int(value).to_bytes(8, "little")
+    return ctypes.create_string_buffer(data, len(data))
+
+
+def tensor_map(t: torch.Tensor, rows: int, columns: int) -> bytes:
+    """Takes the place of `driver.tensor_map`: the fields that ptx/hopper.cuh here reads."""
+    fields = [t.data_ptr(), t.shape[0], t.shape[1]]
+    small = [rows, columns, t.element_size(), int(t.dtype == torch.float32)]
+    data = b"".join(v.to_bytes(8, "little") for v in fields) + b"".join(v.to_bytes(4, "little") for v in small)
+    return data.ljust(128, b"\0")
+
+
+@contextlib.contextmanager
+def emulated(chip: Chip) -> Iterator[None]:
+    """Inside, tensors on the CPU are treated as tensors on `chip`."""
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (runtime, "chip", lambda device: chip),
+            (driver, "Launcher", Launcher),
+            (driver, "tensor_map", tensor_map),
+            (driver, "enter", lambda index: None),
+            (driver, "current_stream", lambda index: None),
+            (driver, "stream_handle", lambda index: 0),
+            (torch.cuda, "current_device", lambda: None),
+            (torch.cuda, "current_stream", lambda device=None: mock.Mock()),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        runtime._bound.cache_clear()
+        runtime._resolved.cache_clear()
+        try:
+            yield
+        finally:
+            runtime._bound.cache_clear()
+            runtime._resolved.cache_clear()

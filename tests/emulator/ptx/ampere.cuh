@@ -1,0 +1,72 @@
+// The emulator's side of ptx/ampere.cuh.
+#pragma once
+
+namespace gemmnorm {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+struct half {
+  u16 bits;
+};
+struct bfloat16 {
+  u16 bits;
+};
+
+inline float as_float(u32 bits) {
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline u32 as_bits(float f) {
+  u32 bits;
+  std::memcpy(&bits, &f, 4);
+  return bits;
+}
+
+inline float to_float(float v) { return v; }
+inline float to_float(half v) {
+  const u32 exponent = v.bits >> 10 & 31, fraction = v.bits & 1023;
+  const float magnitude = exponent == 31 ? (fraction ? NAN : INFINITY)
+                          : exponent    ? std::ldexp(1024.0f + fraction, static_cast<int>(exponent) - 25)
+                                        : std::ldexp(static_cast<float>(fraction), -24);
+  return v.bits >> 15 ? -magnitude : magnitude;
+}
+inline float to_float(bfloat16 v) { return as_float(static_cast<u32>(v.bits) << 16); }
+
+inline void from_float(float f, float& v) { v = f; }
+inline void from_float(float f, half& v) {  // to nearest, ties to even
+  const u16 sign = as_bits(f) >> 16 & 0x8000;
+  const float magnitude = std::fabs(f);
+  if (std::isnan(f)) {
+    v.bits = 0x7FFF;
+  } else if (magnitude >= 65520.0f) {
+    v.bits = sign | 0x7C00;
+  } else if (magnitude < 6.103515625e-05f) {
+    v.bits = sign | static_cast<u16>(std::nearbyint(std::ldexp(magnitude, 24)));
+  } else {
+    int exponent;
+    const float fraction = std::frexp(magnitude, &exponent);  // [0.5, 1)
+    v.bits = sign | static_cast<u16>(((exponent + 14) << 10) + static_cast<int>(std::nearbyint(std::ldexp(fraction, 11))) - 1024);
+  }
+}
+inline void from_float(float f, bfloat16& v) {
+  const u32 bits = as_bits(f);
+  v.bits = std::isnan(f) ? 0x7FFF : static_cast<u16>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+template <class T>
+u32 pack(float low, float high, T) {
+  T a, b;
+  from_float(low, a);
+  from_float(high, b);
+  return a.bits | static_cast<u32>(b.bits) << 16;
+}
+
+inline void keep_order() {}
+inline void wait_for_previous() {}
+inline void allow_next() {}
+
+}  // namespace gemmnorm

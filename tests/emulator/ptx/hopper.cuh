@@ -1,0 +1,130 @@
+// The emulator's side of ptx/hopper.cuh: barriers in shared memory, the copy engine, counters in global memory.
+#pragma once
+#include "common.cuh"
+
+namespace gemmnorm {
+
+struct alignas(64) TensorMap {
+  unsigned char opaque[128];
+};
+
+struct MapFields {  // what tests/emulator writes into a map
+  unsigned char* base;
+  i64 rows, columns;
+  int box_rows, box_columns, size, round_to_tf32;
+};
+
+// The eight bytes of an mbarrier.
+struct Arrivals {
+  int bytes;
+  u16 missing;
+  u16 count_and_phase;
+
+  int phase() const { return count_and_phase >> 15; }
+  void check() {
+    if (missing || bytes) return;
+    count_and_phase ^= 0x8000;
+    missing = count_and_phase & 0x7FFF;
+  }
+};
+static_assert(sizeof(Arrivals) == sizeof(u64));
+
+inline Arrivals& arrivals(u64* b) { return *reinterpret_cast<Arrivals*>(b); }
+inline void barrier_init(u64* b, u32 count) { arrivals(b) = {0, static_cast<u16>(count), static_cast<u16>(count)}; }
+inline void barrier_arrive(u64* b) {
+  if (!arrivals(b).missing) emulator::fail("more arrivals at an mbarrier than it expects");
+  --arrivals(b).missing;
+  arrivals(b).check();
+}
+inline void barrier_expect(u64* b, u32 bytes) {
+  arrivals(b).bytes += bytes;
+  barrier_arrive(b);
+}
+inline void barrier_wait(u64* b, u32 parity) {
+  emulator::wait("an mbarrier", [=] { return arrivals(b).phase() != static_cast<int>(parity); });
+}
+inline void fence_barrier_init() {}
+inline void fence_async_shared() {}
+inline void fence_async_global() {}
+inline void sync_threads(int barrier, int threads) {
+  emulator::pass_gate(emulator::current->block->gates[barrier], threads, "bar.sync");
+}
+
+constexpr u64 kEvictNormal = 0, kEvictFirst = 1;
+
+inline float rounded_to_tf32(float f) {
+  return std::isfinite(f) ? as_float((as_bits(f) + 0x1000) & 0xFFFFE000u) : f;
+}
+// Box element (row, byte) ↔ shared memory, swizzled: bits 4-6 of the address are xor-ed with bits 7-9.
+inline unsigned char* swizzled(unsigned char* box, int row, int byte) {
+  const auto address = reinterpret_cast<std::uintptr_t>(box) + row * 128 + byte;
+  return reinterpret_cast<unsigned char*>(address ^ (address >> 3 & 0x70));
+}
+inline MapFields fields(const TensorMap& map) {
+  MapFields m;
+  std::memcpy(&m, map.opaque, sizeof m);
+  if (m.box_columns * m.size != 128) emulator::fail("a box whose rows are not 128 bytes");
+  return m;
+}
+inline void copy_to_shared(void* to, const TensorMap& map, u64* barrier, int x, int y, u64) {
+  const MapFields m = fields(map);
+  if (reinterpret_cast<std::uintptr_t>(to) % 1024) emulator::fail("a swizzled box that is not aligned to 1024 bytes");
+  emulator::machine.pending.push_back([=] {
+    for (int r = 0; r < m.box_rows; ++r)
+      for (int c = 0; c < m.box_columns; ++c) {
+        unsigned char* target = swizzled(static_cast<unsigned char*>(to), r, c * m.size);
+        const bool inside = y + r >= 0 && y + r < m.rows && x + c >= 0 && x + c < m.columns;
+        if (!inside) {
+          std::memset(target, 0, m.size);
+          continue;
+        }
+        std::memcpy(target, m.base + ((y + r) * m.columns + x + c) * m.size, m.size);
+        if (m.round_to_tf32) {
+          float f;
+          std::memcpy(&f, target, 4);
+          f = rounded_to_tf32(f);
+          std::memcpy(target, &f, 4);
+        }
+      }
+    arrivals(barrier).bytes -= m.box_rows * 128;
+    arrivals(barrier).check();
+  });
+}
+inline void copy_to_global(const TensorMap& map, const void* from, int x, int y) {
+  const MapFields m = fields(map);
+  emulator::Fiber* owner = emulator::current;
+  ++owner->copies;
+  emulator::machine.pending.push_back([=] {
+    for (int r = 0; r < m.box_rows; ++r)
+      for (int c = 0; c < m.box_columns; ++c)
+        if (y + r < m.rows && x + c < m.columns)
+          std::memcpy(m.base + ((y + r) * m.columns + x + c) * m.size,
+                      swizzled(const_cast<unsigned char*>(static_cast<const unsigned char*>(from)), r, c * m.size), m.size);
+    --owner->copies;
+  });
+}
+inline void commit_copies() {}
+inline void wait_copies() {
+  emulator::Fiber* owner = emulator::current;
+  emulator::wait("its bulk copies", [=] { return owner->copies == 0; });
+}
+inline void wait_copies_read() { wait_copies(); }
+
+template <int COUNT>
+void release_registers() {}
+template <int COUNT>
+void claim_registers() {}
+
+inline void add_release(u32* counter, u32 value) { *counter += value; }
+inline u32 load_acquire(const u32* counter) { return *counter; }
+inline void wait_until(const u32* counter, u32 value) {
+  emulator::wait("a counter in global memory", [=] { return *counter >= value; });
+}
+
+template <class T>
+T load_l2(const T* p) {
+  if (reinterpret_cast<std::uintptr_t>(p) % sizeof(T)) emulator::fail("a misaligned load");
+  return *p;
+}
+
+}  // namespace gemmnorm

@@ -1,0 +1,132 @@
+"""The kernels themselves, run on the CPU by the emulator: planner, runtime and device code in one piece, without a GPU.
+
+Few and small sizes, chosen so that every way through the kernels is taken: one block, one wave, many tiles a block,
+tiles that are not filled, groups without rows. Speed and races are the GPU suite's business.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulator import COMPILER, EmulationError, emulated
+from gpu_support import assert_accurate, error, poisoned_memory
+from support import Chain, arguments, step, stir, twin
+from torch import Tensor
+
+from gemmnorm import linear_scale_batch_norm, plan, runtime
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+
+SMALL_HOPPER = plan.chip_for(90, 3)  # so few multiprocessors that a small problem takes many waves
+TYPES = {"bf16": (torch.bfloat16, False), "fp16": (torch.float16, False), "tf32": (torch.float32, True)}
+
+
+def run(module: Chain, x: Tensor, strategy: str, finish: str | None = None) -> Tensor:
+    """The operator on the tensors of `module`; fails where another strategy, or another way to finish, would run."""
+    positional, keywords = arguments(module, strategy=strategy)
+    with runtime.recording() as plans:
+        y = linear_scale_batch_norm(x, *positional, **keywords)
+    assert [p.strategy for p in plans] == [strategy], plans[0].reasons
+    assert finish is None or f"gemmnorm::Finish::{finish}" in plans[0].launches[0].constants
+    return y
+
+
+def check(chip, strategy, name, batch, in_features, out_features, training=True, finish=None, **options):
+    dtype, tf32 = TYPES.get(name, (torch.float32, False))
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        module = stir(Chain(in_features, out_features, **options)).to(dtype).train(training)
+        x, grad = (torch.randn(batch, n, dtype=dtype) for n in (in_features, out_features))
+        exact, eager, ours = twin(module).double(), twin(module), twin(module)
+        want, theirs = step(exact, exact, x.double(), grad.double()), step(eager, eager, x, grad)
+        with emulated(chip), poisoned_memory():
+            if finish == "kEvaluate":  # with gradients the product would be wanted
+                with torch.no_grad():
+                    y = run(ours, x, strategy, finish)
+                assert error(y, want["y"], columns=False) <= 1.25 * error(theirs["y"], want["y"], columns=False) + 1e-3
+                return
+            got = step(ours, lambda x: run(ours, x, strategy, finish), x, grad)
+        assert_accurate(got, theirs, want, module, x, grad, 2.0**-11 if tf32 else 0.0, factor=1.5)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("strategy", ["cublas_bn", "cublas_folded_bn"])
+def test_the_librarys_product(strategy, training):
+    check(plan.chip_for(80, 4), strategy, "bf16", 70, 24, 40, training, scale_shape=(40,), activation="silu")
+    check(plan.chip_for(80, 4), strategy, "fp32", 130, 24, 13, training, scale_shape=(), momentum=None)
+    check(plan.chip_for(80, 4), strategy, "fp32", 2, 24, 36, training, bias=False, affine=False)
+
+
+@pytest.mark.parametrize(
+    ("finish", "batch", "in_features", "out_features"),
+    [
+        ("kOneBlock", 100, 72, 72),
+        ("kOneBlock", 2, 8, 8),
+        ("kOneWave", 200, 136, 40),
+        ("kPersistent", 300, 200, 264),
+        ("kPersistent", 1027, 64, 520),
+    ],
+)
+@pytest.mark.parametrize("name", ["bf16", "tf32"])
+def test_one_kernel(finish, name, batch, in_features, out_features):
+    check(SMALL_HOPPER, "one_kernel", name, batch, in_features, out_features, finish=finish, activation="silu")
+
+
+def test_more_groups_than_a_block_merges_for_itself():
+    check(SMALL_HOPPER, "one_kernel", "fp16", 2200, 32, 40, finish="kPersistent", scale_shape=(40,), bias=False)
+
+
+@pytest.mark.parametrize("name", ["fp16", "tf32"])
+def test_gemm_stats_apply(name):
+    check(SMALL_HOPPER, "gemm_stats_apply", name, 300, 72, 136, finish="kStatistics", scale_shape=(136,))
+
+
+@pytest.mark.parametrize("name", ["bf16", "tf32"])
+def test_evaluation_in_one_launch(name):
+    check(SMALL_HOPPER, "one_kernel", name, 300, 72, 136, False, "kEvaluate", scale_shape=(136,), activation="relu")
+
+
+def test_equal_bits_whatever_the_order_of_events():
+    """Each launch has other interleavings; no result may show them."""
+    torch.manual_seed(3)
+    module = stir(Chain(64, 264)).bfloat16()
+    x = torch.randn(400, 64, dtype=torch.bfloat16)
+    grad = torch.randn(400, 264, dtype=torch.bfloat16)
+    found = []
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        for _ in range(6):
+            ours = twin(module)
+            found.append(step(ours, lambda x, m=ours: run(m, x, "one_kernel", "kPersistent"), x, grad))
+    for other in found[1:]:
+        assert all(torch.equal(found[0][key], other[key]) for key in other)
+
+
+def test_mean_far_larger_than_the_deviation():
+    """Half precision keeps 3e-3 where |mean|/std is 10⁴, because the product is stored minus its group's mean."""
+    weight = torch.randn(136, 64) / 8
+    weight[:, 0] = 1e4
+    for batch in (100, 130, 300, 700):  # with and without an empty group in the last tile
+        x = torch.randn(batch, 64)
+        x[:, 0] = 1.0
+        half = x.bfloat16(), weight.bfloat16()
+        exact = linear_scale_batch_norm(*(t.double() for t in half), training=True)
+        with emulated(SMALL_HOPPER), poisoned_memory():
+            for strategy in ("one_kernel", "gemm_stats_apply"):
+                y = linear_scale_batch_norm(*half, training=True, strategy=strategy)
+                assert error(y, exact, columns=False) < 3e-3
+
+
+def test_the_emulator_reports_what_never_comes():
+    """Counters that do not start at zero make a kernel wait for tiles that nobody multiplies."""
+    module = stir(Chain(64, 264)).bfloat16()
+    x = torch.randn(400, 64, dtype=torch.bfloat16)
+    with emulated(SMALL_HOPPER):
+        try:
+            runtime._counters(x.device).take(0, 1).fill_(-(2**30))
+            with pytest.raises(EmulationError, match="waits for a counter in global memory"), torch.no_grad():
+                run(module, x, "one_kernel", "kPersistent")
+        finally:
+            runtime._counters.cache_clear()
