@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import worst
 
-from gemmnorm import driver, linear_scale_batch_norm, plan, runtime, sources
+from gemmnorm import binding, driver, linear_scale_batch_norm, plan, runtime, sources
 from gemmnorm.errors import GemmNormWarning
 from gemmnorm.plan import Problem, chip_for, make_plan
 
@@ -154,7 +154,7 @@ def test_a_strategy_that_does_not_load_is_replaced_with_one_warning(monkeypatch)
     def fails(chosen):
         raise RuntimeError("no image for this device")
 
-    monkeypatch.setattr(runtime, "_bound", fails)
+    monkeypatch.setattr(binding, "bind", fails)
     monkeypatch.setattr(runtime, "_warned", set())
     runtime._resolved.cache_clear()
     with pytest.warns(GemmNormWarning, match="no image for this device"):

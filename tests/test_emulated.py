@@ -6,6 +6,8 @@ tiles that are not filled, groups without rows. Speed and races are the GPU suit
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emulator import COMPILER, EmulationError, emulated
@@ -13,7 +15,7 @@ from gpu_support import assert_accurate, error, poisoned_memory
 from support import Chain, arguments, step, stir, twin
 from torch import Tensor
 
-from gemmnorm import linear_scale_batch_norm, plan, runtime
+from gemmnorm import binding, driver, linear_scale_batch_norm, plan, runtime
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
@@ -119,14 +121,13 @@ def test_mean_far_larger_than_the_deviation():
                 assert error(y, exact, columns=False) < 3e-3
 
 
-def test_the_emulator_reports_what_never_comes():
-    """Counters that do not start at zero make a kernel wait for tiles that nobody multiplies."""
-    module = stir(Chain(64, 264)).bfloat16()
-    x = torch.randn(400, 64, dtype=torch.bfloat16)
-    with emulated(SMALL_HOPPER):
-        try:
-            runtime._counters(x.device).take(0, 1).fill_(-(2**30))
-            with pytest.raises(EmulationError, match="waits for a counter in global memory"), torch.no_grad():
-                run(module, x, "one_kernel", "kPersistent")
-        finally:
-            runtime._counters.cache_clear()
+def test_the_emulator_reports_what_never_comes(monkeypatch):
+    """Blocks that wait for each other, run three at a time, wait for blocks that have not begun."""
+    module = stir(Chain(64, 40)).bfloat16()
+    x = torch.randn(1000, 64, dtype=torch.bfloat16)
+    with emulated(plan.chip_for(90, 8)):
+        launcher = driver.Launcher
+        monkeypatch.setattr(driver, "Launcher", lambda launch, p: launcher(replace(launch, cooperative=False), p))
+        with pytest.raises(EmulationError, match="waits for a counter in global memory"), torch.no_grad():
+            run(module, x, "one_kernel", "kOneWave")
+    binding.counters.cache_clear()  # the kernel had no chance to leave them at zero

@@ -15,7 +15,7 @@ from support import assert_same, step, twin
 from torch import nn
 
 import gemmnorm
-from gemmnorm import LinearScaleBatchNorm1d, runtime
+from gemmnorm import LinearScaleBatchNorm1d, binding, runtime
 from gemmnorm.plan import STRATEGIES
 
 pytestmark = pytest.mark.gpu
@@ -302,15 +302,15 @@ def test_a_kernel_that_does_not_load_gives_way_to_another_strategy(monkeypatch):
     x, grad = tensors(60, 40, 72)
     expected = step(twin(module), twin(module), x, grad)["y"]
     monkeypatch.setattr(runtime, "_warned", set())
-    runtime._resolved.cache_clear()
-    original = runtime._bound
+    runtime.forget()
+    original = binding.bind
 
     def fails(chosen):
         if chosen.strategy != "reference":
             raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU")
         return original(chosen)
 
-    monkeypatch.setattr(runtime, "_bound", fails)
+    monkeypatch.setattr(binding, "bind", fails)
     with pytest.warns(gemmnorm.errors.GemmNormWarning):
         got = step(module, lambda x: fused(module, None)(x), x, grad)
     assert error(got["y"], expected.double()) < 1e-5

@@ -23,10 +23,12 @@ ALLOWED = {
     "reference": {"activations"},
     "sources": {"activations", "plan"},
     "driver": {"errors", "plan", "sources"},
-    "runtime": {"driver", "errors", "plan", "reference"},
-    "ops": {"errors", "plan", "reference", "runtime"},
+    "arguments": {"errors"},
+    "binding": {"driver", "plan"},
+    "runtime": {"arguments", "binding", "driver", "errors", "plan", "reference"},
+    "ops": {"arguments", "errors", "plan", "reference", "runtime"},
     "collective": {"activations", "errors", "ops", "plan", "reference", "runtime"},
-    "functional": {"activations", "collective", "errors", "ops", "plan", "reference"},
+    "functional": {"activations", "arguments", "collective", "errors", "ops", "plan", "reference"},
     "module": {"activations", "functional", "plan"},
 }
 

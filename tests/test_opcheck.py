@@ -57,12 +57,12 @@ def test_forward_in_other_dtypes(dtype, training):
 def test_backward(training, needs):
     vectors = [tensor(FEATURES, grad=False) for _ in range(4)]
     x, weight = tensor(9, 5, grad=False), tensor(FEATURES, 5, grad=False)
-    _, product, offset, mean, rstd = FORWARD(
+    _, product, statistics = FORWARD(
         x, weight, *vectors[:2], 1.0, torch.zeros(FEATURES), torch.ones(FEATURES), None, *vectors[2:],
         training, 0.1, 1e-5, "relu", "reference", True,
     )  # fmt: skip
     arguments = (
-        tensor(9, FEATURES, grad=False), x, weight, *vectors[:2], 1.0, *vectors[2:], product, offset, mean, rstd,
+        tensor(9, FEATURES, grad=False), x, weight, *vectors[:2], 1.0, *vectors[2:], product, statistics,
         training, 1e-5, "relu", "reference", needs,
     )  # fmt: skip
     torch.library.opcheck(BACKWARD, arguments)

@@ -14,6 +14,7 @@ import os
 import re
 import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,9 +167,6 @@ def _map_options() -> tuple[Any, Any, dict[torch.dtype, Any]]:
     return TensorMapSwizzle.SWIZZLE_128B, TensorMapL2Promotion.L2_256B, types
 
 
-_maps: dict[tuple[Any, ...], Any] = {}
-
-
 class _Address:
     """Memory as `__cuda_array_interface__` describes it. Owns nothing: a map must not keep a tensor's memory alive."""
 
@@ -186,20 +184,13 @@ class _Address:
 def tensor_map(t: torch.Tensor, rows: int, columns: int) -> Any:
     """The copy engine's view of a contiguous matrix, cut into boxes of rows × columns.
 
-    A map holds an address and sizes, nothing of the contents, so maps are kept by exactly those.
+    A map holds an address and sizes, nothing of the contents, and keeps no memory alive.
     """
-    key = (t.data_ptr(), t.shape, t.dtype, t.device.index, rows, columns)
-    found = _maps.get(key)
-    if found is None:
-        from cuda.core.utils import StridedMemoryView
+    from cuda.core.utils import StridedMemoryView
 
-        swizzle, promotion, types = _map_options()
-        view = StridedMemoryView.from_any_interface(_Address(t), stream_ptr=-1)
-        found = view.as_tensor_map((rows, columns), data_type=types[t.dtype], swizzle=swizzle, l2_promotion=promotion)
-        if len(_maps) >= 4096:
-            _maps.clear()
-        _maps[key] = found
-    return found
+    swizzle, promotion, types = _map_options()
+    view = StridedMemoryView.from_any_interface(_Address(t), stream_ptr=-1)
+    return view.as_tensor_map((rows, columns), data_type=types[t.dtype], swizzle=swizzle, l2_promotion=promotion)
 
 
 class Launcher:
@@ -223,11 +214,8 @@ class Launcher:
         self._launch = core_launch
         if launch.shared > 48 * 1024:
             _allow_shared(self._kernel, launch.shared)
-        self.arguments = launch.arguments
-        self.maps = launch.maps
-        self.numbers = {role: int32(value) for role, value in launch.numbers}
 
-    def __call__(self, stream: Any, values: list[Any]) -> None:
+    def __call__(self, stream: Any, values: Sequence[Any]) -> None:
         self._launch(stream, self._config, self._kernel, *values)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import activations, collective, ops, reference
-from .errors import GemmNormTypeError, GemmNormValueError
+from .arguments import check_arguments
 
 
 def linear_scale_batch_norm(
@@ -68,11 +68,10 @@ def linear_scale_batch_norm(
             training, momentum, eps, activation,
         )  # fmt: skip
     synchronised = process_group is not None and training and collective.world_size(process_group) > 1
-    check_arguments(
-        x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
-        training, rows=2 if training and not synchronised else 0,
-    )  # fmt: skip
     if synchronised:
+        check_arguments(
+            x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked, training, rows=0
+        )
         return collective.linear_scale_sync_batch_norm(
             x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
             momentum, eps, activation, process_group,
@@ -81,64 +80,3 @@ def linear_scale_batch_norm(
         x, weight, bias, scale, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias,
         training, momentum, eps, activation, strategy,
     )  # fmt: skip
-
-
-def check_arguments(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | float | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    bn_weight: Tensor | None,
-    bn_bias: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    training: bool,
-    rows: int,
-) -> None:
-    """Raise for arguments that do not fit together, naming the argument, what was expected and what came.
-
-    `rows` is the fewest that x may have unless it is empty: 2 where its own rows are all that the statistics see.
-    """
-    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
-        raise GemmNormValueError(
-            f"weight: expected [out_features, {x.shape[1]}] to go with x {tuple(x.shape)}; got {tuple(weight.shape)}"
-        )
-    features = weight.shape[0]
-    if 0 < x.shape[0] < rows:
-        raise GemmNormValueError(
-            f"Expected more than 1 value per channel when training, got input size {torch.Size([1, features])}"
-        )
-    if (running_mean is None) != (running_var is None):
-        raise GemmNormValueError("running_mean and running_var: expected both or neither; got one of them")
-    if not training and running_mean is None:
-        raise GemmNormValueError("running_mean: expected a tensor when training is False; got None")
-    device = x.device
-    if not x.is_floating_point():
-        raise GemmNormTypeError(f"x: expected a floating-point tensor; got {x.dtype}")
-    if weight.dtype != x.dtype and not torch.is_autocast_enabled(device.type):
-        raise GemmNormTypeError(f"weight: expected the dtype of x, {x.dtype}; got {weight.dtype}")
-    if weight.device != device:
-        raise GemmNormTypeError(f"weight: expected a tensor on {device}, as x is; got {weight.device}")
-    for name, vector in (
-        ("bias", bias),
-        ("running_mean", running_mean),
-        ("running_var", running_var),
-        ("bn_weight", bn_weight),
-        ("bn_bias", bn_bias),
-    ):
-        if vector is None:
-            continue
-        if vector.shape != (features,):
-            raise GemmNormValueError(f"{name}: expected shape ({features},); got {tuple(vector.shape)}")
-        if vector.device != device:
-            raise GemmNormTypeError(f"{name}: expected a tensor on {device}, as x is; got {vector.device}")
-    if isinstance(scale, Tensor):
-        if tuple(scale.shape) not in ((features,), (1, features), (1,), ()):
-            raise GemmNormValueError(
-                f"scale: expected shape ({features},), (1, {features}), (1,) or (); got {tuple(scale.shape)}"
-            )
-        if scale.device != device and scale.dim() > 0:
-            raise GemmNormTypeError(f"scale: expected a tensor on {device}, as x is; got {scale.device}")
-    if num_batches_tracked is not None and num_batches_tracked.dtype != torch.int64:
-        raise GemmNormTypeError(f"num_batches_tracked: expected torch.int64; got {num_batches_tracked.dtype}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import plan, reference, runtime
+from .arguments import check_arguments
 from .errors import GemmNormRuntimeError
 
 _library = torch.library.Library("gemmnorm", "DEF")
@@ -21,11 +22,11 @@ _library.define(
     " Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked,"
     " Tensor? bn_weight, Tensor? bn_bias, bool training, float momentum, float eps,"
     " str? activation, str? strategy, bool save)"
-    " -> (Tensor y, Tensor product, Tensor offset, Tensor mean, Tensor rstd)"
+    " -> (Tensor y, Tensor product, Tensor statistics)"
 )
 _library.define(
     "linear_scale_batch_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor? scale,"
-    " float scale_value, Tensor? bn_weight, Tensor? bn_bias, Tensor product, Tensor offset, Tensor mean, Tensor rstd,"
+    " float scale_value, Tensor? bn_weight, Tensor? bn_bias, Tensor product, Tensor statistics,"
     " bool training, float eps, str? activation, str strategy, bool[6] needs)"
     " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_scale, Tensor grad_bn_weight,"
     " Tensor grad_bn_bias)"
@@ -53,30 +54,121 @@ def linear_scale_batch_norm(
     """Call the operator; y alone is the caller's business.
 
     Off the GPU, in eager mode and with no strategy asked for, the chain itself runs instead: there is nothing to fuse,
-    and the operator's host time would show in small layers.
+    and the operator's host time would show in small layers. Where kernels serve a call and nobody watches the single
+    operators, they are called directly, without PyTorch's dispatcher, for the same reason.
     """
-    eager = not x.is_cuda and not torch.compiler.is_compiling() and runtime.unobserved()
-    if eager and plan.check_strategy(strategy) is None:
+    compiling = torch.compiler.is_compiling()
+    if not x.is_cuda and not compiling and runtime.unobserved() and plan.check_strategy(strategy) is None:
+        check_arguments(
+            x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
+            training, rows=2 if training else 0,
+        )  # fmt: skip
         return reference.chain(
             x, weight, bias, scale, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias,
             training, momentum, eps, activation,
         )  # fmt: skip
-    tensor = isinstance(scale, Tensor)
-    number = 1.0 if tensor or scale is None else float(scale)  # type: ignore[arg-type]
+    tensor = scale if isinstance(scale, Tensor) else None
+    number = 1.0 if tensor is not None or scale is None else float(scale)  # type: ignore[arg-type]
+    vectors = (bias, tensor, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias)
+    if not compiling and _unwatched(x, weight, *vectors):
+        if torch.is_autocast_enabled(x.device.type):
+            x, weight = _cast(x, weight)
+        learned = (x, weight, bias, tensor, bn_weight, bn_bias)
+        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
+        call = runtime.call_for(
+            x, weight, bias, tensor, number, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias,
+            training, momentum, eps, activation, strategy, save,
+        )  # fmt: skip
+        if call.kernels:
+            running = (running_mean, running_var, num_batches_tracked)
+            if save:
+                return _Direct.apply(call, running, *learned)
+            return call.forward(x, weight, bias, tensor, *running, bn_weight, bn_bias)[0]
+    else:
+        check_arguments(
+            x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
+            training, rows=2 if training else 0,
+        )  # fmt: skip
     y: Tensor = _forward_op(
-        x, weight, bias, scale if tensor else None, number, running_mean, running_var, num_batches_tracked,
+        x, weight, bias, tensor, number, running_mean, running_var, num_batches_tracked,
         bn_weight, bn_bias, training, momentum, eps, activation, strategy, False,
     )[0]  # fmt: skip
     return y
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_transforms = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+
+
+def _unwatched(*tensors: Tensor | None) -> bool:
+    """No mode, function transform, trace or tensor subclass wants to see the operator itself."""
+    return (
+        not _modes()
+        and _transforms() is None
+        and torch.autograd.forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+        and all(t is None or type(t) in _PLAIN for t in tensors)
+    )
+
+
+def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x and W in autocast's dtype; statistics and BatchNorm's parameters stay as they are."""
+    dtype = torch.get_autocast_dtype(x.device.type)
+    x, weight = (t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in (x, weight))
+    return x, weight
+
+
+class _Direct(torch.autograd.Function):
+    """A prepared call under autograd. Kept: x, W, the product, the statistics, and the per-feature parameters."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        call: runtime.Call,
+        running: tuple[Tensor | None, Tensor | None, Tensor | None],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        bn_weight: Tensor | None,
+        bn_bias: Tensor | None,
+    ) -> Tensor:
+        y, product, statistics = call.forward(x, weight, bias, scale, *running, bn_weight, bn_bias)
+        ctx.save_for_backward(x, weight, bias, scale, bn_weight, bn_bias, product, statistics)
+        ctx.call = call
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        needs = list(ctx.needs_input_grad[2:])
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            x, weight, bias, scale, bn_weight, bn_bias, product, statistics = ctx.saved_tensors
+            scale_value, training, _, eps, activation, _ = ctx.call.options
+            found = _backward_op(
+                grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, product, statistics,
+                training, eps, activation, ctx.call.plan.strategy, needs,
+            )  # fmt: skip
+        else:
+            found = ctx.call.backward(grad, *ctx.saved_tensors, needs)
+        return None, None, *(g if needed else None for g, needed in zip(found, needs, strict=True))
+
+
 def _forward_impl(*args: Any) -> tuple[Tensor, ...]:
-    return runtime.forward(*args)
+    x, weight, bias, scale, _, running_mean, running_var, counter, bn_weight, bn_bias = args[:10]
+    call = runtime.call_for(*args)
+    y, product, statistics = call.forward(
+        x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias
+    )
+    if product is None or statistics is None:
+        return y, x.new_empty(0), x.new_empty(0, dtype=reference.statistics_dtype(y.dtype))
+    return y, product, statistics
 
 
 def _backward_impl(*args: Any) -> tuple[Tensor, ...]:
-    grads = runtime.backward(*args)
-    x = args[1]
+    grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, product, statistics, *options, needs = args
+    call = runtime.backward_call_for(x, weight, bias, scale, scale_value, bn_weight, bn_bias, *options)
+    grads = call.run(grad, x, weight, bias, scale, bn_weight, bn_bias, product, statistics, needs)
     return tuple(x.new_empty(0) if g is None else g for g in grads)
 
 
@@ -107,11 +199,9 @@ def _forward_fake(
     out = runtime.output_dtype(x, scale)
     y = x.new_empty((batch, features), dtype=out)
     kept = reference.statistics_dtype(out)
-    own_gemm = save and strategy in ("gemm_stats_apply", "one_kernel") and training
-    groups = -(-batch // plan.GROUP_ROWS)
+    rows = 2 + (-(-batch // plan.GROUP_ROWS) if strategy in plan.OWN_GEMM and training else 0)
     product = x.new_empty((batch, features) if save else (0,))
-    offset = x.new_empty((groups, features) if own_gemm else (0,), dtype=torch.float32)
-    return y, product, offset, *(x.new_empty((features if save else 0,), dtype=kept) for _ in range(2))
+    return y, product, x.new_empty((rows, features) if save else (0,), dtype=kept)
 
 
 @torch.library.register_fake("gemmnorm::linear_scale_batch_norm_backward", lib=_library)
@@ -125,9 +215,7 @@ def _backward_fake(
     bn_weight: Tensor | None,
     bn_bias: Tensor | None,
     product: Tensor,
-    offset: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    statistics: Tensor,
     training: bool,
     eps: float,
     activation: str | None,
@@ -147,26 +235,26 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
         with torch._C._AutoDispatchBelowAutograd():
-            y, product, offset, mean, rstd = _forward_op(*args)
+            y, product, statistics = _forward_op(*args)
         x, weight, bias, scale, scale_value, _, _, _, bn_weight, bn_bias, training, _, eps, activation, strategy, _ = (
             args
         )
-        ctx.save_for_backward(x, weight, bias, scale, bn_weight, bn_bias, product, offset, mean, rstd)
+        ctx.save_for_backward(x, weight, bias, scale, bn_weight, bn_bias, product, statistics)
         ctx.options = (scale_value, training, eps, activation, strategy)
-        ctx.mark_non_differentiable(product, offset, mean, rstd)
+        ctx.mark_non_differentiable(product, statistics)
         ctx.set_materialize_grads(False)
-        return y, product, offset, mean, rstd
+        return y, product, statistics
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if grad is None:
             return (None,) * 16
-        x, weight, bias, scale, bn_weight, bn_bias, product, offset, mean, rstd = ctx.saved_tensors
+        x, weight, bias, scale, bn_weight, bn_bias, product, statistics = ctx.saved_tensors
         scale_value, training, eps, activation, strategy = ctx.options
         inputs = ctx.needs_input_grad
         needs = [inputs[i] for i in (0, 1, 2, 3, 8, 9)]
         found = _backward_op(
-            grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, product, offset, mean, rstd,
+            grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, product, statistics,
             training, eps, activation, strategy, needs,
         )  # fmt: skip
         gx, gw, gb, gs, gg, gt = (g if needed else None for g, needed in zip(found, needs, strict=True))
@@ -222,9 +310,7 @@ def _autocast(device_type: str, key: str) -> None:
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def impl(*args: Any) -> tuple[Tensor, ...]:
-        """x and W in autocast's dtype; statistics and BatchNorm's parameters stay as they are."""
-        dtype = torch.get_autocast_dtype(device_type)
-        x, weight = (t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in args[:2])
+        x, weight = _cast(*args[:2])
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             return _forward_op(x, weight, *args[2:])
 

@@ -6,8 +6,8 @@ except the scaled product, which the backward rebuilds instead of keeping it.
 
     z = (x Wᵀ + b)·s        ŷ = (z − mean)·rstd        y = φ(γ·ŷ + β)
 
-Its saved tensors are its own affair: `product` is x Wᵀ + b, `mean` and `rstd` belong to z. (The kernels keep
-the product without bias and its mean; `ops.py` makes sure that a forward and its backward take the same path.)
+Its saved tensors are its own affair: `product` is x Wᵀ + b, `statistics` [2, O] are the mean and rstd of z. (The
+kernels keep the product without bias and its mean; a forward and its backward always take the same path.)
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def forward(
     eps: float,
     activation: str | None,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, and what the backward needs: product [B, O], mean and rstd [O], in float32 or float64 (empty unless `save`).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and what the backward needs: product [B, O], statistics [2, O] in float32 or float64 (empty unless `save`).
 
     x [B, I], weight [O, I], bias [O], running statistics, bn_weight and bn_bias [O]. Where `training` is set, batch
     statistics are used and the running ones updated (unbiased variance), and the counter is incremented.
@@ -98,20 +98,19 @@ def forward(
     factor = averaging_factor(momentum, num_batches_tracked) if training else 0.0
     if not save:
         out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
-        nothing = [out.new_empty(0, dtype=statistics_dtype(out.dtype)) for _ in range(2)]
-        return _activate(out, activation), product.new_empty(0), *nothing  # type: ignore[return-value]
+        nothing = out.new_empty(0, dtype=statistics_dtype(out.dtype))
+        return _activate(out, activation), product.new_empty(0), nothing
     if x.shape[0] == 0:  # nothing to normalise with: PyTorch counts the batch and leaves the rest alone
         out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
-        zeros = out.new_zeros(weight.shape[0], dtype=statistics_dtype(out.dtype))
-        return _activate(out, activation), product, zeros, zeros.clone()
+        zeros = out.new_zeros((2, weight.shape[0]), dtype=statistics_dtype(out.dtype))
+        return _activate(out, activation), product, zeros
     out, mean, rstd = torch.native_batch_norm(z, bn_weight, bn_bias, running_mean, running_var, training, factor, eps)
     kept = statistics_dtype(out.dtype)
     if not training:
         assert running_mean is not None and running_var is not None
-        mean, rstd = running_mean.to(kept, copy=True), (running_var.to(kept) + eps).rsqrt()
-    mean, rstd = mean.to(kept), rstd.to(kept)
+        mean, rstd = running_mean, (running_var.to(kept) + eps).rsqrt()
     # Without a scale the product is z itself: the same memory, kept once.
-    return _activate(out, activation), product, mean, rstd
+    return _activate(out, activation), product, torch.stack([mean.to(kept), rstd.to(kept)])
 
 
 def _scaled_in_place(product: Tensor, scale: Tensor) -> Tensor:
@@ -132,8 +131,7 @@ def backward(
     bn_weight: Tensor | None,
     bn_bias: Tensor | None,
     product: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    statistics: Tensor,
     training: bool,
     eps: float,
     activation: str | None,
@@ -146,6 +144,7 @@ def backward(
             torch.zeros_like(t) if t is not None and needed else None for t, needed in zip(operands, needs, strict=True)
         )
     z = scaled(product, scale)
+    mean, rstd = statistics.unbind(0)
     if activation is not None:
         normalised = (z - mean) * rstd
         normalised = normalised if bn_weight is None else normalised * bn_weight

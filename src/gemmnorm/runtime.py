@@ -1,4 +1,4 @@
-"""Runs a plan: allocates its tensors, binds arguments by role, launches in order."""
+"""Which plan a call takes, what has to be converted for it, and its run, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import driver, plan, reference
+from . import binding, driver, plan, reference
+from .arguments import check_arguments
 from .errors import GemmNormWarning
-from .plan import Buffer, Chip, Launch, Plan, Problem, Product
+from .plan import Chip, Plan, Problem
 
-_NAMES = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float64: "float64",
-    torch.int64: "int64",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_NAMES = {dtype: name for name, dtype in binding.DTYPES.items()}
+_VECTOR_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
 
 @functools.lru_cache(maxsize=64)
@@ -131,9 +126,9 @@ def _resolved(problem: Problem, requested: str | None) -> str:
         if verdicts[name] is not None:
             continue
         try:
-            _bound(plan.cached_plan(problem, name, "forward"))
+            binding.bind(plan.cached_plan(problem, name, "forward"))
             if problem.save:
-                _bound(plan.cached_plan(problem, name, "backward"))
+                binding.bind(plan.cached_plan(problem, name, "backward"))
         except Exception as error:
             if name not in _warned:
                 _warned.add(name)
@@ -145,140 +140,6 @@ def _resolved(problem: Problem, requested: str | None) -> str:
     return "reference"
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """A plan with its kernels loaded, and the sizes of what it allocates."""
-
-    steps: tuple[Product | driver.Launcher, ...]
-    buffers: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-    workspace: tuple[tuple[str, int], ...]
-    workspace_bytes: int
-
-
-@functools.lru_cache(maxsize=4096)
-def _bound(chosen: Plan) -> _Bound:
-    batch = chosen.problem.batch
-    steps = tuple(driver.Launcher(step, chosen.problem) if isinstance(step, Launch) else step for step in chosen.steps)
-    # What the library or the copy engine takes is a tensor of its own; all float32 scratch is one allocation.
-    products = {
-        role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)
-    }
-    products |= {m.tensor for step in chosen.launches for m in step.maps}
-    tensors = [b for b in (*chosen.outputs, *chosen.workspace) if b in chosen.outputs or b.role in products]
-    scratch = [b for b in chosen.workspace if b not in tensors]
-    offset, workspace = 0, []
-    for buffer in scratch:
-        workspace.append((buffer.role, offset))
-        offset += -(-_count(buffer, batch) * plan.DTYPE_BYTES[buffer.dtype] // 256) * 256
-    return _Bound(
-        steps,
-        tuple((b.role, tuple(e.value(batch) for e in b.shape), _DTYPES[b.dtype]) for b in tensors),
-        tuple(workspace),
-        offset,
-    )
-
-
-def _count(buffer: Buffer, batch: int) -> int:
-    count = 1
-    for extent in buffer.shape:
-        count *= extent.value(batch)
-    return count
-
-
-def run(chosen: Plan, tensors: dict[str, Tensor | None], scalars: dict[str, Any]) -> dict[str, Tensor | None]:
-    """Run `chosen` on the current stream of the tensors' device.
-
-    Args:
-        tensors: inputs by role; an output set to None here is not computed.
-        scalars: numbers by role, as numpy scalars of the kernel's type.
-
-    Returns:
-        `tensors` with the plan's outputs added.
-    """
-    bound = _bound(chosen)
-    x = tensors["x"]
-    assert x is not None
-    device = x.device
-    index = device.index
-    if index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return run(chosen, tensors, scalars)
-    driver.enter(index)
-    for role, shape, dtype in bound.buffers:
-        if role not in tensors:
-            tensors[role] = torch.empty(shape, dtype=dtype, device=device)
-    pointers: dict[str, Any] = {role: 0 if t is None else t.data_ptr() for role, t in tensors.items()}
-    if bound.workspace_bytes:
-        scratch = torch.empty(bound.workspace_bytes, dtype=torch.uint8, device=device)
-        base = scratch.data_ptr()
-        for role, offset in bound.workspace:
-            pointers[role] = base + offset
-    for alias, role in chosen.aliases:
-        pointers[alias] = pointers[role]
-        tensors[alias] = tensors[role]
-    pointers.update(scalars)
-    stream = driver.current_stream(index)
-    if chosen.counters:
-        pointers["counters"] = _counters(device).take(driver.stream_handle(index), chosen.counters).data_ptr()
-    for step in bound.steps:
-        if isinstance(step, Product):
-            out = tensors[step.out]
-            if out is not None:
-                left, right = tensors[step.left], tensors[step.right]
-                assert left is not None and right is not None
-                torch.mm(
-                    left.t() if step.transpose_left else left, right.t() if step.transpose_right else right, out=out
-                )
-        else:
-            if step.maps:
-                pointers.update(
-                    (m.role, driver.tensor_map(_present(tensors, m.tensor), m.rows, m.columns)) for m in step.maps
-                )
-                pointers["stored_product"] = pointers["product"]
-                pointers.update(step.numbers)
-            step(stream, [pointers.get(role, 0) for role in step.arguments])
-    return tensors
-
-
-def _present(tensors: dict[str, Tensor | None], role: str) -> Tensor:
-    found = tensors[role]
-    assert found is not None, role
-    return found
-
-
-class _Counters:
-    """Device memory that is zero whenever no kernel runs on it: the kernels leave it as they found it.
-
-    Calls on one stream follow each other and share their numbers; a captured call may be replayed at any time, beside
-    anything, so it gets numbers of its own for good.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._by_stream: dict[tuple[int, int], Tensor] = {}
-        self._pool = torch.zeros(0, dtype=torch.int32, device=device)
-
-    def take(self, stream: int, count: int) -> Tensor:
-        capturing = torch.cuda.is_current_stream_capturing()
-        key = (stream, 1 << max(count - 1, 31).bit_length())
-        found = None if capturing else self._by_stream.get(key)
-        if found is None:
-            size = key[1]
-            if self._pool.numel() < size:
-                self._pool = torch.zeros(max(size, 1 << 16), dtype=torch.int32, device=self._device)
-                if not capturing:
-                    torch.cuda.current_stream(self._device).synchronize()  # other streams will use the rest of it
-            found, self._pool = self._pool[:size], self._pool[size:]
-            if not capturing:
-                self._by_stream[key] = found
-        return found
-
-
-@functools.lru_cache(maxsize=64)
-def _counters(device: torch.device) -> _Counters:
-    return _Counters(device)
-
-
 def _dense(t: Tensor) -> Tensor:
     """Contiguous and aligned to 16 bytes, as the kernels read it."""
     t = t.contiguous()
@@ -288,7 +149,7 @@ def _dense(t: Tensor) -> Tensor:
 def _unified(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Contiguous vectors of one dtype that the kernels know; float32 where they differ."""
     dtypes = {v.dtype for v in vectors if v is not None}
-    if len(dtypes) <= 1 and dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
+    if len(dtypes) <= 1 and dtypes <= _VECTOR_DTYPES:
         return tuple(None if v is None else v.contiguous() for v in vectors)
     return tuple(None if v is None else v.float().contiguous() for v in vectors)
 
@@ -304,15 +165,19 @@ def _vectors(bias: Tensor | None, scale: Tensor | None, device: torch.device) ->
     return bias, scale
 
 
-def _scalars(problem: Problem, scale: Tensor | None, scale_value: float, eps: float) -> dict[str, Any]:
-    return {
-        "scale_stride": driver.int32(0 if scale is None or scale.numel() < problem.out_features else 1),
-        "scale_value": driver.float32(scale_value),
-        "eps": driver.float32(eps),
-        "batch": driver.int32(problem.batch),
-        "features": driver.int32(problem.out_features),
-        "in_features": driver.int32(problem.in_features),
-    }
+def _scalars(
+    problem: Problem, scale: Tensor | None, scale_value: float, momentum: float, eps: float
+) -> tuple[Any, ...]:
+    """The numbers of `binding.SCALARS`, in the kernels' types."""
+    return (
+        driver.int32(0 if scale is None or scale.numel() < problem.out_features else 1),
+        driver.float32(scale_value),
+        driver.float32(momentum),
+        driver.float32(eps),
+        driver.int32(problem.batch),
+        driver.int32(problem.out_features),
+        driver.int32(problem.in_features),
+    )
 
 
 def describe(
@@ -347,74 +212,6 @@ def describe(
     return problem
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    scale_value: float,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    bn_weight: Tensor | None,
-    bn_bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    activation: str | None,
-    strategy: str | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y, product, offset, mean, rstd of one forward; the last four empty unless `save`."""
-    problem = describe(
-        x, weight, bias, scale, scale_value, running_mean, bn_weight, bn_bias, training, activation, save
-    )
-    chosen = plan.cached_plan(problem, resolve(problem, strategy), "forward")
-    for recorder in _recorders:
-        recorder.append(chosen)
-    if chosen.strategy == "reference":
-        y, product, mean, rstd = reference.forward(
-            x, weight, bias, scale_value if scale is None else scale, running_mean, running_var, num_batches_tracked,
-            bn_weight, bn_bias, training, momentum, eps, activation, save,
-        )  # fmt: skip
-        return y, product, x.new_empty(0, dtype=torch.float32), mean, rstd
-    bias, scale = _vectors(bias, scale, x.device)
-    if running_mean is not None:
-        bn_weight, bn_bias = (
-            None if v is None else v.to(running_mean.dtype).contiguous() for v in (bn_weight, bn_bias)
-        )
-    else:
-        bn_weight, bn_bias = _unified(bn_weight, bn_bias)
-    state, write_back = _running_state(running_mean, running_var)
-    if any(launch.maps for launch in chosen.launches):
-        x, weight = _dense(x), _dense(weight)
-    tensors: dict[str, Tensor | None] = {
-        "x": x,
-        "weight": weight,
-        "bias": bias,
-        "scale": scale,
-        "running_mean": state[0],
-        "running_var": state[1],
-        "num_batches_tracked": num_batches_tracked if training else None,
-        "bn_weight": bn_weight,
-        "bn_bias": bn_bias,
-    }
-    scalars = _scalars(problem, scale, scale_value, eps)
-    scalars["momentum"] = driver.float32(momentum)
-    out = run(chosen, tensors, scalars)
-    if training and write_back is not None:
-        write_back()
-    y = out["y"]  # type: ignore[assignment]
-    assert y is not None
-    if not save:
-        nothing = [x.new_empty(0, dtype=torch.float32) for _ in range(3)]
-        return y, x.new_empty(0), *nothing  # type: ignore[return-value]
-    offset = out["group_mean"] if "group_mean" in out else x.new_empty(0, dtype=torch.float32)
-    product, mean, rstd = out["product"], out["mean"], out["rstd"]  # type: ignore[assignment]
-    assert product is not None and offset is not None and mean is not None and rstd is not None
-    return y, product, offset, mean, rstd
-
-
 def _running_state(
     mean: Tensor | None, var: Tensor | None
 ) -> tuple[tuple[Tensor | None, Tensor | None], Callable[[], None] | None]:
@@ -430,63 +227,234 @@ def _running_state(
     return copies, write_back
 
 
-def backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    scale_value: float,
-    bn_weight: Tensor | None,
-    bn_bias: Tensor | None,
-    product: Tensor,
-    offset: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    training: bool,
-    eps: float,
-    activation: str | None,
-    strategy: str,
-    needs: list[bool],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, weight, bias, scale, bn_weight, bn_bias; None where `needs` is False."""
-    if strategy == "reference" or x.shape[0] == 0:
-        return reference.backward(
-            grad, x, weight, bias, scale_value if scale is None else scale, bn_weight, bn_bias, product, mean, rstd,
-            training, eps, activation, needs,
+def _kind(t: Tensor | None) -> tuple[Any, ...] | None:
+    """What two tensors must share to be served alike, but for their contents."""
+    return None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous())
+
+
+def _served_as_they_are(*vectors: Tensor | None) -> bool:
+    """Contiguous vectors of one dtype that the kernels know: `_unified` has nothing to do."""
+    present = [v for v in vectors if v is not None]
+    dtypes = {v.dtype for v in present}
+    return len(dtypes) <= 1 and dtypes <= _VECTOR_DTYPES and all(v.is_contiguous() for v in present)
+
+
+class Call:
+    """One kind of forward call, prepared: the plan, its loaded kernels, and whether anything must be converted."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        scale_value: float,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        bn_weight: Tensor | None,
+        bn_bias: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        activation: str | None,
+        strategy: str | None,
+        save: bool,
+    ) -> None:
+        check_arguments(
+            x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
+            training, rows=2 if training else 0,
         )  # fmt: skip
-    problem = describe(
-        x, weight, bias, scale, scale_value, _first(bn_weight, bn_bias), bn_weight, bn_bias, training, activation, True
-    )
-    chosen = plan.cached_plan(problem, strategy, "backward")
-    shapes = tuple(None if t is None else (t.shape, t.dtype) for t in (bias, scale, bn_weight, bn_bias))
-    bias, scale = _vectors(bias, scale, x.device)
-    bn_weight, bn_bias = _unified(bn_weight, bn_bias)
-    tensors: dict[str, Tensor | None] = {
-        "grad_y": _dense(grad),
-        "x": x,
-        "weight": weight,
-        "bias": bias,
-        "scale": scale,
-        "bn_weight": bn_weight,
-        "bn_bias": bn_bias,
-        "product": product,
-        "offset": offset if offset.numel() else None,
-        "mean": mean,
-        "rstd": rstd,
-    }
-    roles = ("grad_x", "grad_weight", "grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
-    for role, needed, value in zip(roles, needs, (x, weight, bias, scale, bn_weight, bn_bias), strict=True):
-        if not needed or value is None:
-            tensors[role] = None
-    out = run(chosen, tensors, _scalars(problem, scale, scale_value, eps))
-    grads = [out[role] for role in roles]
-    for i, like in enumerate(shapes, start=2):
-        gradient = grads[i]
-        if gradient is None or like is None:
-            continue
-        shape, dtype = like
-        if gradient.numel() != shape.numel():  # one scale for all features: their gradients' sum
-            gradient = gradient.sum()
-        grads[i] = gradient.reshape(shape).to(dtype)
-    return tuple(grads)
+        problem = describe(
+            x, weight, bias, scale, scale_value, running_mean, bn_weight, bn_bias, training, activation, save
+        )
+        name = resolve(problem, strategy)
+        self.plan = plan.cached_plan(problem, name, "forward")
+        self.options = (scale_value, training, momentum, eps, activation, save)
+        self._bound = None if name == "reference" else binding.bind(self.plan)
+        self._scalars = _scalars(problem, scale, scale_value, momentum, eps)
+        self._mapped = any(launch.maps for launch in self.plan.launches)
+        self._as_they_are = (
+            (scale is None or scale.device == x.device)
+            and _served_as_they_are(bias, scale)
+            and _served_as_they_are(running_mean, running_var, bn_weight, bn_bias)
+        )
+        self._backward: BackwardCall | None = None
+
+    @property
+    def kernels(self) -> bool:
+        """Kernels will run, rather than plain PyTorch ops."""
+        return self._bound is not None
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        bn_weight: Tensor | None,
+        bn_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """y, and what the backward needs: product and statistics, None unless it was asked for.
+
+        The statistics are one float32 tensor [2 or 2 + groups, O]: the product's mean; 1/sqrt(var + eps); where the
+        product is stored minus its group's mean, the means of the groups. (The reference's are its own affair.)
+        """
+        for recorder in _recorders:
+            recorder.append(self.plan)
+        scale_value, training, momentum, eps, activation, save = self.options
+        if self._bound is None:
+            y, product, statistics = reference.forward(
+                x, weight, bias, scale_value if scale is None else scale, running_mean, running_var,
+                num_batches_tracked, bn_weight, bn_bias, training, momentum, eps, activation, save,
+            )  # fmt: skip
+            return (y, product, statistics) if save else (y, None, None)
+        if self._mapped:
+            x, weight = _dense(x), _dense(weight)
+        write_back = None
+        if not self._as_they_are:
+            bias, scale = _vectors(bias, scale, x.device)
+            if running_mean is not None:
+                bn_weight, bn_bias = (
+                    None if v is None else v.to(running_mean.dtype).contiguous() for v in (bn_weight, bn_bias)
+                )
+            else:
+                bn_weight, bn_bias = _unified(bn_weight, bn_bias)
+            (running_mean, running_var), write_back = _running_state(running_mean, running_var)
+        counter = num_batches_tracked if training else None
+        found = self._bound(
+            (x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias), self._scalars
+        )
+        if training and write_back is not None:
+            write_back()
+        y, product, statistics = found if save else (found[0], None, None)  # type: ignore[assignment]
+        return y, product, statistics
+
+    def backward(self, grad: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+        """Gradients of x, weight, bias, scale, bn_weight, bn_bias, as `BackwardCall.run` gives them."""
+        if self._backward is None:
+            x, weight, bias, scale, bn_weight, bn_bias, _, _, _ = saved
+            scale_value, training, _, eps, activation, _ = self.options
+            self._backward = BackwardCall(
+                x, weight, bias, scale, scale_value, bn_weight, bn_bias, training, eps, activation, self.plan.strategy
+            )
+        return self._backward.run(grad, *saved)
+
+
+class BackwardCall:
+    """One kind of backward call, prepared."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        scale_value: float,
+        bn_weight: Tensor | None,
+        bn_bias: Tensor | None,
+        training: bool,
+        eps: float,
+        activation: str | None,
+        strategy: str,
+    ) -> None:
+        problem = describe(
+            x, weight, bias, scale, scale_value, _first(bn_weight, bn_bias), bn_weight, bn_bias,
+            training, activation, True,
+        )  # fmt: skip
+        self._options = (scale_value, training, eps, activation)
+        plain = strategy == "reference" or x.shape[0] == 0
+        self._bound = None if plain else binding.bind(plan.cached_plan(problem, strategy, "backward"))
+        self._scalars = _scalars(problem, scale, scale_value, 0.0, eps)
+        vectors = (bias, scale, bn_weight, bn_bias)
+        self._shapes = tuple(None if t is None else (t.shape, t.dtype) for t in vectors)
+
+    def run(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        bn_weight: Tensor | None,
+        bn_bias: Tensor | None,
+        product: Tensor,
+        statistics: Tensor,
+        needs: list[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of x, weight, bias, scale, bn_weight, bn_bias; None where `needs` is False."""
+        if self._bound is None:
+            scale_value, training, eps, activation = self._options
+            return reference.backward(
+                grad, x, weight, bias, scale_value if scale is None else scale, bn_weight, bn_bias, product,
+                statistics, training, eps, activation, needs,
+            )  # fmt: skip
+        operands = (x, weight, bias, scale, bn_weight, bn_bias)
+        wanted = tuple(need and t is not None for need, t in zip(needs, operands, strict=True))
+        bias, scale = _vectors(bias, scale, x.device)
+        bn_weight, bn_bias = _unified(bn_weight, bn_bias)
+        grads = self._bound(
+            (_dense(grad), x, weight, bias, scale, bn_weight, bn_bias, product, statistics), self._scalars, wanted
+        )
+        for i, like in enumerate(self._shapes, start=2):
+            gradient = grads[i]
+            if gradient is None or like is None or (gradient.shape, gradient.dtype) == like:
+                continue
+            shape, dtype = like
+            if gradient.numel() != shape.numel():  # one scale for all features: their gradients' sum
+                gradient = gradient.sum()
+            grads[i] = gradient.reshape(shape).to(dtype)
+        return tuple(grads)
+
+
+_calls: dict[tuple[Any, ...], Call] = {}
+_backward_calls: dict[tuple[Any, ...], BackwardCall] = {}
+
+
+def call_for(*call: Any) -> Call:
+    """The prepared call for the arguments of the operator: the tensors' kinds and the options decide.
+
+    Raises what `check_arguments` raises, the first time that such a call is made.
+    """
+    x, weight, bias, scale, scale_value, running_mean, running_var, counter, bn_weight, bn_bias, *options = call
+    options[4] = plan.check_strategy(options[4])
+    key = (
+        x.shape, x.dtype, x.device, _kind(weight), _kind(bias), _kind(scale), scale_value, _kind(running_mean),
+        _kind(running_var), _kind(counter), _kind(bn_weight), _kind(bn_bias), *options, arithmetic(x.dtype),
+    )  # fmt: skip
+    found = _calls.get(key)
+    if found is None:
+        found = Call(
+            x, weight, bias, scale, scale_value, running_mean, running_var, counter, bn_weight, bn_bias, *options
+        )
+        if len(_calls) >= 4096:
+            _calls.clear()
+        _calls[key] = found
+    return found
+
+
+def backward_call_for(*call: Any) -> BackwardCall:
+    """The prepared backward call for the arguments of `BackwardCall`."""
+    x, weight, bias, scale, scale_value, bn_weight, bn_bias, *options = call
+    key = (
+        x.shape, x.dtype, x.device, _kind(weight), _kind(bias), _kind(scale), scale_value, _kind(bn_weight),
+        _kind(bn_bias), *options, arithmetic(x.dtype),
+    )  # fmt: skip
+    found = _backward_calls.get(key)
+    if found is None:
+        found = BackwardCall(*call)
+        if len(_backward_calls) >= 4096:
+            _backward_calls.clear()
+        _backward_calls[key] = found
+    return found
+
+
+def forget() -> None:
+    """Forget every prepared call, as where the machine has changed (tests do that)."""
+    _calls.clear()
+    _backward_calls.clear()
+    _resolved.cache_clear()
+    binding.bind.cache_clear()

@@ -94,8 +94,6 @@ class Launcher:
     """Takes the place of `driver.Launcher`."""
 
     def __init__(self, launch: Launch, problem: Problem) -> None:
-        self.arguments, self.maps = launch.arguments, launch.maps
-        self.numbers = {role: driver.int32(value) for role, value in launch.numbers}
         self._launch = launch
         self._grid = launch.grid.value(problem.batch)
         self._library = _library(_text(launch, problem))
@@ -143,10 +141,8 @@ def emulated(chip: Chip) -> Iterator[None]:
             (torch.cuda, "is_current_stream_capturing", lambda: False),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
-        runtime._bound.cache_clear()
-        runtime._resolved.cache_clear()
+        runtime.forget()
         try:
             yield
         finally:
-            runtime._bound.cache_clear()
-            runtime._resolved.cache_clear()
+            runtime.forget()

@@ -146,6 +146,7 @@ inline void enter() {
 }
 
 constexpr size_t kStack = 96 * 1024;
+constexpr std::uint64_t kMostTurns = 30'000'000;  // of fibers in one launch: half a minute
 
 inline std::unique_ptr<Block> start_block(unsigned index, unsigned threads, unsigned shared) {
   auto block = std::make_unique<Block>();
@@ -183,6 +184,7 @@ inline const char* run(unsigned grid, unsigned threads, unsigned shared, unsigne
   machine.fault.clear();
   std::vector<std::unique_ptr<Block>> blocks;
   unsigned next = 0;
+  std::uint64_t turns = 0;
   std::vector<std::pair<Block*, unsigned>> order;  // warps, in the order in which they get their turn
   while (next < grid || !blocks.empty()) {
     if (blocks.size() < resident && next < grid) {
@@ -199,6 +201,7 @@ inline const char* run(unsigned grid, unsigned threads, unsigned shared, unsigne
         if (fiber.done || (fiber.ready && !(*fiber.ready)())) continue;
         fiber.ready = nullptr;
         current = &fiber;
+        if (++turns > kMostTurns) machine.fault = "it goes on and on";
         swapcontext(&machine.scheduler, &fiber.context);
         progress = true;
         if (!machine.fault.empty()) break;

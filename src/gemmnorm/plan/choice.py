@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..errors import GemmNormValueError
 from . import hopper, library
 from .problem import C_TYPES, Problem
-from .steps import Plan
+from .steps import OWN_GEMM, Plan
 
 STRATEGIES = ("cublas_bn", "cublas_folded_bn", "gemm_stats_apply", "one_kernel", "reference")
 
@@ -93,7 +93,7 @@ def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forwa
     reasons = tuple((name, reason) for name, reason in verdicts.items() if reason is not None)
     if chosen == "reference":
         return Plan(problem, phase, chosen, reasons=reasons)
-    module = hopper if chosen in ("gemm_stats_apply", "one_kernel") and phase == "forward" else library
+    module = hopper if chosen in OWN_GEMM and phase == "forward" else library
     build = module.forward if phase == "forward" else module.backward
     return replace(build(problem, chosen), reasons=reasons)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .problem import Problem
 
 THREADS = 256  # of a block of the memory-bound kernels
+OWN_GEMM = ("gemm_stats_apply", "one_kernel")  # strategies whose product is not the library's
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,11 @@ class Plan:
     @property
     def launches(self) -> tuple[Launch, ...]:
         return tuple(step for step in self.steps if isinstance(step, Launch))
+
+    @property
+    def keeps_offsets(self) -> bool:
+        """The product is stored minus its group's mean."""
+        return self.strategy in OWN_GEMM and self.problem.training
 
     def __str__(self) -> str:
         p = self.problem

@@ -1,0 +1,234 @@
+"""A plan bound to its loaded kernels: what a call allocates, and where each kernel argument comes from.
+
+Everything that the plan alone decides is worked out once (`bind`), so that a call is a few allocations, one list of
+addresses, and the launches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import driver
+from .plan import DTYPE_BYTES, Buffer, Launch, Plan, Product
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "int64": torch.int64,
+}
+# The tensors that a call hands in, and the numbers, in order.
+INPUTS = {
+    "forward": (
+        "x", "weight", "bias", "scale", "running_mean", "running_var", "num_batches_tracked", "bn_weight", "bn_bias",
+    ),
+    "backward": ("grad_y", "x", "weight", "bias", "scale", "bn_weight", "bn_bias", "product", "statistics"),
+}  # fmt: skip
+SCALARS = ("scale_stride", "scale_value", "momentum", "eps", "batch", "features", "in_features")
+# What a forward keeps per feature, as rows of one float32 tensor `statistics` [2 or 2 + groups, O]: the mean of the
+# product, 1/sqrt(var + eps), and where the product is stored minus its group's mean, those means.
+_KEPT = ("mean", "rstd", "group_mean")
+_WANTED = (True,) * 8
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product by the library, of tensors by their place in the list."""
+
+    out: int
+    left: int
+    right: int
+    transpose_left: bool
+    transpose_right: bool
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        out, left, right = tensors[self.out], tensors[self.left], tensors[self.right]
+        if out is not None:
+            assert left is not None and right is not None
+            torch.mm(
+                left.t() if self.transpose_left else left, right.t() if self.transpose_right else right, out=out
+            )  # fmt: skip
+
+
+class _Maps:
+    """Tensor maps of one matrix argument. A map holds an address and sizes, so one address has one map here."""
+
+    def __init__(self, tensor: int, rows: int, columns: int) -> None:
+        self._tensor, self._rows, self._columns = tensor, rows, columns
+        self._known: dict[int, Any] = {}
+
+    def __call__(self, tensors: Sequence[Tensor | None], pool: list[Any]) -> Any:
+        address = pool[self._tensor]
+        found = self._known.get(address)
+        if found is None:
+            t = tensors[self._tensor]
+            assert t is not None
+            if len(self._known) >= 1024:
+                self._known.clear()
+            found = self._known[address] = driver.tensor_map(t, self._rows, self._columns)
+        return found
+
+
+class Bound:
+    """A plan with its kernels loaded; called with the inputs' tensors and the numbers, in their order.
+
+    The pool of arguments is a list: the addresses of `tensors` (inputs, then what is allocated), addresses inside of
+    those, the numbers, the counters, the maps. Each launch picks its arguments out of it.
+    """
+
+    def __init__(self, chosen: Plan) -> None:
+        batch = chosen.problem.batch
+        inputs = INPUTS[chosen.phase]
+        operands = {
+            role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)
+        }
+        operands |= {m.tensor for launch in chosen.launches for m in launch.maps}
+        allocated: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+        inside: list[tuple[str, str, int]] = []  # role, the tensor that it is part of, byte offset
+
+        def shape(buffer: Buffer) -> tuple[int, ...]:
+            return tuple(extent.value(batch) for extent in buffer.shape)
+
+        kept = [b for role in _KEPT for b in chosen.outputs if b.role == role]
+        for buffer in chosen.outputs:
+            if buffer not in kept:
+                allocated.append((buffer.role, shape(buffer), DTYPES[buffer.dtype]))
+        if kept:
+            rows, features = 0, chosen.problem.out_features
+            for buffer in kept:
+                inside.append((buffer.role, "statistics", rows * features * 4))
+                rows += math.prod(shape(buffer)) // features
+            allocated.append(("statistics", (rows, features), torch.float32))
+        self.outputs = tuple(role for role, _, _ in allocated)
+        size = 0
+        for buffer in chosen.workspace:
+            if buffer.role in operands:
+                allocated.append((buffer.role, shape(buffer), DTYPES[buffer.dtype]))
+            else:
+                inside.append((buffer.role, "scratch", size))
+                size += -(-math.prod(shape(buffer)) * DTYPE_BYTES[buffer.dtype] // 256) * 256
+        if size:
+            allocated.append(("scratch", (size,), torch.uint8))
+        if "statistics" in inputs:
+            features = chosen.problem.out_features
+            inside += [("mean", "statistics", 0), ("rstd", "statistics", 4 * features)]
+            if chosen.keeps_offsets:
+                inside.append(("offset", "statistics", 8 * features))
+
+        names = [*inputs, *(role for role, _, _ in allocated)]
+        slots = {role: i for i, role in enumerate([*names, *(role for role, _, _ in inside), *SCALARS])}
+        slots |= {alias: slots[role] for alias, role in chosen.aliases}
+        if "product" in slots:
+            slots["stored_product"] = slots["product"]
+        count = len(names) + len(inside) + len(SCALARS)
+        constants: list[Any] = [0]  # the address of what is absent, then the numbers that the plan decides
+        absent = count
+        steps: list[_Product | tuple[driver.Launcher, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
+        maps = [_Maps(slots[m.tensor], m.rows, m.columns) for launch in chosen.launches for m in launch.maps]
+        constants += [driver.int32(value) for launch in chosen.launches for _, value in launch.numbers]
+        next_number, next_map = count + 1, count + len(constants)
+        if chosen.counters:
+            slots["counters"] = next_map + len(maps)
+        for step in chosen.steps:
+            if isinstance(step, Launch):
+                own = {role: next_number + i for i, (role, _) in enumerate(step.numbers)}
+                own |= {m.role: next_map + i for i, m in enumerate(step.maps)}
+                next_number, next_map = next_number + len(step.numbers), next_map + len(step.maps)
+                picked = itemgetter(*(own.get(role, slots.get(role, absent)) for role in step.arguments))
+                steps.append((driver.Launcher(step, chosen.problem), picked))
+            else:
+                steps.append(
+                    _Product(
+                        slots[step.out], slots[step.left], slots[step.right], step.transpose_left, step.transpose_right
+                    )
+                )
+        self._allocated = tuple((size, dtype) for _, size, dtype in allocated)
+        self._inside = tuple((names.index(tensor), offset) for _, tensor, offset in inside)
+        self._constants, self._maps, self._steps = tuple(constants), tuple(maps), tuple(steps)
+        self._counters = chosen.counters
+        self._inputs = len(inputs)
+
+    def __call__(
+        self, inputs: tuple[Tensor | None, ...], scalars: tuple[Any, ...], wanted: tuple[bool, ...] = _WANTED
+    ) -> list[Tensor | None]:
+        """Run on the current stream of the tensors' device; the outputs (`self.outputs`), None where not `wanted`."""
+        first = inputs[0]
+        assert first is not None
+        device = first.device
+        index = device.index
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(inputs, scalars, wanted)
+        driver.enter(index)
+        empty, outputs = torch.empty, len(self.outputs)
+        tensors = [*inputs]
+        for i, (size, dtype) in enumerate(self._allocated):
+            tensors.append(empty(size, dtype=dtype, device=device) if i >= outputs or wanted[i] else None)
+        pool: list[Any] = [0 if t is None else t.data_ptr() for t in tensors]
+        pool += [pool[tensor] + offset for tensor, offset in self._inside]
+        pool += scalars
+        pool += self._constants
+        for find in self._maps:
+            pool.append(find(tensors, pool))
+        if self._counters:
+            pool.append(counters(device).take(driver.stream_handle(index), self._counters))
+        stream = driver.current_stream(index)
+        for step in self._steps:
+            if isinstance(step, _Product):
+                step(tensors)
+            else:
+                launch, picked = step
+                launch(stream, picked(pool))
+        return tensors[self._inputs : self._inputs + outputs]
+
+
+@functools.lru_cache(maxsize=4096)
+def bind(chosen: Plan) -> Bound:
+    """`chosen` with its kernels compiled and loaded, remembered. Raises what the compiler or the driver raises."""
+    return Bound(chosen)
+
+
+class Counters:
+    """Device memory that is zero whenever no kernel runs on it: the kernels leave it as they found it.
+
+    Calls on one stream follow each other and share their numbers; a captured call may be replayed at any time, beside
+    anything, so it gets numbers of its own for good.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._by_stream: dict[tuple[int, int], int] = {}
+        self._pool = torch.zeros(0, dtype=torch.int32, device=device)
+        self._all: list[Tensor] = []
+
+    def take(self, stream: int, count: int) -> int:
+        """The address of at least `count` numbers for a call on `stream`."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        size = 1 << max(count - 1, 31).bit_length()
+        found = None if capturing else self._by_stream.get((stream, size))
+        if found is None:
+            if self._pool.numel() < size:
+                self._pool = torch.zeros(max(size, 1 << 16), dtype=torch.int32, device=self._device)
+                self._all.append(self._pool)
+                if not capturing:
+                    torch.cuda.current_stream(self._device).synchronize()  # other streams will use the rest of it
+            found = self._pool.data_ptr()
+            self._pool = self._pool[size:]
+            if not capturing:
+                self._by_stream[stream, size] = found
+        return found
+
+
+@functools.lru_cache(maxsize=64)
+def counters(device: torch.device) -> Counters:
+    """The counters of a device."""
+    return Counters(device)
