@@ -6,6 +6,8 @@ tiles that are not filled, groups without rows. Speed and races are the GPU suit
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -29,15 +31,27 @@ def run(module: Chain, x: Tensor, strategy: str, finish: str | None = None) -> T
     with runtime.recording() as plans:
         y = linear_scale_batch_norm(x, *positional, **keywords)
     assert [p.strategy for p in plans] == [strategy], plans[0].reasons
-    assert finish is None or f"gemmnorm::Finish::{finish}" in plans[0].launches[0].constants
+    constants = [c for launch in plans[0].launches for c in launch.constants]
+    assert finish is None or f"gemmnorm::Finish::{finish}" in constants
     return y
+
+
+@contextlib.contextmanager
+def tf32_allowed() -> Iterator[None]:
+    """TF32 inside; outside the switch that was set, which is not the same as setting `allow_tf32` to False."""
+    matmul = torch.backends.cuda.matmul
+    name = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
+    before = getattr(matmul, name)
+    matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
 
 
 def check(chip, strategy, name, batch, in_features, out_features, training=True, finish=None, **options):
     dtype, tf32 = TYPES.get(name, (torch.float32, False))
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    try:
+    with tf32_allowed() if tf32 else contextlib.nullcontext():
         module = stir(Chain(in_features, out_features, **options)).to(dtype).train(training)
         x, grad = (torch.randn(batch, n, dtype=dtype) for n in (in_features, out_features))
         exact, eager, ours = twin(module).double(), twin(module), twin(module)
@@ -50,8 +64,6 @@ def check(chip, strategy, name, batch, in_features, out_features, training=True,
                 return
             got = step(ours, lambda x: run(ours, x, strategy, finish), x, grad)
         assert_accurate(got, theirs, want, module, x, grad, 2.0**-11 if tf32 else 0.0, factor=1.5)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("training", [True, False])

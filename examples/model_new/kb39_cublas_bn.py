@@ -83,7 +83,9 @@ _KERNELS = r"""
 // Column statistics of the product: a mean and an M2 (sum of squared deviations) for every group of 64 rows, then
 // their merge, which also updates the running statistics. Mean first, then M2 about that mean, at both levels: safe for
 // |mean| >> std, and the order of every sum is fixed, so the same bits come out of every run.
-// Types, conversions and memory access shared by every kernel. Includes nothing: NVRTC needs no toolkit headers.
+// Memory access and tiling shared by every kernel. No toolkit headers: NVRTC needs none.
+// Types, conversions and ordering: the instructions that every GPU from compute capability 8.0 has.
+// PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/
 
 namespace gemmnorm {
 
@@ -91,11 +93,6 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
-
-// One statistics group: the rows over which partial results are taken, in every strategy.
-constexpr int kGroupRows = 64;
-// Threads of a block of the memory-bound kernels: TX along the features, kThreads / TX along the rows.
-constexpr int kThreads = 256;
 
 struct half {
   u16 bits;
@@ -129,6 +126,37 @@ __device__ __forceinline__ u32 pack(float low, float high, bfloat16) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
+
+// Nothing that reads or writes memory moves across: keeps the compiler from loading far ahead, which costs registers.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
+// The same value, of which the compiler knows nothing: what is computed from it is computed again, not kept in registers.
+__device__ __forceinline__ int computed_anew(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
+// Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
+// stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void allow_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+// One statistics group: the rows over which partial results are taken, in every strategy.
+constexpr int kGroupRows = 64;
+// Threads of a block of the memory-bound kernels: TX along the features, kThreads / TX along the rows.
+constexpr int kThreads = 256;
 
 // The machine word(s) that move BYTES bytes at once.
 template <int BYTES>
@@ -190,22 +218,6 @@ __device__ __forceinline__ float value_or(const T* vector, i64 index, float abse
 template <class T>
 __device__ __forceinline__ float scale_of(const T* scale, int stride, float number, int j) {
   return scale ? to_float(scale[static_cast<i64>(j) * stride]) : number;
-}
-
-// Nothing that reads or writes memory moves across: keeps the compiler from loading far ahead, which costs registers.
-__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
-
-// Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
-// stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void allow_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 // The tile of one block: GROUPS statistics groups, one after the other, by TX*N features. Consecutive blocks walk along

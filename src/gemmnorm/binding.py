@@ -25,6 +25,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
     "int64": torch.int64,
+    "int32": torch.int32,
 }
 # The tensors that a call hands in, and the numbers, in order.
 INPUTS = {
@@ -138,12 +139,13 @@ class Bound:
         next_number, next_map = count + 1, count + len(constants)
         if chosen.counters:
             slots["counters"] = next_map + len(maps)
+            slots["most"] = slots["counters"] + 1
         for step in chosen.steps:
             if isinstance(step, Launch):
                 own = {role: next_number + i for i, (role, _) in enumerate(step.numbers)}
                 own |= {m.role: next_map + i for i, m in enumerate(step.maps)}
                 next_number, next_map = next_number + len(step.numbers), next_map + len(step.maps)
-                picked = itemgetter(*(own.get(role, slots.get(role, absent)) for role in step.arguments))
+                picked = itemgetter(*(own.get(role, slots.get(role, absent)) for role in step.parameters))
                 steps.append((driver.Launcher(step, chosen.problem), picked))
             else:
                 steps.append(
@@ -180,7 +182,8 @@ class Bound:
         for find in self._maps:
             pool.append(find(tensors, pool))
         if self._counters:
-            pool.append(counters(device).take(driver.stream_handle(index), self._counters))
+            address = counters(device).take(driver.stream_handle(index), self._counters)
+            pool += (address, address + 4 * (self._counters - 2))
         stream = driver.current_stream(index)
         for step in self._steps:
             if isinstance(step, _Product):

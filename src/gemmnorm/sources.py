@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from . import activations
-from .plan import ROLES, Launch, Problem, c_types
+from .plan import NOTHING, ROLES, Launch, Problem, c_types
 
 KERNELS = Path(__file__).parent / "kernels"
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.M)
@@ -39,15 +39,16 @@ def entry_source(launch: Launch, problem: Problem) -> str:
     """The `__global__` function of a launch: parameters typed by role, one call of the device function."""
     types = c_types(problem)
     parameters = []
-    for role in launch.arguments:
+    for role in launch.parameters:
         c_type, shape = ROLES[role]
         note = f" /* {shape} */" if shape else ""
         parameters.append(f"    {c_type.format(**types)} {role}{note}")
-    constants = ", ".join(launch.constants)
+    constants = f"<{', '.join(launch.constants)}>" if launch.constants else ""
+    arguments = ", ".join("nullptr" if role == NOTHING else role for role in launch.arguments)
     return (
         f'extern "C" __global__ void __launch_bounds__({launch.block}, {launch.resident}) {launch.entry}(\n'
         + ",\n".join(parameters)
-        + f") {{\n  gemmnorm::{launch.function}<{constants}>({', '.join(launch.arguments)});\n}}\n"
+        + f") {{\n  gemmnorm::{launch.function}{constants}({arguments});\n}}\n"
     )
 
 

@@ -62,7 +62,7 @@ def _text(launch: Launch, problem: Problem) -> str:
     )
     types = c_types(problem)
     arguments = []
-    for index, role in enumerate(launch.arguments):
+    for index, role in enumerate(launch.parameters):
         c_type = ROLES[role][0].format(**types).replace("const __grid_constant__ ", "")
         arguments.append(f"*reinterpret_cast<{c_type}*>(a[{index}])")
     return (

@@ -264,6 +264,22 @@ template <class T>
 T __shfl_down_sync(unsigned, T v, int distance) {
   return emulator::from_lane(v, emulator::lane() + distance);
 }
+inline float __uint_as_float(unsigned bits) {
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline unsigned __float_as_uint(float f) {
+  unsigned bits;
+  std::memcpy(&bits, &f, 4);
+  return bits;
+}
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline unsigned atomicMax(unsigned* at, unsigned value) {
+  const unsigned before = *at;
+  *at = max(before, value);
+  return before;
+}
 inline void __threadfence() {}
 inline unsigned atomicAdd(unsigned* at, unsigned value) {
   const unsigned before = *at;

@@ -23,23 +23,30 @@ enum class Finish {
 
 constexpr int kRowBytes = 128;             // of K in one stage: one swizzle row
 constexpr int kGemmThreads = 384;
-// Of the 168 registers a thread that a block of 384 starts with, the widest tile needs more in its consumers.
-constexpr int kFeederRegisters = 104, kConsumerRegisters = 200;
-static_assert(kFeederRegisters + 2 * kConsumerRegisters <= 3 * 168, "setmaxnreg would wait for ever");
 
+struct split;  // operand type: float32 as two float16 (split.cuh), three products for one
+
+// Bytes of an element in shared memory, its parts, and how many registers go to a thread that feeds and to one that
+// multiplies: of the 168 that each starts with, the widest tiles need more in the consumers.
 template <class T>
 struct Operand {
-  static constexpr int kSize = 2;
+  using Element = T;
+  static constexpr int kSize = 2, kPlanes = 1, kFeeder = 104, kConsumer = 200;
 };
 template <>
-struct Operand<tf32> {
+struct Operand<tf32> : Operand<half> {
+  using Element = tf32;
   static constexpr int kSize = 4;
 };
+template <>
+struct Operand<split> : Operand<half> {
+  static constexpr int kPlanes = 2, kFeeder = 56, kConsumer = 224;
+};
 
-template <int BN, int STAGES, bool STAGED>
+template <int BN, int STAGES, int PLANES, bool STAGED>
 struct GemmShared {
-  alignas(1024) unsigned char x[STAGES][kTileRows * kRowBytes];
-  alignas(1024) unsigned char weight[STAGES][BN * kRowBytes];
+  alignas(1024) unsigned char x[STAGES][PLANES][kTileRows * kRowBytes];
+  alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
   alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
   float sums[2][4][BN];   // per consumer and warp
   float slope[2][BN];     // per consumer: column coefficients, or the group's mean in `slope`
@@ -123,21 +130,32 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                                            float* rstd /* [features] */,
                                            float* merged_slope /* [features] */, float* merged_shift /* [features] */,
                                            u32* counters /* zero, and left zero */,
+                                           const int* x_exponents /* [batch], of split operands */,
+                                           const int* weight_exponents /* [features], likewise */,
+                                           const float* weight_largest /* [features], likewise */,
+                                           const float* weight_total /* [features], likewise */,
+                                           const u32* most /* [2], likewise */, int* flags /* [features], likewise */,
                                            int group_panels, int stream_x, int keep_product, int batch, int in_features,
                                            int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
   constexpr int kAhead = 16;  // partial results in flight
+  constexpr int kPlanes = Operand<OP>::kPlanes;
+  constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
+  constexpr int kMergeAhead = kSplit ? 1 : 4;  // groups in flight while a warp merges
+  using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
   constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
-  using Shared = GemmShared<BN, STAGES, kStaged>;
+  using Shared = GemmShared<BN, STAGES, kPlanes, kStaged>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
 
   const Features<L, R> f = {bias,      scale,   scale_stride, scale_value,     running_mean, running_var,
                             bn_weight, bn_bias, batches_tracked, momentum,     eps,          group_mean,
-                            group_m2,  mean,    rstd,         merged_slope,    merged_shift, batch,           features,     (batch + kGroupRows - 1) / kGroupRows};
+                            group_m2,  mean,    rstd,         merged_slope,    merged_shift,
+                            {most, weight_largest, weight_total, flags}, batch, features,
+                            (batch + kGroupRows - 1) / kGroupRows};
   const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
   // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
@@ -162,7 +180,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   if (FINISH == Finish::kStatistics && batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
 
   if (warpgroup == 0) {
-    if (BN == 256) release_registers<kFeederRegisters>();
+    if (kMoveRegisters) release_registers<Operand<OP>::kFeeder>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == 0 && lane == 0) {  // feeds the ring
       const u64 x_policy = stream_x ? kEvictFirst : kEvictNormal;
@@ -172,9 +190,13 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         const Tile tile = raster.at(t);
         for (int k = 0; k < steps; ++k) {
           barrier_wait(&shared.empty[stage], parity);
-          barrier_expect(&shared.full[stage], (kTileRows + BN) * kRowBytes);
-          copy_to_shared(shared.x[stage], map_x, &shared.full[stage], k * kTileK, tile.m * kTileRows, x_policy);
-          copy_to_shared(shared.weight[stage], map_weight, &shared.full[stage], k * kTileK, tile.n * BN, kEvictNormal);
+          barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);
+#pragma unroll
+          for (int p = 0; p < kPlanes; ++p) {
+            const int column = (k * kPlanes + p) * kTileK;
+            copy_to_shared(shared.x[stage][p], map_x, &shared.full[stage], column, tile.m * kTileRows, x_policy);
+            copy_to_shared(shared.weight[stage][p], map_weight, &shared.full[stage], column, tile.n * BN, kEvictNormal);
+          }
           if (++stage == STAGES) {
             stage = 0;
             parity ^= 1;
@@ -204,32 +226,53 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
       }
     } else if (warp >= 2 && FINISH == Finish::kPersistent) {
-      take_units<T, Y, BN, Activation>(f, raster, product, y, counters, stored);
+      take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
     }
   } else {
-    if (BN == 256) claim_registers<kConsumerRegisters>();
+    if (kMoveRegisters) claim_registers<Operand<OP>::kConsumer>();
     const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
     const int own_row = warp * 16 + lane / 4;  // of the group; the thread also holds own_row + 8
     int stage = 0;
     u32 parity = 0, staging_parity = 1;
     float acc[kAccumulators];
+    // Of split operands: high·high of one stage, which `acc` adds up because the tensor cores truncate; and both products
+    // with a low part, in units of 2^-11, whose truncation is far below.
+    float part[kSplit ? kAccumulators : 1], cross[kSplit ? kAccumulators : 1];
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
-      const Tile tile = raster.at(t);
-      const int group = 2 * tile.m + consumer, rows = f.rows(group);
-      const i64 row = static_cast<i64>(group) * kGroupRows + own_row;
-      const int first_column = tile.n * BN;
 
       for (int k = 0; k < steps; ++k) {
         barrier_wait(&shared.full[stage], parity);
         wgmma_fence();
-        const u64 a = matrix_descriptor(shared.x[stage] + consumer * kGroupRows * kRowBytes);
-        const u64 b = matrix_descriptor(shared.weight[stage]);
+        const u64 a = matrix_descriptor(shared.x[stage][0] + consumer * kGroupRows * kRowBytes);
+        const u64 b = matrix_descriptor(shared.weight[stage][0]);
+        if constexpr (kSplit) {
+          const u64 a_low = matrix_descriptor(shared.x[stage][1] + consumer * kGroupRows * kRowBytes);
+          const u64 b_low = matrix_descriptor(shared.weight[stage][1]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          Wgmma<OP, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
+          for (int i = 0; i < 4; ++i)
+            Wgmma<Element, BN>::run(part, a + i * kDescriptorStep, b + i * kDescriptorStep, i ? 1 : 0);
+          wgmma_commit();
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            Wgmma<Element, BN>::run(cross, a_low + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
+            Wgmma<Element, BN>::run(cross, a + i * kDescriptorStep, b_low + i * kDescriptorStep, 1);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            Wgmma<Element, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
+        }
         wgmma_commit();
+        if (kSplit && k == 0 && thread < BN) {  // `sums` is free until the statistics are taken
+          const int j = raster.at(t).n * BN + thread;
+          const PowerOfTwo p = power_of_two(j < features ? weight_exponents[j] : 0);
+          shared.sums[consumer][0][thread] = p.first;
+          shared.sums[consumer][1][thread] = p.second;
+        }
         if (FINISH == Finish::kEvaluate && k == 0) {  // in the shadow of the first multiplications
+          const Tile tile = raster.at(t);
+          const int first_column = tile.n * BN;
           for (int c = thread; c < BN; c += 128) {
             const int j = first_column + c;
             if (j >= features) break;
@@ -237,14 +280,19 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             const float slope = f.slope(j, r), q = value_or(bn_weight, j, 1.0f) * r;
             shared.slope[consumer][c] = slope;
             shared.shift[consumer][c] = f.shift(j) + q * (f.s(j) * f.b(j) - centre);
-            if (mean && group == 0) {
+            if (kSplit && tile.m + consumer == 0) f.guard.raises(j, f.s(j) == 0.0f ? 3e38f : 1.0f / fabsf(r * f.s(j)));
+            if (mean && tile.m + consumer == 0) {
               mean[j] = centre;
               rstd[j] = r;
             }
           }
         }
+        if (k > 0 || kSplit) wgmma_wait<1>();
+        if constexpr (kSplit) {
+#pragma unroll
+          for (int i = 0; i < kAccumulators; ++i) acc[i] = k ? acc[i] + part[i] : part[i];
+        }
         if (k > 0) {
-          wgmma_wait<1>();
           if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
         }
         if (++stage == STAGES) {
@@ -254,6 +302,29 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       }
       wgmma_wait<0>();
       if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+
+      const Tile tile = raster.at(kSplit ? computed_anew(t) : t);
+      const int group = 2 * tile.m + consumer, rows = f.rows(group);
+      const i64 row = static_cast<i64>(group) * kGroupRows + own_row;
+      const int first_column = tile.n * BN;
+      if constexpr (kSplit) {  // back to the scale of x and W
+        const PowerOfTwo low = power_of_two(row < batch ? x_exponents[row] : 0);
+        const PowerOfTwo high = power_of_two(row + 8 < batch ? x_exponents[row + 8] : 0);
+        sync_threads(1 + consumer, 128);
+#pragma unroll
+        for (int i = 0; i < BN / 8; ++i) {
+          const int c = i * 8 + (lane % 4) * 2;
+          const float2 first = *reinterpret_cast<const float2*>(&shared.sums[consumer][0][c]);
+          const float2 second = *reinterpret_cast<const float2*>(&shared.sums[consumer][1][c]);
+#pragma unroll
+          for (int q = 0; q < 4; ++q) {
+            const PowerOfTwo column = {q % 2 ? first.y : first.x, q % 2 ? second.y : second.x};
+            acc[4 * i + q] = times(times(acc[4 * i + q] + kLowUnit * cross[4 * i + q], q < 2 ? low : high), column);
+          }
+          if (i % 4 == 3) keep_order();
+        }
+        sync_threads(1 + consumer, 128);
+      }
 
       bool finish_here = FINISH == Finish::kEvaluate;
       if (FINISH != Finish::kEvaluate) {
@@ -430,7 +501,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       }
     }
     if (kStagedY && thread == 0) wait_copies();
-    if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation>(f, raster, product, y, counters, stored);
+    if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
   }
 
   if (FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) {

@@ -3,6 +3,7 @@
 #pragma once
 #include "normalize.cuh"
 #include "ptx/hopper.cuh"
+#include "split.cuh"
 #include "statistics.cuh"
 
 namespace gemmnorm {
@@ -12,6 +13,22 @@ constexpr int kUnitRows = 16;     // rows that a warp normalises at a time
 constexpr int kMergeWidth = 8;    // features whose groups a warp merges at a time
 constexpr int kDirectGroups = 32;  // as many as a thread merges by itself rather than wait for somebody's merge
 constexpr int kDone = 0, kTicket = 1, kPanels = 2;  // counters: blocks done, next unit, then two numbers per panel
+
+// What decides whether split operands were enough; `flags` is null where the operands are not split.
+struct Guard {
+  const u32* most;                               // over the rows of x: largest magnitude, sum of magnitudes (bits)
+  const float *weight_largest, *weight_total;    // of each row of the weight
+  int* flags;                                    // per feature: to be computed again in float32
+
+  // Whether feature j, whose deviation is given, has to be; says so in `flags`.
+  __device__ __forceinline__ bool raises(int j, float deviation) const {
+    if (!flags) return false;
+    const bool lost = split_loses(__uint_as_float(most[0]), __uint_as_float(most[1]), weight_largest[j], weight_total[j],
+                                  deviation);
+    flags[j] = lost;
+    return lost;
+  }
+};
 
 // Everything per feature, and the sizes.
 template <class L, class R>
@@ -24,6 +41,7 @@ struct Features {
   const i64* batches_tracked;
   float momentum, eps;
   float *group_mean, *group_m2, *mean, *rstd, *merged_slope, *merged_shift;
+  Guard guard;
   int batch, features, groups;
 
   __device__ __forceinline__ float s(int j) const { return scale_of(scale, scale_stride, scale_value, j); }
@@ -40,7 +58,9 @@ struct Features {
   __device__ __forceinline__ void finish(int j, float mu, float m2) const {
     const float batches = batches_tracked ? static_cast<float>(*batches_tracked + 1) : 0.0f;
     const float variance = s(j) * s(j) * m2 / batch;
-    finish_feature(j, mu, variance, s(j), b(j), batches, running_mean, running_var, momentum, eps, mean, rstd, batch);
+    const bool again = guard.raises(j, sqrtf(m2 / batch));  // then the running statistics wait for it
+    finish_feature(j, mu, variance, s(j), b(j), batches, again ? nullptr : running_mean, running_var, momentum, eps, mean,
+                   rstd, batch);
     if (merged_slope) {
       merged_slope[j] = slope(j, 1.0f / sqrtf(variance + eps));
       merged_shift[j] = shift(j);
@@ -86,25 +106,25 @@ struct Moments {
   }
 };
 
-// One warp merges the groups of kMergeWidth features: two lanes along the features, sixteen along the groups.
-template <class L, class R>
+// One warp merges the groups of kMergeWidth features: two lanes along the features, sixteen along the groups, of which a
+// lane has AHEAD in flight.
+template <int AHEAD, class L, class R>
 __device__ __forceinline__ void merge_groups(const Features<L, R>& f, int first_feature) {
-  constexpr int kAhead = 4;  // groups in flight
   const int lane = threadIdx.x % 32, j = first_feature + (lane % 2) * 4;
   const bool inside = j < f.features;
   Moments sum = {};
 #pragma unroll 1
-  for (int g0 = lane / 2; g0 < f.groups; g0 += 16 * kAhead) {
-    float4 mean[kAhead], m2[kAhead];
+  for (int g0 = lane / 2; g0 < f.groups; g0 += 16 * AHEAD) {
+    float4 mean[AHEAD], m2[AHEAD];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < AHEAD; ++i) {
       const int g = g0 + 16 * i;
       const i64 at = static_cast<i64>(g < f.groups ? g : 0) * f.features + (inside ? j : 0);
       mean[i] = load_l2(reinterpret_cast<const float4*>(f.group_mean + at));
       m2[i] = load_l2(reinterpret_cast<const float4*>(f.group_m2 + at));
     }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < AHEAD; ++i) {
       const float group_mean[4] = {mean[i].x, mean[i].y, mean[i].z, mean[i].w};
       const float group_m2[4] = {m2[i].x, m2[i].y, m2[i].z, m2[i].w};
       if (g0 + 16 * i < f.groups) sum.add(f.rows(g0 + 16 * i), group_mean, group_m2);
@@ -121,9 +141,14 @@ __device__ __forceinline__ void merge_groups(const Features<L, R>& f, int first_
     }
     sum.add(other_n, other_mean, other_m2);
   }
-  if (!inside || lane >= 2) return;
+  // The two lanes that hold a sum hand it out, so that a lane finishes one feature.
+  float mean = 0.0f, m2 = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) f.finish(j + i, sum.mean[i], sum.m2[i]);
+  for (int i = 0; i < 4; ++i) {
+    const float mean_i = __shfl_sync(~0u, sum.mean[i], lane / 4 % 2), m2_i = __shfl_sync(~0u, sum.m2[i], lane / 4 % 2);
+    if (lane % 4 == i) mean = mean_i, m2 = m2_i;
+  }
+  if (lane < kMergeWidth && first_feature + lane < f.features) f.finish(first_feature + lane, mean, m2);
 }
 
 // N numbers of a per-feature vector, from the L2.
@@ -185,13 +210,12 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
 
 // A warp takes units in order, one at a time, until none is left: first the merges of a group of panels, then the rows
 // of its stored tiles. A unit waits only for tiles that come before it.
-template <class T, class Y, int BN, class Activation, class L, class R>
+template <class T, class Y, int BN, class Activation, int AHEAD, class L, class R>
 __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster& raster, const T* product, Y* y,
                                            u32* counters, int stored) {
   constexpr int kMerges = BN / kMergeWidth, kUnits = kTileRows / kUnitRows;
   const int lane = threadIdx.x % 32;
-  u32* complete = counters + kPanels;
-  u32* merged = complete + raster.tiles_n;
+  const int complete = kPanels, merged = kPanels + raster.tiles_n;  // of the counters
   const int per_panel = kMerges + kUnits * raster.tiles_m;
   // Tiles that merge for themselves need no units of their own: the last unit is then in the last group with stored tiles.
   const bool direct = f.groups <= kDirectGroups;
@@ -210,18 +234,18 @@ __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster
     if (rest < kMerges * panels) {
       const int n = first + rest / kMerges;
       if (direct && !raster.has_stored(n, stored)) continue;
-      if (lane == 0) wait_until(&complete[n], 2 * raster.tiles_m);
+      if (lane == 0) wait_until(&counters[complete + n], 2 * raster.tiles_m);
       __syncwarp();
-      merge_groups(f, n * BN + (rest % kMerges) * kMergeWidth);
+      merge_groups<AHEAD>(f, n * BN + (rest % kMerges) * kMergeWidth);
       __syncwarp();
-      if (lane == 0) add_release(&merged[n], 1);
+      if (lane == 0) add_release(&counters[merged + n], 1);
     } else {
       const int t = first * raster.tiles_m + (rest - kMerges * panels) / kUnits;
       if (t >= stored) continue;
       const Tile tile = raster.at(t);
       const int row = tile.m * kTileRows + (rest - kMerges * panels) % kUnits * kUnitRows;
       if (row >= f.batch) continue;
-      if (lane == 0) wait_until(&merged[tile.n], kMerges);
+      if (lane == 0) wait_until(&counters[merged + tile.n], kMerges);
       __syncwarp();
       normalize_unit<T, Y, BN, Activation>(f, product, y, row, tile.n * BN);
     }

@@ -8,13 +8,14 @@ counts as constants and the batch as an argument.
 from .choice import STRATEGIES, applicable, cached_plan, check_strategy, make_plan, preference, set_strategy
 from .library import GROUP_ROWS
 from .problem import C_TYPES, CHIPS, DTYPE_BYTES, Chip, Problem, c_types, chip_for, target
-from .steps import OWN_GEMM, ROLES, Buffer, Extent, Launch, Map, Plan, Product, Step
+from .steps import NOTHING, OWN_GEMM, ROLES, Buffer, Extent, Launch, Map, Plan, Product, Step
 
 __all__ = [
     "CHIPS",
     "C_TYPES",
     "DTYPE_BYTES",
     "GROUP_ROWS",
+    "NOTHING",
     "OWN_GEMM",
     "ROLES",
     "STRATEGIES",

@@ -8,13 +8,21 @@ from . import library
 from .cost import gemm_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
-from .steps import Buffer, Extent, Launch, Map, Plan, Step
+from .steps import NOTHING, THREADS, Buffer, Extent, Launch, Map, Plan, Step
 
 TILE_ROWS = 2 * GROUP_ROWS
 ROW_BYTES = 128  # of K in one pipeline stage
-STAGES = {(2, 256): 3, (2, 128): 5, (2, 64): 8, (2, 32): 10, (4, 256): 4, (4, 128): 6, (4, 64): 8, (4, 32): 10}
+# Bytes of an element, its parts, columns of the tile → stages of the ring.
+STAGES = {
+    (2, 1, 256): 3, (2, 1, 128): 5, (2, 1, 64): 8, (2, 1, 32): 10,
+    (4, 1, 256): 4, (4, 1, 128): 6, (4, 1, 64): 8, (4, 1, 32): 10,
+    (2, 2, 128): 3, (2, 2, 64): 4, (2, 2, 32): 5,
+}  # fmt: skip
+SPLIT_COLUMNS = 64  # of K, high and then low
 MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial results
 COUNTERS = 2  # before the two of each panel
+_SPLIT = ("x_exponents", "weight_exponents", "weight_largest", "weight_total", "most", "flags")
+_NOT_SPLIT = (NOTHING,) * len(_SPLIT)
 
 
 @dataclass(frozen=True)
@@ -23,7 +31,9 @@ class Tile:
 
     columns: int
     stages: int
-    size: int  # bytes of an operand's element
+    size: int  # bytes of an operand's element in shared memory
+    planes: int  # of an operand: 2 where it is split
+    staged: bool  # the product passes through shared memory on its way out
 
     @property
     def k(self) -> int:
@@ -33,9 +43,8 @@ class Tile:
     @property
     def shared(self) -> int:
         """sizeof(GemmShared): the kernel asserts at compile time that it is."""
-        staged = self.size == 2 and self.columns >= 64
-        size = self.stages * (TILE_ROWS + self.columns) * ROW_BYTES
-        size += 2 * (GROUP_ROWS * self.columns * 2 if staged else 1024)
+        size = self.stages * self.planes * (TILE_ROWS + self.columns) * ROW_BYTES
+        size += 2 * (GROUP_ROWS * self.columns * 2 if self.staged else 1024)
         size += (2 * 4 + 2 * 2 + 2) * self.columns * 4
         size += 2 * self.stages * 8 + 4 * 8 + 4
         return -(-size // 1024) * 1024
@@ -45,13 +54,15 @@ class Tile:
         return -(-problem.batch // TILE_ROWS), -(-problem.out_features // self.columns)
 
 
-def refusal(problem: Problem) -> str | None:
+def refusal(problem: Problem, strategy: str) -> str | None:
     """Why the Hopper kernels cannot serve `problem`, or None."""
     chip = problem.chip
     if chip is None or chip.arch != 90:
         return "the kernels use Hopper's instructions (compute capability 9.0)"
-    if problem.dtype == "float32" and problem.arithmetic != "tf32":
-        return "float32 accuracy is not to be had from one TF32 product"
+    if problem.arithmetic == "ieee":
+        return "float32 arithmetic is asked for by name"
+    if problem.split and strategy == "gemm_stats_apply":
+        return "float32 by split operands is built into one_kernel only"
     size = DTYPE_BYTES[problem.dtype]
     if problem.in_features * size % 16 or problem.out_features * size % 16:
         return "a row of x or of the product is no multiple of 16 bytes, which the copy engine asks for"
@@ -62,16 +73,70 @@ def refusal(problem: Problem) -> str | None:
 
 def choose_tile(problem: Problem) -> Tile:
     """The tile with the least predicted time: waves of blocks × (main loop + epilogue), in clocks."""
-    size = DTYPE_BYTES[problem.dtype]
+    size, planes = (2, 2) if problem.split else (DTYPE_BYTES[problem.dtype], 1)
     chip = problem.chip or CHIPS[90]
 
     def clocks(tile: Tile) -> float:
         rows, panels = tile.counts(problem)
         waves = -(-rows * panels // chip.multiprocessors)
         steps = -(-problem.in_features // tile.k)
-        return waves * (steps * max(4.0 * tile.columns, 330.0 + tile.columns) + 2500 + 8 * tile.columns)
+        products = 3 if planes == 2 else 1
+        return waves * (steps * max(4.0 * products * tile.columns, 330.0 + tile.columns) + 2500 + 8 * tile.columns)
 
-    return min((Tile(columns, STAGES[size, columns], size) for columns in (256, 128, 64, 32)), key=clocks)
+    halved = DTYPE_BYTES[problem.dtype] == 2
+    tiles = [
+        Tile(columns, stages, size, planes, halved and columns >= 64)
+        for (bytes_, parts, columns), stages in STAGES.items()
+        if (bytes_, parts) == (size, planes)
+    ]
+    return min(tiles, key=clocks)
+
+
+def _split(problem: Problem) -> tuple[tuple[Launch, ...], Launch, tuple[Buffer, ...]]:
+    """Of split operands: the passes before the product, what makes up for too small an exponent, and their memory."""
+    padded = -(-problem.in_features // SPLIT_COLUMNS) * 2 * SPLIT_COLUMNS
+    types, features = c_types(problem), Extent(problem.out_features)
+
+    def split_rows(operand: str, rows: str, count: Extent, norms: tuple[str, str, str]) -> Launch:
+        return Launch(
+            f"fused_gemm_split_{operand}",
+            "split.cuh",
+            "split_rows",
+            (),
+            (operand, f"split_{operand}", f"{operand}_exponents", *norms, rows, "in_features"),
+            count,
+            resident=4,
+        )
+
+    before = (
+        split_rows("x", "batch", Extent(1, THREADS // 32), (NOTHING, NOTHING, "most")),
+        split_rows(
+            "weight",
+            "features",
+            Extent(-(-problem.out_features // (THREADS // 32))),
+            ("weight_largest", "weight_total", NOTHING),
+        ),
+    )
+    chip = problem.chip or CHIPS[90]
+    after = Launch(
+        "fused_gemm_scale_bn_recompute",
+        "recompute.cuh",
+        "recompute_features",
+        (types["L"], types["R"], "true" if problem.training else "false", "Activation"),
+        ("x", "weight", "flags", "most", "stored_product", "y", *VECTORS, "running_mean", "running_var",
+         "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "mean", "rstd", "keep_product",
+         "batch", "in_features", "features"),
+        Extent(min(problem.out_features, 2 * chip.multiprocessors)),
+        numbers=(("keep_product", int(problem.save)),),
+    )  # fmt: skip
+    memory = (
+        Buffer("split_x", "float16", (ROWS, Extent(padded))),
+        Buffer("split_weight", "float16", (features, Extent(padded))),
+        Buffer("x_exponents", "int32", (ROWS,)),
+        *(Buffer(role, "int32", (features,)) for role in ("weight_exponents", "flags")),
+        *(Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total")),
+    )
+    return before, after, memory
 
 
 def forward(problem: Problem, strategy: str) -> Plan:
@@ -90,6 +155,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
     half = problem.dtype != "float32"
     group_panels = _group_panels(problem, tile)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
+    operands = ("split_x", "split_weight") if problem.split else ("x", "weight")
     launch = Launch(
         {"kEvaluate": "fused_gemm_scale_bn_evaluate", "kStatistics": "fused_gemm_statistics"}.get(
             finish, "fused_gemm_scale_bn"
@@ -97,7 +163,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         "fused_gemm.cuh",
         "fused_gemm",
         (
-            types["T"] if half else "gemmnorm::tf32",
+            types["T"] if half else "gemmnorm::split" if problem.split else "gemmnorm::tf32",
             *types.values(),
             str(tile.columns),
             str(tile.stages),
@@ -107,16 +173,16 @@ def forward(problem: Problem, strategy: str) -> Plan:
         ),
         ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
-         "merged_slope", "merged_shift", "counters", "group_panels", "stream_x", "keep_product", "batch", "in_features",
-         "features"),
+         "merged_slope", "merged_shift", "counters", *(_SPLIT if problem.split else _NOT_SPLIT), "group_panels",
+         "stream_x", "keep_product", "batch", "in_features", "features"),
         Extent(panels, TILE_ROWS, chip.multiprocessors),
         block=384,
         resident=1,
         shared=tile.shared,
         cooperative=finish in ("kOneWave", "kPersistent"),
         maps=(
-            Map("map_x", "x", TILE_ROWS, tile.k),
-            Map("map_weight", "weight", tile.columns, tile.k),
+            Map("map_x", operands[0], TILE_ROWS, tile.k),
+            Map("map_weight", operands[1], tile.columns, tile.k),
             Map("map_product", "product", GROUP_ROWS, boxes if problem.training else boxes_y),
             Map("map_y", "y", GROUP_ROWS, boxes_y),
         ),
@@ -145,6 +211,12 @@ def forward(problem: Problem, strategy: str) -> Plan:
             workspace.append(product)
         else:
             aliases = (("product", "y"),)
+    counters = COUNTERS + 2 * panels if finish in ("kOneBlock", "kOneWave", "kPersistent") else 0
+    if problem.split:
+        counters += 2  # `most`
+        before, after, memory = _split(problem)
+        steps = (*before, launch, after)
+        workspace += memory
     if finish == "kStatistics":
         steps += (library.merge(problem, fold=True), library.normalize(problem, fold=True, offset="group_mean"))
     return Plan(
@@ -155,7 +227,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         tuple(outputs),
         tuple(workspace),
         aliases,
-        counters=COUNTERS + 2 * panels if finish in ("kOneBlock", "kOneWave", "kPersistent") else 0,
+        counters=counters,
         seconds=gemm_seconds(problem) * (1.06 if problem.training else 1.01),
         floor=gemm_seconds(problem),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "uint32": 4}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4}
 C_TYPES = {"float32": "float", "float16": "gemmnorm::half", "bfloat16": "gemmnorm::bfloat16"}
 
 
@@ -87,6 +87,11 @@ class Problem:
     def flops(self) -> float:
         """Floating-point operations of one product."""
         return 2.0 * self.batch * self.in_features * self.out_features
+
+    @property
+    def split(self) -> bool:
+        """The own product of float32 operands is that of two float16 for each, with float32's accuracy."""
+        return self.dtype == "float32" and self.arithmetic == "float32"
 
     @property
     def gemm_rate(self) -> float:

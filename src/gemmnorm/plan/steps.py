@@ -90,9 +90,16 @@ class Launch:
     maps: tuple[Map, ...] = ()
     numbers: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The arguments that the kernel's entry has a parameter for."""
+        return tuple(role for role in self.arguments if role != NOTHING)
+
 
 Step = Product | Launch
 
+# An argument that is the literal nullptr, so that no kernel has a parameter for it.
+NOTHING = "nothing"
 # Every role that a launch can name: C type ({T} compute, {Y} output, {L} bias and scale, {R} BatchNorm's) and shape.
 ROLES: dict[str, tuple[str, str]] = {
     "product": ("const {T}*", "[batch, features]"),
@@ -127,6 +134,16 @@ ROLES: dict[str, tuple[str, str]] = {
     "stream_x": ("int", "whether the L2 should let go of x first"),
     "keep_product": ("int", "whether the product has memory of its own"),
     "in_features": ("int", ""),
+    "x": ("const {T}*", "[batch, in_features]"),
+    "weight": ("const {T}*", "[features, in_features]"),
+    "split_x": ("gemmnorm::half*", "[batch, ⌈in_features/64⌉, 2, 64]"),
+    "split_weight": ("gemmnorm::half*", "[features, ⌈in_features/64⌉, 2, 64]"),
+    "x_exponents": ("int*", "[batch]"),
+    "weight_exponents": ("int*", "[features]"),
+    "weight_largest": ("float*", "[features]"),
+    "weight_total": ("float*", "[features]"),
+    "most": ("unsigned int*", "[2]: zero, and left zero"),
+    "flags": ("int*", "[features]"),
     "grad_y": ("const {Y}*", "[batch, features]"),
     "group_sum": ("float*", "[groups, features]"),
     "group_dot": ("float*", "[groups, features]"),
@@ -151,7 +168,7 @@ class Plan:
         steps: products and launches.
         outputs: tensors handed back; workspace: tensors that die with the call.
         aliases: role → role whose memory it shares (y over the product where nothing needs it later).
-        counters: 32-bit numbers that the launches find zero and leave zero.
+        counters: 32-bit numbers that the launches find zero and leave zero; `most` is the last two.
         seconds: predicted time; floor: the product alone at the rate of the library.
     """
 

@@ -53,7 +53,7 @@ inline void sync_threads(int barrier, int threads) {
 constexpr u64 kEvictNormal = 0, kEvictFirst = 1;
 
 inline float rounded_to_tf32(float f) {
-  return std::isfinite(f) ? as_float((as_bits(f) + 0x1000) & 0xFFFFE000u) : f;
+  return std::isfinite(f) ? __uint_as_float((__float_as_uint(f) + 0x1000) & 0xFFFFE000u) : f;
 }
 // Box element (row, byte) ↔ shared memory, swizzled: bits 4-6 of the address are xor-ed with bits 7-9.
 inline unsigned char* swizzled(unsigned char* box, int row, int byte) {

@@ -41,7 +41,7 @@ struct Element<tf32> {
   static float at(const unsigned char* p) {
     u32 bits;
     std::memcpy(&bits, p, 4);
-    return as_float(bits & 0xFFFFE000u);  // the tensor cores read no more
+    return __uint_as_float(bits & 0xFFFFE000u);  // the tensor cores read no more
   }
 };
 
@@ -51,6 +51,30 @@ void read_row(u64 descriptor, int row, float* out) {
   unsigned char* tile = reinterpret_cast<unsigned char*>(descriptor << 4 & ~u64{127});
   const int first = static_cast<int>(descriptor << 4 & 127);
   for (int k = 0; k < 32; k += Element<T>::kSize) *out++ = Element<T>::at(swizzled(tile, row, first + k));
+}
+
+// One instruction's sum as Hopper forms it: products and accumulator aligned to the largest exponent among them, cut off
+// 25 bits below its leading one, added exactly, cut off to float32. (Measured by others on H100: a long sum of one sign
+// drifts, which is why float32 accuracy needs a second level of accumulation.)
+inline float tensor_core_sum(const float* a, const float* b, int count, float accumulator) {
+  double terms[17];
+  for (int k = 0; k < count; ++k) terms[k] = static_cast<double>(a[k]) * b[k];
+  terms[count] = accumulator;
+  double largest = 0, plain = 0;
+  for (int k = 0; k <= count; ++k) {
+    largest = std::max(largest, std::fabs(terms[k]));
+    plain += terms[k];
+  }
+  if (!std::isfinite(plain) || largest == 0) return static_cast<float>(plain);
+  u64 bits;
+  std::memcpy(&bits, &largest, 8);
+  const int exponent = static_cast<int>(bits >> 52 & 0x7FF) - 1023;
+  const double up = std::ldexp(1.0, 25 - exponent), down = std::ldexp(1.0, exponent - 25);
+  i64 sum = 0;
+  for (int k = 0; k <= count; ++k) sum += static_cast<i64>(terms[k] * up);
+  const double exact = static_cast<double>(sum) * down;
+  const float rounded = static_cast<float>(exact);
+  return std::fabs(rounded) > std::fabs(exact) ? std::nextafterf(rounded, 0.0f) : rounded;
 }
 
 template <class T, int N>
@@ -66,13 +90,9 @@ struct Wgmma {
       for (int i = 0; i < N / 8; ++i)
         for (int c = 0; c < 2; ++c) {
           read_row<T>(b, i * 8 + lane % 4 * 2 + c, column);
-          float sum_low = 0, sum_high = 0;
-          for (int k = 0; k < kK; ++k) {
-            sum_low += low[k] * column[k];
-            sum_high += high[k] * column[k];
-          }
-          to[4 * i + c] = sum_low + (accumulate ? to[4 * i + c] : 0.0f);
-          to[4 * i + 2 + c] = sum_high + (accumulate ? to[4 * i + 2 + c] : 0.0f);
+          float &at_low = to[4 * i + c], &at_high = to[4 * i + 2 + c];
+          at_low = tensor_core_sum(low, column, kK, accumulate ? at_low : 0.0f);
+          at_high = tensor_core_sum(high, column, kK, accumulate ? at_high : 0.0f);
         }
     };
     if (emulator::machine.lazy)

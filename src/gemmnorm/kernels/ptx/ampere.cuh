@@ -45,6 +45,12 @@ __device__ __forceinline__ u32 pack(float low, float high, bfloat16) {
 // Nothing that reads or writes memory moves across: keeps the compiler from loading far ahead, which costs registers.
 __device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
 
+// The same value, of which the compiler knows nothing: what is computed from it is computed again, not kept in registers.
+__device__ __forceinline__ int computed_anew(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
 // stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
 __device__ __forceinline__ void wait_for_previous() {

@@ -1,0 +1,186 @@
+"""float32 by split operands, run by the emulator: as accurate as float32 on any data, and better on ordinary data.
+
+The emulator forms sums as Hopper's tensor cores do, cut off 25 bits below the leading one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from emulator import COMPILER, emulated
+from gpu_support import poisoned_memory
+from test_emulated import SMALL_HOPPER, check
+from torch import Tensor
+
+from gemmnorm import binding, linear_scale_batch_norm, plan
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+BATCH, INNER, FEATURES = 150, 256, 72
+
+
+@pytest.fixture(autouse=True)
+def _default_precision() -> Iterator[None]:
+    """PyTorch's default, float32 accuracy by whatever arithmetic, which setting `allow_tf32` to False is not."""
+    matmul = torch.backends.cuda.matmul
+    before = getattr(matmul, "fp32_precision", None)
+    if before is not None:
+        matmul.fp32_precision = "none"
+    yield
+    if before is not None:
+        matmul.fp32_precision = before
+
+
+@pytest.fixture
+def flagged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many features each call computes again in float32 arithmetic."""
+    counts: list[int] = []
+    original = binding.Bound.__call__
+
+    def spy(self: Any, *args: Any) -> Any:
+        seen = []
+        steps = self._steps
+        last = steps[-1]
+
+        def launch(stream: Any, values: Any) -> None:
+            import ctypes
+
+            address = values[2]  # x, weight, flags
+            seen.append(sum((ctypes.c_int * FEATURES).from_address(address)))
+            last[0](stream, values)
+
+        self._steps = (*steps[:-1], (launch, last[1]))
+        try:
+            return original(self, *args)
+        finally:
+            self._steps = steps
+            counts.extend(seen)
+
+    monkeypatch.setattr(binding.Bound, "__call__", spy)
+    return counts
+
+
+def ordinary() -> Iterator[tuple[str, Tensor, Tensor]]:
+    gaussian = torch.randn(BATCH, INNER), torch.randn(FEATURES, INNER) / 16
+    yield "gaussian", *gaussian
+    yield "uniform", torch.rand(BATCH, INNER), torch.rand(FEATURES, INNER) - 0.5
+    yield "relu", gaussian[0].relu(), gaussian[1]
+    yield "image", torch.randint(0, 256, (BATCH, INNER)) / 255, gaussian[1]
+    yield "one hot", torch.eye(INNER)[torch.randint(0, INNER, (BATCH,))], gaussian[1]
+    yield "large", gaussian[0] * 1e10, gaussian[1] * 1e5
+    yield "small", gaussian[0] * 1e-8, gaussian[1] * 1e-6
+    yield "rows of zeros", gaussian[0] * (torch.arange(BATCH) % 3 > 0).unsqueeze(1), gaussian[1]
+    yield (
+        "denormal rows",
+        torch.where(torch.arange(BATCH).unsqueeze(1) % 5 > 0, gaussian[0], gaussian[0] * 1e-41),
+        gaussian[1],
+    )
+
+
+def adversarial() -> Iterator[tuple[str, Tensor, Tensor]]:
+    x, weight = torch.randn(BATCH, INNER), torch.randn(FEATURES, INNER) / 16
+    spiked = x.clone()
+    spiked[7, 3] = 1e6
+    yield "outlier", spiked, weight
+    spiked = x.clone()
+    spiked[:, 5] *= 1e6
+    light = weight.clone()
+    light[:, 5] *= 1e-6
+    yield "outlier column, light weights", spiked, light
+    grade = 10.0 ** torch.linspace(-6, 6, INNER)
+    yield "graded", x * grade, weight / grade
+    shuffled = grade[torch.randperm(INNER)]
+    yield "graded, shuffled", x * shuffled, weight / shuffled
+    yield "far mean", x + 1e4, weight
+    yield "some weights graded", x * grade, torch.cat([weight[:60] / grade, weight[60:]])
+
+
+def chain(x: Tensor, weight: Tensor, **more: Any) -> Tensor:
+    return linear_scale_batch_norm(x, weight, training=True, eps=1e-35 if x.abs().max() < 1e-6 else 1e-5, **more)
+
+
+def column_error(got: Tensor, exact: Tensor) -> float:
+    """The worst column's; one whose values are all alike has none."""
+    difference = (got.double() - exact).norm(dim=0) / exact.norm(dim=0).clamp_min(1e-30)
+    return float("inf") if bool(difference.isnan().any()) else float(difference.max())
+
+
+CASES = {
+    name: (x, weight, again)
+    for again, cases in ((False, ordinary()), (True, adversarial()))
+    for name, x, weight in cases
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_never_worse_than_float32(name: str, flagged: list[int]) -> None:
+    x, weight, may_flag = CASES[name]
+    exact, eager = chain(x.double(), weight.double()), chain(x, weight)
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        got = chain(x, weight, strategy="one_kernel")
+    ours, theirs = column_error(got, exact), column_error(eager, exact)
+    assert ours <= 1.02 * theirs + 2.0**-22
+    assert may_flag or not flagged[0], f"{flagged[0]} features of ordinary data computed again"
+    if name.startswith("graded"):
+        assert flagged[0] == FEATURES
+    if name == "some weights graded":
+        assert 60 <= flagged[0] < FEATURES
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_not_finite_propagates_as_in_eager(value: float, training: bool) -> None:
+    x, weight = torch.randn(BATCH, INNER), torch.randn(FEATURES, INNER)
+    x[3, 7] = value
+    running = torch.zeros(FEATURES), torch.ones(FEATURES)
+    eager = linear_scale_batch_norm(x, weight, None, None, *(t.clone() for t in running), training=training)
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        got = linear_scale_batch_norm(x, weight, None, None, *running, training=training, strategy="one_kernel")
+    assert torch.equal(got.isnan(), eager.isnan()) and torch.equal(got.isinf(), eager.isinf())
+    finite = eager.isfinite()
+    torch.testing.assert_close(got[finite], eager[finite], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("finish", "batch", "in_features", "out_features"),
+    [("kOneBlock", 100, 72, 72), ("kOneWave", 200, 136, 40), ("kPersistent", 300, 200, 264)],
+)
+def test_forward_and_backward(finish: str, batch: int, in_features: int, out_features: int) -> None:
+    check(
+        SMALL_HOPPER, "one_kernel", "fp32", batch, in_features, out_features, finish=finish, scale_shape=(out_features,)
+    )
+
+
+def test_features_computed_again_have_their_running_statistics_and_gradients() -> None:
+    """As `test_forward_and_backward`, with every feature flagged, in training, and the output in evaluation."""
+    grade = 10.0 ** torch.linspace(-6, 6, 136)
+    x, weight = torch.randn(200, 136) * grade, (torch.randn(40, 136) / grade)
+    results = []
+    for dtype, strategy in ((torch.float64, None), (torch.float32, "one_kernel")):
+        w = weight.to(dtype).requires_grad_()
+        scale, gamma = torch.linspace(-1, 2, 40).to(dtype), torch.linspace(1, 2, 40).to(dtype)
+        running = torch.zeros(40, dtype=dtype), torch.ones(40, dtype=dtype)
+        counter = torch.tensor(3)
+        with emulated(SMALL_HOPPER), poisoned_memory():
+            y = linear_scale_batch_norm(
+                x.to(dtype), w, None, scale, *running, gamma, num_batches_tracked=counter, training=True,
+                momentum=None, strategy=strategy or "reference",
+            )  # fmt: skip
+            (y * torch.linspace(-1, 1, 200).to(dtype).unsqueeze(1)).sum().backward()
+            with torch.no_grad():
+                z = linear_scale_batch_norm(
+                    x.to(dtype), w, None, scale, *running, gamma, strategy=strategy or "reference"
+                )
+        assert counter.item() == 4
+        results.append([y.detach(), w.grad / grade.to(dtype), *running, z])
+    errors = [float((got.double() - exact).norm() / exact.norm()) for exact, got in zip(*results, strict=True)]
+    assert max(errors) < 2e-6, errors
+
+
+def test_the_planner_holds_it_back_until_it_is_measured() -> None:
+    problem = plan.Problem(1024, 8192, 8192, chip=plan.chip_for(90))
+    assert plan.make_plan(problem).strategy == "cublas_folded_bn"
+    assert "has not been measured" in dict(plan.make_plan(problem).reasons)["one_kernel"]
+    assert plan.make_plan(problem, "one_kernel").launches[2].constants[0] == "gemmnorm::split"
