@@ -77,8 +77,8 @@ def test_launches_are_positive_and_their_roles_known():
             assert isinstance(step, Launch)
             assert step.grid.value(p.problem.batch) > 0
             assert 32 <= step.block <= 1024 and step.block % 32 == 0
-            assert set(step.arguments) <= given
-            assert len(set(step.arguments)) == len(step.arguments)
+            assert set(step.parameters) <= given
+            assert len(set(step.parameters)) == len(step.parameters)
             assert step.resident >= 1
             assert (sources.KERNELS / step.source).is_file()
 

@@ -7,6 +7,7 @@
 // is complete. Warps 2 and 3 normalise complete panels out of the L2 while the tensor cores work on later ones. The last
 // tile of every block never leaves the registers before it is normalised.
 #pragma once
+#include "column_sums.cuh"
 #include "panel_units.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -56,52 +57,6 @@ struct GemmShared {
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
   u32 last;
 };
-
-// Halves the columns that a thread holds while adding up over the 8 lanes that share them.
-template <int HALF>
-__device__ __forceinline__ void exchange(const float (&v)[2 * HALF], float (&out)[HALF], int lane, int bit) {
-  const bool upper = lane & bit;
-#pragma unroll
-  for (int i = 0; i < HALF; ++i) {
-    const float kept = upper ? v[HALF + i] : v[i], sent = upper ? v[i] : v[HALF + i];
-    out[i] = kept + __shfl_xor_sync(~0u, sent, bit);
-  }
-}
-
-// Column sums of a consumer's 64 × BN values. `pair(i)` is the thread's sum over its two rows of its i-th column, which
-// is column (i / 2)·8 + (lane % 4)·2 + i % 2. Shuffles over the lanes, at most 64 columns at a time so that registers
-// suffice; shared memory over the warps; returned for columns 2·thread and 2·thread + 1.
-template <int BN, class Pair>
-__device__ __forceinline__ float2 column_sums(float (*sums)[BN], int consumer, const Pair& pair) {
-  constexpr int kPart = BN < 64 ? BN : 64;
-  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
-  const int first = ((lane & 4) ? kPart / 8 : 0) + ((lane & 8) ? kPart / 16 : 0) + ((lane & 16) ? kPart / 32 : 0);
-#pragma unroll
-  for (int part = 0; part < BN / kPart; ++part) {
-    float v[kPart / 4], half[kPart / 8], quarter[kPart / 16], eighth[kPart / 32];
-#pragma unroll
-    for (int i = 0; i < kPart / 4; ++i) v[i] = pair(part * (kPart / 4) + i);
-    exchange<kPart / 8>(v, half, lane, 4);
-    exchange<kPart / 16>(half, quarter, lane, 8);
-    exchange<kPart / 32>(quarter, eighth, lane, 16);
-#pragma unroll
-    for (int i = 0; i < kPart / 32; ++i) {
-      const int k = first + i;
-      sums[warp][part * kPart + (k / 2) * 8 + (lane % 4) * 2 + (k & 1)] = eighth[i];
-    }
-  }
-  sync_threads(1 + consumer, 128);
-  float2 total = make_float2(0.0f, 0.0f);
-  if (2 * thread < BN) {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const float2 part = *reinterpret_cast<const float2*>(&sums[w][2 * thread]);
-      total.x += part.x;
-      total.y += part.y;
-    }
-  }
-  return total;
-}
 
 // Two neighbouring results of one row, straight to global memory.
 template <class Y>
