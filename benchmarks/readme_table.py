@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+from gemmnorm import sources  # noqa: E402
+
 CASES = ("kb33", "kb39", "projector", "v0")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "amp")
 PHASES = {
@@ -82,7 +85,9 @@ def table(document: dict[str, Any] | None, name: str) -> str:
     source = (
         f"{machine.get('gpu', name)}, {versions}; {document['created'][:10]}, `{document['command']}`; every row in"
     )
-    parts.append(f"{source} [{name}.json](benchmarks/results/{name}.json).")
+    changed = document.get("source_hash") not in (None, sources.source_hash())
+    since = " The kernels or the planner have changed since that run." if changed else ""
+    parts.append(f"{source} [{name}.json](benchmarks/results/{name}.json).{since}")
     return "\n\n".join(parts)
 
 

@@ -27,12 +27,11 @@ constexpr int kGemmThreads = 384;
 
 struct split;  // operand type: float32 as two float16 (split.cuh), three products for one
 
-// Bytes of an element in shared memory, its parts, and how many registers go to a thread that feeds and to one that
-// multiplies: of the 168 that each starts with, the widest tiles need more in the consumers.
+// Bytes of an element in shared memory, its parts, and the registers of a thread that feeds and normalises.
 template <class T>
 struct Operand {
   using Element = T;
-  static constexpr int kSize = 2, kPlanes = 1, kFeeder = 104, kConsumer = 200;
+  static constexpr int kSize = 2, kPlanes = 1, kFeeder = 104;
 };
 template <>
 struct Operand<tf32> : Operand<half> {
@@ -41,7 +40,7 @@ struct Operand<tf32> : Operand<half> {
 };
 template <>
 struct Operand<split> : Operand<half> {
-  static constexpr int kPlanes = 2, kFeeder = 56, kConsumer = 224;
+  static constexpr int kPlanes = 2, kFeeder = 56;
 };
 
 template <int BN, int STAGES, int PLANES, bool STAGED>
@@ -97,6 +96,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   constexpr int kAhead = 16;  // partial results in flight
   constexpr int kPlanes = Operand<OP>::kPlanes;
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
+  // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
+  constexpr int kFeeder = kSplit && FINISH != Finish::kPersistent ? 40 : Operand<OP>::kFeeder;
+  constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
   constexpr int kMergeAhead = kSplit ? 1 : 4;  // groups in flight while a warp merges
   using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
@@ -135,7 +137,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   if (FINISH == Finish::kStatistics && batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
 
   if (warpgroup == 0) {
-    if (kMoveRegisters) release_registers<Operand<OP>::kFeeder>();
+    if (kMoveRegisters) release_registers<kFeeder>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == 0 && lane == 0) {  // feeds the ring
       const u64 x_policy = stream_x ? kEvictFirst : kEvictNormal;
@@ -184,7 +186,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
     }
   } else {
-    if (kMoveRegisters) claim_registers<Operand<OP>::kConsumer>();
+    if (kMoveRegisters) claim_registers<kConsumer>();
     const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
     const int own_row = warp * 16 + lane / 4;  // of the group; the thread also holds own_row + 8
     int stage = 0;
@@ -195,7 +197,10 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     float part[kSplit ? kAccumulators : 1], cross[kSplit ? kAccumulators : 1];
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
-
+      if (kSplit) {
+#pragma unroll
+        for (int i = 0; i < kAccumulators; ++i) acc[i] = 0.0f;
+      }
       for (int k = 0; k < steps; ++k) {
         barrier_wait(&shared.full[stage], parity);
         wgmma_fence();
@@ -245,7 +250,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (k > 0 || kSplit) wgmma_wait<1>();
         if constexpr (kSplit) {
 #pragma unroll
-          for (int i = 0; i < kAccumulators; ++i) acc[i] = k ? acc[i] + part[i] : part[i];
+          for (int i = 0; i < kAccumulators; ++i) acc[i] += part[i];
         }
         if (k > 0) {
           if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);

@@ -55,7 +55,10 @@ u32 pack(float low, float high, T) {
 }
 
 inline void keep_order() {}
-inline int computed_anew(int v) { return v; }
+template <class T>
+T computed_anew(T v) {
+  return v;
+}
 inline void wait_for_previous() {}
 inline void allow_next() {}
 
