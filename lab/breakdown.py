@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from gemmnorm import driver, plan, runtime, sources
+from gemmnorm import binding, plan, runtime, sources
 from gemmnorm.plan import Problem
 
 sys.path.insert(0, "lab")
@@ -40,7 +40,7 @@ def build(problem, strategy, subs=(), **changes):
     p = replace(p, steps=(l,))
     if changes.get("unique"):
         p = replace(p, reasons=(("x", changes["unique"]),))
-    b = runtime._bound(p)
+    binding.bind(p)
     sources._read = orig
     return p
 
@@ -120,9 +120,10 @@ for case in sys.argv[1:] or ["kb33", "kb39", "projector"]:
 
     def call(p):
         t = dict(v, x=x, weight=w, num_batches_tracked=n)
-        s = runtime._scalars(p.problem, v["scale"], 1.0, 1e-5)
-        s["momentum"] = driver.float32(0.1)
-        return lambda: runtime.run(p, dict(t), s)
+        inputs = tuple(t.get(role) for role in binding.INPUTS["forward"])
+        scalars = runtime._scalars(p.problem, v["scale"], 1.0, 0.1, 1e-5)
+        bound = binding.bind(p)
+        return lambda: bound(inputs, scalars)
 
     calls = {k: call(p) for k, p in variants.items() if p is not None}
     calls["gemm"] = lambda: torch.mm(x, w.t())

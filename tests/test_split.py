@@ -129,6 +129,28 @@ def test_never_worse_than_float32(name: str, flagged: list[int]) -> None:
         assert 60 <= flagged[0] < FEATURES
 
 
+def summed_in_order(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ in float32, added up along K one after the other, as cuBLAS' float32 product on a GPU does."""
+    total = torch.zeros(x.shape[0], weight.shape[0])
+    for k in range(x.shape[1]):
+        total += x[:, k : k + 1] * weight[:, k]
+    return total
+
+
+@pytest.mark.parametrize("name", ["gaussian", "uniform", "one sign"])
+def test_evaluation_where_no_mean_is_taken_out(name: str) -> None:
+    """Sums of one sign are the hardest for a tensor core that cuts off; here nothing takes the bias out again."""
+    x, weight, _ = CASES["uniform" if name == "one sign" else name]
+    weight = weight.abs() if name == "one sign" else weight
+    exact = x.double() @ weight.double().t()
+    running = exact.mean(0).float(), exact.var(0).float()
+    want = linear_scale_batch_norm(x.double(), weight.double(), None, None, *(t.double() for t in running))
+    in_order = (summed_in_order(x, weight) - running[0]) * (running[1] + 1e-5).rsqrt()
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        got = linear_scale_batch_norm(x, weight, None, None, *running, strategy="one_kernel")
+    assert column_error(got, want) <= 1.02 * column_error(in_order, want) + 2.0**-22
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_not_finite_propagates_as_in_eager(value: float, training: bool) -> None:

@@ -205,7 +205,8 @@ class Launcher:
         with _lock:
             self._kernel = _kernel(text, launch.entry, problem.chip.arch)
         self._config = LaunchConfig(
-            grid=launch.grid.value(problem.batch),
+            grid=launch.grid.value(problem.batch) // launch.cluster,  # cuda.core counts clusters
+            cluster=launch.cluster if launch.cluster > 1 else None,
             block=launch.block,
             shmem_size=launch.shared,
             is_cooperative=launch.cooperative,

@@ -48,7 +48,7 @@ def _folder() -> Path:
 
 
 def _text(launch: Launch, problem: Problem) -> str:
-    read = sources._read.__wrapped__
+    read = getattr(sources._read, "__wrapped__", sources._read)
 
     def emulated_read(name: str) -> str:
         return (HERE / name).read_text(encoding="utf-8") if name.startswith("ptx/") else read(name)
@@ -67,9 +67,9 @@ def _text(launch: Launch, problem: Problem) -> str:
         arguments.append(f"*reinterpret_cast<{c_type}*>(a[{index}])")
     return (
         f'#include "{HERE / "cuda.hpp"}"\n{text}\n'
-        'extern "C" const char* emulate(unsigned grid, unsigned threads, unsigned shared, unsigned resident,'
-        " unsigned seed, void** a) {\n"
-        "  return emulator::run(grid, threads, shared, resident, seed,"
+        'extern "C" const char* emulate(unsigned grid, unsigned cluster, unsigned threads, unsigned shared,'
+        " unsigned resident, unsigned seed, void** a) {\n"
+        "  return emulator::run(grid, cluster, threads, shared, resident, seed,"
         f" [=] {{ {launch.entry}({', '.join(arguments)}); }});\n"
         "}\n"
     )
@@ -104,7 +104,9 @@ class Launcher:
         resident = self._grid if launch.cooperative else 3 if launch.shared else 1
         held = [_memory(value) for value in values]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
-        fault = self._library.emulate(self._grid, launch.block, launch.shared, resident, next(seeds), pointers)
+        fault = self._library.emulate(
+            self._grid, launch.cluster, launch.block, launch.shared, resident, next(seeds), pointers
+        )
         if fault:
             raise EmulationError(f"{launch.entry}: {fault.decode()}")
 

@@ -66,6 +66,7 @@ struct Fiber {
   int copies = 0;  // own bulk copies that have not taken place
   std::vector<std::pair<unsigned, std::function<void()>>> products;  // own multiplications: their group, what to do
   unsigned groups = 0;                                               // of multiplications, committed
+  unsigned cluster_turn = 0;                                         // of the cluster's barrier, when it arrived
 };
 
 struct Block {
@@ -77,11 +78,17 @@ struct Block {
   std::vector<Warp> warps;
   Gate gates[17];  // bar.sync 0 to 15, and one spare
   unsigned alive;
+  std::shared_ptr<struct Cluster> cluster;
+};
+
+struct Cluster : Gate {
+  std::vector<Block*> blocks;
 };
 
 struct Machine {
   std::mt19937 random;
   Index grid, block;
+  unsigned cluster = 1;  // blocks in one
   bool lazy;  // multiplications take place when they are waited for, else at once
   ucontext_t scheduler;
   std::function<void()> kernel;
@@ -138,6 +145,26 @@ T from_lane(T value, unsigned source) {
   return value;
 }
 
+// Clusters: one barrier for all their threads, and each other's shared memory.
+inline void arrive_at_cluster() {
+  Cluster& cluster = *current->block->cluster;
+  current->cluster_turn = cluster.opened;
+  if (++cluster.arrived == machine.cluster * machine.block.x) {
+    cluster.arrived = 0;
+    ++cluster.opened;
+  }
+}
+inline void wait_for_cluster() {
+  const Cluster* cluster = current->block->cluster.get();
+  const unsigned turn = current->cluster_turn;
+  wait("the cluster's barrier", [=] { return cluster->opened != turn; });
+}
+inline const unsigned char* in_cluster(const void* own, unsigned rank) {
+  const Block* peer = current->block->cluster->blocks.at(rank);
+  if (!peer->alive) fail("the shared memory of a block that has left");
+  return peer->shared + (static_cast<const unsigned char*>(own) - current->block->shared);
+}
+
 inline void enter() {
   machine.kernel();
   current->done = true;
@@ -172,12 +199,13 @@ inline std::unique_ptr<Block> start_block(unsigned index, unsigned threads, unsi
 }
 
 // Runs a grid, `resident` blocks at a time; null, or what went wrong.
-inline const char* run(unsigned grid, unsigned threads, unsigned shared, unsigned resident, unsigned seed,
-                       const std::function<void()>& kernel) {
+inline const char* run(unsigned grid, unsigned cluster, unsigned threads, unsigned shared, unsigned resident,
+                       unsigned seed, const std::function<void()>& kernel) {
   static std::string fault;
   machine.random.seed(seed);
   machine.grid.x = grid;
   machine.block.x = threads;
+  machine.cluster = cluster;
   machine.lazy = seed % 2;
   machine.kernel = kernel;
   machine.pending.clear();
@@ -187,8 +215,15 @@ inline const char* run(unsigned grid, unsigned threads, unsigned shared, unsigne
   std::uint64_t turns = 0;
   std::vector<std::pair<Block*, unsigned>> order;  // warps, in the order in which they get their turn
   while (next < grid || !blocks.empty()) {
-    if (blocks.size() < resident && next < grid) {
-      while (blocks.size() < resident && next < grid) blocks.push_back(start_block(next++, threads, shared));
+    if (blocks.size() + cluster <= std::max(resident, cluster) && next < grid) {
+      while (blocks.size() + cluster <= std::max(resident, cluster) && next < grid) {
+        const auto together = std::make_shared<Cluster>();
+        for (unsigned i = 0; i < cluster; ++i) {
+          blocks.push_back(start_block(next++, threads, shared));
+          blocks.back()->cluster = together;
+          together->blocks.push_back(blocks.back().get());
+        }
+      }
       order.clear();
       for (auto& block : blocks)
         for (unsigned w = 0; w < block->warps.size(); ++w) order.emplace_back(block.get(), w);
@@ -230,7 +265,13 @@ inline const char* run(unsigned grid, unsigned threads, unsigned shared, unsigne
       return fault.c_str();
     }
     const size_t before = blocks.size();
-    blocks.erase(std::remove_if(blocks.begin(), blocks.end(), [](auto& b) { return !b->alive; }), blocks.end());
+    const auto left = [](const std::unique_ptr<Block>& b) {  // all of a cluster, for its blocks may look at each other
+      const auto& all = b->cluster->blocks;
+      return std::all_of(all.begin(), all.end(), [](const Block* other) { return !other->alive; });
+    };
+    std::vector<std::unique_ptr<Block>> staying, leaving;
+    for (auto& block : blocks) (left(block) ? leaving : staying).push_back(std::move(block));
+    blocks = std::move(staying);
     if (blocks.size() != before) {
       order.clear();
       for (auto& block : blocks)

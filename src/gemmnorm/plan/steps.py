@@ -74,6 +74,7 @@ class Launch:
         grid: number of blocks. block: threads of each. resident: blocks that must fit on one multiprocessor.
         shared: bytes of dynamic shared memory.
         cooperative: all blocks must run at once, because they wait for each other.
+        cluster: blocks that run together and see each other's shared memory; the grid is a multiple of it.
         maps: tensor maps among the arguments. numbers: arguments that the plan itself decides.
     """
 
@@ -87,6 +88,7 @@ class Launch:
     resident: int = 2
     shared: int = 0
     cooperative: bool = False
+    cluster: int = 1
     maps: tuple[Map, ...] = ()
     numbers: tuple[tuple[str, int], ...] = ()
 
