@@ -143,3 +143,20 @@ def test_the_emulator_reports_what_never_comes(monkeypatch):
         with pytest.raises(EmulationError, match="waits for a counter in global memory"), torch.no_grad():
             run(module, x, "one_kernel", "kOneWave")
     binding.counters.cache_clear()  # the kernel had no chance to leave them at zero
+
+
+def test_captured_calls_have_counters_of_their_own(monkeypatch):
+    """What is allocated during a capture is zeroed by the graph alone, so nobody else gets a part of it."""
+    with emulated(SMALL_HOPPER):
+        memory = binding.Counters(torch.device("cpu"))
+        capturing = [True]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+        first = memory.take(0, 100)
+        capturing[0] = False
+        shared = memory.take(0, 100)
+        assert memory.take(0, 100) == shared and memory.take(1, 100) != shared
+        capturing[0] = True
+        inside, other = memory.take(0, 100), memory.take(0, 100)
+        assert len({first, shared, inside, other}) == 4
+        outside = [b for b in memory._blocks if not b.data_ptr() <= shared < b.data_ptr() + 4 * b.numel()]
+        assert [b.data_ptr() for b in outside] == [first]

@@ -72,7 +72,7 @@ def compare(module, device: str, tolerance: float, batch: int = 40) -> None:
         assert name == other and torch.equal(a, b)
     for training in (True, False):
         old.train(training), new.train(training)
-        x = torch.randn(batch, module.get_inputs()[0].shape[1], device=device)
+        x = torch.randn(batch, module.get_inputs()[0].shape[1], device=device).to(module.get_inputs()[0].dtype)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
         ya, yb = old(a), new(b)
         grad = torch.randn_like(ya)
@@ -110,9 +110,140 @@ def test_a_model_without_a_chain_is_refused_with_the_reason(tmp_path):
     assert not (tmp_path / "new.py").exists()
 
 
-def test_a_strategy_that_cannot_be_printed_says_so(tmp_path):
-    with pytest.raises(GemmNormValueError, match="one_kernel"):
-        exporting.export(EXAMPLES / "small.py", tmp_path / "new.py", strategy="one_kernel", target="sm_90")
+def small(path: Path, dtype: str = "bfloat16", batch: int = 256, features: int = 512) -> Path:
+    """examples/small.py with another dtype, batch size or number of features."""
+    text = (EXAMPLES / "small.py").read_text()
+    for old, new in (
+        ("momentum=momentum)\n", f"momentum=momentum)\n        self.to(torch.{dtype})\n"),
+        ("torch.randn(batch_size, in_features)", f"torch.randn(batch_size, in_features).to(torch.{dtype})"),
+        ("batch_size = 256", f"batch_size = {batch}"),
+        ("out_features = 512", f"out_features = {features}"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+def hopper(folder: Path, strategy: str = "one_kernel", dtype: str = "bfloat16", batch: int = 256):
+    path = small(folder / f"small_{dtype}_{batch}.py", dtype, batch)
+    return exporting.export(path, folder / f"{strategy}_{path.name}", strategy=strategy, target="sm_90")
+
+
+def host_function(source: str, name: str) -> str:
+    """The text of the definition of one host function."""
+    found = re.search(rf"^Tensors {name}\([^;{{]*\{{\n.*?^}}", source, re.M | re.S)
+    assert found, name
+    return found.group()
+
+
+@pytest.mark.parametrize(
+    ("ending", "batch", "condition"),
+    [
+        ("_one_tile", 64, "batch <= 128"),
+        ("_one_wave", 256, r"batch <= 2048 && \d+ \* \(\(batch \+ 127\) / 128\) <= multiprocessors\(\)"),
+        (None, 4096, ""),
+    ],
+)
+def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_path, ending, batch, condition):
+    source = hopper(tmp_path, batch=batch).source
+    chooser = host_function(source, "forward_training")
+    assert "auto run = save ? forward_training_saving : forward_training_alone;" in chooser
+    assert ("if (" in chooser) == (ending is not None)
+    kernels = re.findall(r"gemmnorm::Finish::(\w+), Identity>", source)
+    for save in ("_saving", "_alone"):
+        launch = host_function(source, "forward_training" + save)
+        assert "launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(" in launch
+        assert re.search(r"multiprocessors\(\)\), 384,\s+\d+ /\* shared \*/, true /\* cooperative \*/", launch)
+    if ending is None:
+        assert kernels == ["kPersistent", "kEvaluate"]
+        return
+    run = f"run = save ? forward_training{ending}_saving : forward_training{ending}_alone;"
+    assert re.search(rf"if \({condition}\)\n    {re.escape(run)}", chooser)
+    assert kernels == ["kPersistent", {"_one_tile": "kOneBlock", "_one_wave": "kOneWave"}[ending], "kEvaluate"]
+    waits = "false" if ending == "_one_tile" else "true"
+    assert f"{waits} /* cooperative */" in host_function(source, f"forward_training{ending}_alone")
+
+
+def test_the_own_product_saves_its_group_means_and_evaluation_with_gradients_is_the_librarys(tmp_path):
+    for strategy in ("one_kernel", "gemm_stats_apply"):
+        result = hopper(tmp_path, strategy)
+        source = result.source
+        last = host_function(source, "forward_training" + ("_saving" if strategy == "one_kernel" else ""))
+        assert last.endswith("return {y, product, group_mean, mean, rstd};\n}")
+        assert "pointer<float>(group_mean)" in host_function(source, "backward_training")
+        alone, saving = (host_function(source, f"forward_evaluation_{word}") for word in ("alone", "saving"))
+        assert "launch_hopper(" in alone and "at::mm_out" not in alone and "take_counters" not in alone
+        assert "at::mm_out" in saving and "launch_hopper(" not in saving
+        assert "nullptr /* offset */" in host_function(source, "backward_evaluation")
+        assert {p.strategy for p in result.plans} == {strategy, "cublas_folded_bn"}
+
+
+def test_launches_bind_maps_counters_and_numbers(tmp_path):
+    alone = host_function(hopper(tmp_path).source, "forward_training_one_wave_alone")
+    kind = "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16"
+    assert f"tensor_map(pointer<gemmnorm::bfloat16>(x), {kind}, batch, 512, 128, 64)" in alone
+    assert re.search(rf"tensor_map\(pointer<gemmnorm::bfloat16>\(weight\), {kind}, 512, 512, \d+, 64\)", alone)
+    assert alone.count(f"tensor_map(pointer<gemmnorm::bfloat16>(y), {kind}, batch, 512, 64, 64)") == 2
+    assert "0 /* keep_product */" in alone and "take_counters(x, stream, " in alone
+    source = hopper(tmp_path, dtype="float32").source
+    for ending in ("", "_one_wave"):
+        split = host_function(source, f"forward_training{ending}_saving")
+        counters = int(re.search(r"take_counters\(x, stream, (\d+)\)", split).group(1))
+        assert split.count(f"pointer<unsigned int>(counters) + {counters - 2}") == 3  # `most` is the last two
+        assert "tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 1024, 128, 64)" in split
+        launches = re.findall(r"(launch\w*)\((\w+),", split)
+        assert launches == [
+            ("launch", "fused_gemm_split_x"),
+            ("launch", "fused_gemm_split_weight"),
+            ("launch_hopper", f"fused_gemm_scale_bn{ending}"),
+            ("launch", "fused_gemm_scale_bn_recompute"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "features", "target", "reason"),
+    [
+        ("one_kernel", "bfloat16", 512, "sm_80", "sm_90"),
+        ("gemm_stats_apply", "bfloat16", 512, "sm_100", "sm_90"),
+        ("gemm_stats_apply", "float32", 512, "sm_90", "split operands"),
+        ("one_kernel", "bfloat16", 508, "sm_90", "multiple of 16 bytes"),
+        ("reference", "float32", 512, "sm_90", "no kernels"),
+    ],
+)
+def test_a_strategy_that_cannot_be_written_out_says_why(tmp_path, strategy, dtype, features, target, reason):
+    model = small(tmp_path / "model.py", dtype, features=features)
+    with pytest.raises(GemmNormValueError, match=f"{strategy} cannot be written out for this model: .*{reason}"):
+        exporting.export(model, tmp_path / "new.py", strategy=strategy, target=target)
+
+
+def test_several_chains_with_the_own_product(tmp_path):
+    path = tmp_path / "nested.py"
+    path.write_text(MODEL.replace("    def forward(self, x):\n        return self.head",
+                                  "        self.bfloat16()\n\n    def forward(self, x):\n        return self.head")
+                    .replace("torch.randn(40, 32)", "torch.randn(40, 32).bfloat16()"))  # fmt: skip
+    source = exporting.export(path, None, strategy="one_kernel", target="sm_90").source
+    names = re.findall(r"__launch_bounds__\(\d+, \d\) (\w+)\(", source)
+    assert len(names) == len(set(names))
+    for suffix in ("_1", "_2"):
+        assert f"forward_training{suffix}_one_tile_saving" in host_function(source, f"forward_training{suffix}")
+    compare(load_source(source, "nested_half"), "cpu", 1e-5)
+
+
+def test_the_python_part_with_the_own_product_runs_on_the_cpu_and_refuses_other_gpus(tmp_path, monkeypatch):
+    module = load_source(hopper(tmp_path).source, "small_half")
+    compare(module, "cpu", 1e-5)
+    monkeypatch.setattr(module, "_CUDA_HOME", "/usr/local/cuda")
+    monkeypatch.setattr(module, "_extension", lambda capability: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for index, capability in enumerate([(8, 0), (10, 0), (12, 0)]):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        with pytest.warns(UserWarning, match=r"9\.0 and no other; plain PyTorch") as caught:
+            assert module._kernels_for(torch.device("cuda", index)) is None
+            assert module._kernels_for(torch.device("cuda", index)) is None
+        assert len(caught) == 1
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert module._kernels_for(torch.device("cuda", 3)) == (9, 0)
 
 
 @pytest.mark.parametrize("strategy", ["cublas_bn", "cublas_folded_bn"])
@@ -126,6 +257,12 @@ def test_the_committed_files_are_what_is_generated(name, strategy):
 def test_the_cuda_part_compiles(nested):
     assert exporting.compile_check(nested.path, "sm_90") is None
     assert exporting.compile_check(_broken(nested.path), "sm_90")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_own_product_compiles_for_hopper(tmp_path, dtype):
+    assert exporting.compile_check(hopper(tmp_path, dtype=dtype).path, "sm_90") is None
 
 
 def _broken(path: Path) -> Path:
@@ -158,3 +295,84 @@ def test_built_by_load_inline_and_equal(nested, name, tmp_path):
         compare(module, "cuda", 2e-4 if name == "nested" else 5e-3, batch)
     assert calls
     assert isinstance(module.ModelNew(*module.get_init_inputs()), nn.Module)
+
+
+ON_HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+
+
+def assert_near(found, wanted, batch: int, name: str) -> None:
+    """By norm, within 2 %; of elements that are one, or sums over the batch, where the true values are smaller."""
+    least = (wanted.numel() * batch) ** 0.5
+    error = (found.float() - wanted).norm().item()
+    assert error <= 0.02 * max(wanted.norm().item(), least), f"{name}: {error}"
+
+
+def compare_half(module, batch: int) -> None:
+    """ModelNew in half precision against Model in float32 with the same parameters."""
+    arguments = module.get_init_inputs()
+    torch.manual_seed(5)
+    old = module.Model(*arguments).cuda().float()
+    torch.manual_seed(5)
+    new = module.ModelNew(*arguments).cuda()
+    for training in (True, False):
+        old.train(training), new.train(training)
+        x = torch.randn(batch, module.get_inputs()[0].shape[1], device="cuda").bfloat16()
+        a, b = x.float().requires_grad_(), x.clone().requires_grad_()
+        ya, yb = old(a), new(b)
+        grad = torch.randn_like(yb)
+        old.zero_grad(), new.zero_grad()
+        ya.backward(grad.float()), yb.backward(grad)
+        assert_near(yb, ya, 1, "y")
+        assert_near(b.grad, a.grad, 1, "x")
+        for (name, p), q in zip(old.named_parameters(), new.parameters(), strict=True):
+            assert_near(q.grad, p.grad, batch, name)
+        with torch.no_grad():
+            assert_near(new(x), old(x.float()), 1, "y alone")
+        for (name, p), q in zip(old.named_buffers(), new.buffers(), strict=True):
+            assert_near(q, p.float(), 1, name)
+
+
+def compare_captured(module, batch: int) -> None:
+    """A captured call, replayed among calls that are not, gives what they give."""
+    model = module.ModelNew(*module.get_init_inputs()).cuda()
+    x = torch.randn(batch, module.get_inputs()[0].shape[1], device="cuda").to(module.get_inputs()[0].dtype)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.no_grad():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            model(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            y = model(x)
+        for _ in range(3):
+            x.normal_()
+            wanted = model(x)
+            graph.replay()
+            torch.testing.assert_close(y, wanted)
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "batch"),
+    [
+        ("one_kernel", "bfloat16", 64),
+        ("one_kernel", "bfloat16", 256),
+        ("one_kernel", "float32", 256),
+        ("gemm_stats_apply", "bfloat16", 256),
+    ],
+)
+def test_the_own_product_built_by_load_inline_and_equal(strategy, dtype, batch, tmp_path):
+    """Batches on both sides of every condition: one tile, one wave, more; full and partly empty groups."""
+    module = load_source(hopper(tmp_path, strategy, dtype, batch).source, f"{strategy}_{dtype}_{batch}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert module._kernels_for(torch.device("cuda")) is not None
+    for rows in (40, 128, 129, 1000, 2049, 8192):
+        if dtype == "bfloat16":
+            compare_half(module, rows)
+        else:
+            compare(module, "cuda", 5e-3, rows)
+        compare_captured(module, rows)

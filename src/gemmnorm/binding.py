@@ -210,24 +210,27 @@ class Counters:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._by_stream: dict[tuple[int, int], int] = {}
-        self._pool = torch.zeros(0, dtype=torch.int32, device=device)
-        self._all: list[Tensor] = []
+        self._blocks: list[Tensor] = []  # all memory that was ever handed out
+        self._next, self._end = 0, 0  # addresses: what is left of the newest block
 
     def take(self, stream: int, count: int) -> int:
         """The address of at least `count` numbers for a call on `stream`."""
         capturing = torch.cuda.is_current_stream_capturing()
         size = 1 << max(count - 1, 31).bit_length()
         found = None if capturing else self._by_stream.get((stream, size))
-        if found is None:
-            if self._pool.numel() < size:
-                self._pool = torch.zeros(max(size, 1 << 16), dtype=torch.int32, device=self._device)
-                self._all.append(self._pool)
-                if not capturing:
-                    torch.cuda.current_stream(self._device).synchronize()  # other streams will use the rest of it
-            found = self._pool.data_ptr()
-            self._pool = self._pool[size:]
-            if not capturing:
-                self._by_stream[stream, size] = found
+        if found is not None:
+            return found
+        if self._end - self._next < 4 * size:
+            if capturing:  # set to zero by the graph, at each replay: nobody else may have a part of it
+                self._blocks.append(torch.zeros(size, dtype=torch.int32, device=self._device))
+                return self._blocks[-1].data_ptr()
+            self._blocks.append(torch.zeros(max(size, 1 << 16), dtype=torch.int32, device=self._device))
+            torch.cuda.current_stream(self._device).synchronize()  # other streams will use the rest of it
+            self._next = self._blocks[-1].data_ptr()
+            self._end = self._next + 4 * self._blocks[-1].numel()
+        found, self._next = self._next, self._next + 4 * size
+        if not capturing:
+            self._by_stream[stream, size] = found
         return found
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from .. import activations
 from ..errors import GemmNormRuntimeError
-from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Plan, Problem, Product, c_types
-from ..plan import make_plan as make
+from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Map, Plan, Problem, Product, c_types
 from ..sources import device_source, entry_source
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -29,17 +28,37 @@ _SCALAR_TYPES = {
     "float64": "torch::kFloat64",
     "int64": "torch::kInt64",
 }
+# The copy engine's names. float32 is rounded on the way in, where the tensor cores would truncate.
+_MAP_TYPES = {"float32": "TFLOAT32", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
 # Numbers that a launch may ask for, as expressions in the host function.
-_NUMBERS = ("batch", "features", "scale_stride", "scale_value", "momentum", "eps")
+_NUMBERS = ("batch", "features", "in_features", "scale_stride", "scale_value", "momentum", "eps")
 _GRADIENTS = ("grad_x", "grad_weight", "grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
 _INPUTS = ("x", "weight", "bias", "scale", "running_mean", "running_var", "num_batches_tracked", "bn_weight", "bn_bias")
 
 _KNOWN = {
-    Launch: {"entry", "source", "function", "constants", "arguments", "grid", "block", "resident"},
+    Launch: {"entry", "source", "function", "constants", "arguments", "grid", "block", "resident", "shared",
+             "cooperative", "maps", "numbers"},
+    Map: {"role", "tensor", "rows", "columns"},
     Product: {"out", "left", "right", "transpose_left", "transpose_right"},
     Buffer: {"role", "dtype", "shape"},
-    Plan: {"problem", "phase", "strategy", "steps", "outputs", "workspace", "aliases", "reasons", "seconds", "floor"},
-}
+    Plan: {"problem", "phase", "strategy", "steps", "outputs", "workspace", "aliases", "reasons", "counters", "seconds",
+           "floor"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """Plans of one mode that serve some batch sizes, or all.
+
+    Attributes:
+        ending: what the names of its host functions carry ("" where every batch is served).
+        condition: which batches are served, in C++, with `batch` ("" for every one).
+        plans: save → plan.
+    """
+
+    ending: str
+    condition: str
+    plans: dict[bool, Plan]
 
 
 @dataclass(frozen=True)
@@ -48,30 +67,17 @@ class Site:
 
     Attributes:
         suffix: what its host functions' names end in ("" where the file has one kind of chain only).
-        forward: (training, save) → plan. backward: training → plan.
+        forward: training → cases, of which the last serves every batch. backward: training → plan.
     """
 
     suffix: str
-    forward: dict[tuple[bool, bool], Plan]
+    forward: dict[bool, tuple[Case, ...]]
     backward: dict[bool, Plan]
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        return (*self.forward.values(), *self.backward.values())
-
-
-def plan_site(problem: Problem, strategy: str, suffix: str = "") -> Site:
-    """The four forward and two backward plans of `problem`."""
-
-    def planned(training: bool, save: bool, phase: str) -> Plan:
-        return make(replace(problem, training=training, save=save), strategy, phase)
-
-    modes = (True, False)
-    return Site(
-        suffix,
-        {(training, save): planned(training, save, "forward") for training in modes for save in modes},
-        {training: planned(training, True, "backward") for training in modes},
-    )
+        forward = (plan for cases in self.forward.values() for case in cases for plan in case.plans.values())
+        return (*forward, *self.backward.values())
 
 
 @dataclass(frozen=True)
@@ -106,28 +112,16 @@ def cuda_text(sites: Sequence[Site]) -> CudaText:
     """
     kernels = _Kernels()
     functions = [f for site in sites for f in _functions(site, kernels)]
-    helpers = (TEMPLATES / "host.cu").read_text(encoding="utf-8")
+    launches = [launch for site in sites for plan in site.plans for launch in plan.launches]
+    files = ["host.cu", *(["hopper.cu"] if any(launch.maps for launch in launches) else [])]
+    helpers = [(TEMPLATES / name).read_text(encoding="utf-8") for name in files]
     exposed = [f for f in functions if f.exposed]
     return CudaText(
-        ascii_text(_DECLARATIONS + "\n".join(f"{f.signature};" for f in exposed) + "\n"),
-        ascii_text(kernels.text()),
-        ascii_text("\n".join([helpers, *(f.text for f in functions)])),
+        _DECLARATIONS + "\n".join(f"{f.signature};" for f in exposed) + "\n",
+        kernels.text(),
+        "\n".join([*helpers, *(f.text for f in functions)]),
         tuple(f.name for f in exposed),
     )
-
-
-_ASCII = {
-    "·": "*", "×": "x", "Σ": "sum ", "φ": "phi", "γ": "gamma", "β": "beta", "α": "alpha", "μ": "mu", "σ": "sigma",
-    "δ": "delta", "κ": "kappa", "∂": "d", "²": "^2", "³": "^3", "ᵀ": "^T", "√": "sqrt ", "≤": "<=", "≥": ">=",
-    "≠": "!=", "≈": "~", "→": "->", "←": "<-", "⌈": "ceil(", "⌉": ")", "⌊": "floor(", "⌋": ")", "−": "-", "–": "-",
-    "—": "-", "…": "...", "‖": "|", "∞": "inf", "≡": "==", "ŷ": "y_hat", "⁻": "^-", "°": " deg", "’": "'", "“": '"',
-    "”": '"', "µ": "u", "¹": "^1", "⁰": "^0", "ε": "eps", "≫": ">>", "≪": "<<", "±": "+-", "∈": "in", "½": "1/2",
-}  # fmt: skip
-
-
-def ascii_text(text: str) -> str:
-    """`text` with the mathematical letters of comments spelled out: compilers and editors differ on anything else."""
-    return "".join(_ASCII.get(c, c) for c in text)
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -209,17 +203,17 @@ class _Function:
 
 def _functions(site: Site, kernels: _Kernels) -> list[_Function]:
     found: list[_Function] = []
-    for training in (True, False):
-        plain, saving = site.forward[training, False], site.forward[training, True]
+    for training, cases in site.forward.items():
+        plain, saving = cases[-1].plans[False], cases[-1].plans[True]
         name = f"forward_{'training' if training else 'evaluation'}{site.suffix}"
-        if plain.steps == saving.steps and not saving.aliases:
+        if len(cases) == 1 and plain.steps == saving.steps and not saving.aliases:
             found.append(_forward(name, plain, saving, kernels, site.suffix))
         else:
-            found += _forward_by_save(name, plain, saving, kernels, site.suffix)
-    for training in (True, False):
+            found += _forward_by_case(name, cases, kernels, site.suffix)
+    for training, plan in site.backward.items():
         name = f"backward_{'training' if training else 'evaluation'}{site.suffix}"
-        saved = saved_roles(site.forward[training, True])
-        found.append(_backward(name, site.backward[training], saved, kernels, site.suffix))
+        saved = saved_roles(site.forward[training][-1].plans[True])
+        found.append(_backward(name, plan, saved, kernels, site.suffix))
     return found
 
 
@@ -228,50 +222,12 @@ def saved_roles(plan: Plan) -> tuple[str, ...]:
     return tuple(b.role for b in plan.outputs if b.role != "y")
 
 
-def _forward_signature(name: str, problem: Problem) -> str:
-    batch, out = "[batch, {}]", f"[{problem.out_features}]"
-    return _signature(
-        name,
-        [
-            f"const torch::Tensor& x /* {batch.format(problem.in_features)} */",
-            f"const torch::Tensor& weight /* [{problem.out_features}, {problem.in_features}] */",
-            f"const MaybeTensor& bias /* {out} */",
-            f"const MaybeTensor& scale /* {out} or [1] */",
-            "double scale_value",
-            f"const MaybeTensor& running_mean /* {out} */",
-            f"const MaybeTensor& running_var /* {out} */",
-            "const MaybeTensor& num_batches_tracked",
-            f"const MaybeTensor& bn_weight /* {out} */",
-            f"const MaybeTensor& bn_bias /* {out} */",
-            "double momentum",
-            "double eps",
-            "bool save",
-        ],
-    )
-
-
-def _backward_signature(name: str, problem: Problem, saved: Iterable[str]) -> str:
-    out = f"[{problem.out_features}]"
-    return _signature(
-        name,
-        [
-            f"const torch::Tensor& grad /* [batch, {problem.out_features}] */",
-            f"const torch::Tensor& x /* [batch, {problem.in_features}] */",
-            f"const torch::Tensor& weight /* [{problem.out_features}, {problem.in_features}] */",
-            f"const MaybeTensor& bias /* {out} */",
-            f"const MaybeTensor& scale /* {out} or [1] */",
-            "double scale_value",
-            f"const MaybeTensor& bn_weight /* {out} */",
-            f"const MaybeTensor& bn_bias /* {out} */",
-            *(f"const torch::Tensor& {role}" for role in saved),
-            "double eps",
-            "const std::vector<bool>& needs",
-        ],
-    )
-
-
-def _signature(name: str, parameters: Iterable[str]) -> str:
-    return _wrap(f"Tensors {name}(", list(parameters), ")")
+def _signature(name: str, direction: str, problem: Problem, saved: Iterable[str] = ()) -> str:
+    """The head of a host function: `templates/<direction>.txt` has its parameters, one a line."""
+    text = (TEMPLATES / f"{direction}.txt").read_text(encoding="utf-8")
+    kept = "\n".join(f"const torch::Tensor& {role}" for role in saved)
+    text = text.format(inner=problem.in_features, features=problem.out_features, saved=kept)
+    return _wrap(f"Tensors {name}(", text.splitlines(), ")")
 
 
 def _forward(name: str, plain: Plan, saving: Plan, kernels: _Kernels, suffix: str) -> _Function:
@@ -279,7 +235,7 @@ def _forward(name: str, plain: Plan, saving: Plan, kernels: _Kernels, suffix: st
     saved = saved_roles(saving)
     mode = "Batch statistics" if plain.problem.training else "Running statistics"
     comment = f"// {mode}. Returns y and, with `save`, what the backward needs: {', '.join(saved)}."
-    signature = _forward_signature(name, plain.problem)
+    signature = _signature(name, "forward", plain.problem)
     body = _Body(saving, kernels, suffix, _INPUTS)
     aliases = dict(plain.aliases)
     kept = {b.role for b in plain.outputs} | {b.role for b in plain.workspace}
@@ -296,25 +252,37 @@ def _forward(name: str, plain: Plan, saving: Plan, kernels: _Kernels, suffix: st
     return _Function(name, signature, body.function(comment, signature))
 
 
-def _forward_by_save(name: str, plain: Plan, saving: Plan, kernels: _Kernels, suffix: str) -> list[_Function]:
-    """Two functions, where keeping something for the backward takes other steps, and one that chooses."""
-    found = []
-    for plan, ending in ((plain, "_alone"), (saving, "_saving")):
-        body = _Body(plan, kernels, suffix, _INPUTS)
-        signature = _forward_signature(name + ending, plan.problem)
-        for buffer in plan.outputs:
-            body.tensor(buffer)
-        body.workspace(plan.workspace)
-        body.aliases()
-        body.steps()
-        body.line(f"return {{{', '.join(['y', *(saved_roles(plan) if plan is saving else ())])}}};")
-        comment = "// y alone." if plan is plain else f"// y, and for the backward {', '.join(saved_roles(plan))}."
-        found.append(_Function(name + ending, signature, body.function(comment, signature), exposed=False))
-    signature = _forward_signature(name, plain.problem)
-    names = ", ".join(_parameter_names(signature))
-    body_text = f"  return save ? {name}_saving({names})\n              : {name}_alone({names});\n"
-    found.append(_Function(name, signature, f"{signature} {{\n{body_text}}}\n"))
-    return found
+def _forward_by_case(name: str, cases: Sequence[Case], kernels: _Kernels, suffix: str) -> list[_Function]:
+    """A function for each plan, where they take other steps by batch or by what they keep, and one that chooses."""
+    found: list[_Function] = []
+    choice: list[str] = []
+    for case in reversed(cases):  # what the cases share is named without an ending
+        for save, plan in sorted(case.plans.items()):
+            inner = f"{name}{case.ending}_{'saving' if save else 'alone'}"
+            body = _Body(plan, kernels, case.ending + suffix, _INPUTS)
+            signature = _signature(inner, "forward", plan.problem)
+            for buffer in plan.outputs:
+                body.tensor(buffer)
+            body.workspace(plan.workspace)
+            body.aliases()
+            body.steps()
+            saved = saved_roles(plan) if save else ()
+            body.line(f"return {{{', '.join(['y', *saved])}}};")
+            what = f"y, and for the backward {', '.join(saved)}" if save else "y alone"
+            found.append(_Function(inner, signature, body.function(f"// {what}: {plan.strategy}.", signature), False))
+        head = f"  if ({case.condition})\n    run" if case.condition else "  auto run"
+        choice.append(f"{head} = save ? {name}{case.ending}_saving : {name}{case.ending}_alone;")
+    signature = _signature(name, "forward", cases[-1].plans[False].problem)
+    lines = [
+        f"// Chooses {'by the batch, and ' if len(cases) > 1 else ''}by whether something is kept for the backward.",
+        f"{signature} {{",
+        "  const c10::cuda::CUDAGuard guard(x.device());",
+        *(["  const int64_t batch = x.size(0);"] if len(cases) > 1 else []),
+        *choice,
+        _wrap("  return run(", _parameter_names(signature), ");"),
+        "}\n",
+    ]
+    return [*found, _Function(name, signature, "\n".join(lines))]
 
 
 def _parameter_names(signature: str) -> list[str]:
@@ -328,7 +296,7 @@ def _backward(name: str, plan: Plan, saved: Sequence[str], kernels: _Kernels, su
         f"// Through {mode} statistics. Returns the gradients of x, weight, bias, scale, bn_weight and bn_bias; those\n"
         "// that `needs` leaves out are undefined."
     )
-    signature = _backward_signature(name, plan.problem, saved)
+    signature = _signature(name, "backward", plan.problem, saved)
     body = _Body(plan, kernels, suffix, ("grad_y", "x", "weight", "bias", "scale", "bn_weight", "bn_bias", *saved))
     body.line("const torch::Tensor grad_y = dense(grad);")
     for buffer in plan.outputs:
@@ -362,8 +330,10 @@ class _Body:
         self.lines.append(f"  {text}")
 
     def extent(self, extent: Extent) -> str:
-        """An extent as an expression, the number of row groups by name."""
+        """An extent as an expression, the number of row groups and of multiprocessors by name."""
         text = extent.cpp()
+        if extent.limit and self.plan.problem.chip and extent.limit == self.plan.problem.chip.multiprocessors:
+            text = text.replace(f", {extent.limit})", ", multiprocessors())")
         if extent.rows > 1:
             name = "groups" if extent.rows == GROUP_ROWS else f"tiles_of_{extent.rows}"
             self.row_counts[name] = extent.rows
@@ -417,6 +387,9 @@ class _Body:
         if "scale_stride" in arguments:
             features = self.plan.problem.out_features
             self.line(f"const int scale_stride = scale && scale->numel() == {features} ? 1 : 0;")
+        if self.plan.counters:
+            self.tensors.add("counters")
+            self.line(f"const torch::Tensor counters = take_counters(x, stream, {self.plan.counters});")
         self.line("")
         for step in self.plan.steps:
             if isinstance(step, Product):
@@ -437,11 +410,36 @@ class _Body:
 
     def launch(self, step: Launch) -> None:
         name = self.kernels.name(step, self.plan.problem, self.suffix)
-        head = [name, self.extent(step.grid), str(step.block), "stream"]
-        self.lines += _wrap("  launch(", [*head, *map(self.argument, step.arguments)], ");").split("\n")
+        own = {role: f"{value} /* {role} */" for role, value in step.numbers}
+        own |= {m.role: self.tensor_map(m) for m in step.maps}
+        arguments = [own.get(role) or self.argument(role) for role in step.parameters]
+        size = [self.extent(step.grid), str(step.block)]
+        if step.shared or step.cooperative:
+            waits = "true" if step.cooperative else "false"
+            head, more = "  launch_hopper(", [f"{step.shared} /* shared */", f"{waits} /* cooperative */"]
+        else:
+            head, more = "  launch(", []
+        self.lines += _wrap(head, [name, *size, *more, "stream", *arguments], ");").split("\n")
+
+    def tensor_map(self, found: Map) -> str:
+        """The expression that encodes a tensor map."""
+        _check_known(found)
+        p, role = self.plan.problem, dict(self.plan.aliases).get(found.tensor, found.tensor)
+        buffers = {b.role: b for b in (*self.plan.outputs, *self.plan.workspace)}
+        buffers["x"] = Buffer("x", p.dtype, (Extent(1, 1), Extent(p.in_features)))
+        buffers["weight"] = Buffer("weight", p.dtype, (Extent(p.out_features), Extent(p.in_features)))
+        rows, columns = map(self.extent, buffers[role].shape)
+        kind = f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[buffers[role].dtype]}"
+        return f"tensor_map({self.argument(role)}, {kind}, {rows}, {columns}, {found.rows}, {found.columns})"
 
     def argument(self, role: str) -> str:
         """What a launch is given for `role`."""
+        if role == "stored_product":
+            role = "product"
+        elif role == "offset" and self.plan.keeps_offsets:
+            role = "group_mean"
+        elif role == "most":
+            return f"{self.argument('counters')} + {self.plan.counters - 2}"
         if role in self.pointers:
             return role
         if role in self.tensors:
@@ -450,7 +448,8 @@ class _Body:
             return f"nullptr /* {role} */"
         if role not in _NUMBERS:
             raise GemmNormRuntimeError(f"export: no host expression is known for the argument {role!r}")
-        return str(self.plan.problem.out_features) if role == "features" else role
+        constants = {"features": self.plan.problem.out_features, "in_features": self.plan.problem.in_features}
+        return str(constants.get(role, role))
 
     def function(self, comment: str, signature: str) -> str:
         start = [

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch import nn
 
 from .. import activations, plan
 from ..errors import GemmNormRuntimeError, GemmNormValueError
-from ..plan import Plan, Problem
+from ..plan import GROUP_ROWS, OWN_GEMM, Plan, Problem
+from ..plan.hopper import MOST_GROUPS_IN_ONE_WAVE
 from . import cpp
 from .analysis import OwnerPlan, analyse
 from .fuse import FuseReport, fuse_report
@@ -55,7 +56,8 @@ def export(
     """Write the replacement of the model in `model_path` to `output_path` (None: only return the text).
 
     Args:
-        target: `sm_80`, `sm_90`, …: the GPU that the plans are made for; the file runs on that one and newer ones.
+        target: `sm_80`, `sm_90`, …: the GPU that the plans are made for; the file runs on that one and newer ones,
+            with Hopper's own strategies (`one_kernel`, `gemm_stats_apply`) on `sm_90` alone.
         strategy: one of `gemmnorm.plan.STRATEGIES`; default `cublas_folded_bn`.
 
     Raises:
@@ -123,13 +125,74 @@ def _sites(
             activation, True, False, scaled, plan.chip_for(arch),
         )  # fmt: skip
         reason = plan.applicable(problem)[strategy]
-        if reason is None and strategy not in ("cublas_bn", "cublas_folded_bn"):
-            reason = "its launches are not printed as C++ yet"
+        if strategy in OWN_GEMM and arch != 90:
+            reason = f"its kernels need the target sm_90; this one is {target}"
+        elif strategy == "reference":
+            reason = "it has no kernels"
         if reason is not None:
             raise GemmNormValueError(f"strategy: {strategy} cannot be written out for this model: {reason}")
         suffix = "" if len(kinds) == 1 else f"_{index + 1}"
-        sites[kinds[index]] = (cpp.plan_site(problem, strategy, suffix), suffix)
+        sites[kinds[index]] = (plan_site(problem, strategy, suffix), suffix)
     return sites, names
+
+
+def plan_site(problem: Problem, strategy: str, suffix: str = "") -> cpp.Site:
+    """The plans of both modes and directions for any batch, and those for batches like `problem`'s where others serve.
+
+    A strategy that cannot keep what a backward needs gives way to the library's product there, as at run time.
+    """
+
+    def backward(training: bool) -> Plan:
+        return plan.make_plan(replace(problem, training=training, save=True), strategy, "backward")
+
+    modes = (True, False)
+    return cpp.Site(
+        suffix,
+        {training: _cases(replace(problem, training=training), strategy) for training in modes},
+        {training: backward(training) for training in modes},
+    )
+
+
+def _cases(problem: Problem, strategy: str) -> tuple[cpp.Case, ...]:
+    """A plan is made for one batch. Where it serves few others, that of a batch large enough to serve all is added."""
+
+    def plans(p: Problem) -> dict[bool, Plan]:
+        return {save: plan.make_plan(replace(p, save=save), strategy) for save in (True, False)}
+
+    found = plans(problem)
+    narrow = _narrow(found[False])
+    if narrow is None:
+        return (cpp.Case("", "", found),)
+    large = problem
+    while _narrow(plans(large)[False]) is not None:
+        large = replace(large, batch=2 * large.batch)
+    return (cpp.Case(*narrow, found), cpp.Case("", "", plans(large)))
+
+
+def _narrow(found: Plan) -> tuple[str, str] | None:
+    """A word for the batches that a plan serves, and the condition in C++; None where it serves all."""
+    for launch in found.launches:
+        tiles = launch.grid
+        if "gemmnorm::Finish::kOneBlock" in launch.constants:  # a block has all rows of its features
+            return "_one_tile", f"batch <= {tiles.rows}"
+        if "gemmnorm::Finish::kOneWave" in launch.constants:  # blocks wait for each other, each with its one tile
+            most, count = GROUP_ROWS * MOST_GROUPS_IN_ONE_WAVE, replace(tiles, limit=0).cpp()
+            return "_one_wave", f"batch <= {most} && {count} <= multiprocessors()"
+    return None
+
+
+_ASCII = {
+    "·": "*", "×": "x", "Σ": "sum ", "φ": "phi", "γ": "gamma", "β": "beta", "α": "alpha", "μ": "mu", "σ": "sigma",
+    "δ": "delta", "κ": "kappa", "∂": "d", "²": "^2", "³": "^3", "ᵀ": "^T", "√": "sqrt ", "≤": "<=", "≥": ">=",
+    "≠": "!=", "≈": "~", "→": "->", "←": "<-", "⌈": "ceil(", "⌉": ")", "⌊": "floor(", "⌋": ")", "−": "-", "–": "-",
+    "—": "-", "…": "...", "‖": "|", "∞": "inf", "≡": "==", "ŷ": "y_hat", "⁻": "^-", "°": " deg", "’": "'", "“": '"',
+    "”": '"', "µ": "u", "¹": "^1", "⁰": "^0", "ε": "eps", "≫": ">>", "≪": "<<", "±": "+-", "∈": "in", "½": "1/2",
+}  # fmt: skip
+
+
+def ascii_text(text: str) -> str:
+    """`text` with the mathematical letters of comments spelled out: compilers and editors differ on anything else."""
+    return "".join(_ASCII.get(c, c) for c in text)
 
 
 def _python(
@@ -144,7 +207,7 @@ def _python(
     arch = int(re.sub(r"\D", "", target))
     chains = []
     for (inner, features, activation, _), (site, suffix) in sites.items():
-        dtype = next(iter(site.forward.values())).problem.dtype
+        dtype = site.plans[0].problem.dtype
         problem = f"({inner}, {features}, torch.{dtype}, {activation is not None}, {suffix!r})"
         what = f"Linear({inner}, {features}) -> scale -> BatchNorm1d" + (f" -> {activation}" if activation else "")
         chains.append(
@@ -152,21 +215,26 @@ def _python(
             f'    """{what}."""\n'
             f"    return _chain({problem}, x, linear, bn, scale, activation)\n"
         )
+    own = strategy in OWN_GEMM  # instructions that one compute capability has and no newer one
     return template.format(
-        title=f"generated for {target} and newer",
+        title=f"generated for {plan.target(arch)} only" if own else f"generated for {target} and newer",
         strategy=strategy,
-        declarations=text.declarations,
-        kernels=text.kernels,
-        host=text.host,
+        declarations=ascii_text(text.declarations),
+        kernels=ascii_text(text.kernels),
+        host=ascii_text(text.host),
         functions=list(text.functions),
+        unserved="!=" if own else "<",
         capability=(arch // 10, arch % 10),
-        capability_text=f"{arch / 10}",
+        capability_text=f"{arch / 10}" + (" and no other" if own else ""),
+        aligned=_ALIGNED if own else "",
         chains="\n\n".join(chains),
         activations=", ".join(sorted(_called_activations(names))),
         classes="\n\n".join(_classes(owners, sites, names)),
     )
 
 
+# The copy engine reads the weight too, from addresses that are multiples of 16.
+_ALIGNED = "    weight = weight.clone() if weight.data_ptr() % 16 else weight\n"
 _FUNCTIONS = {
     "relu": "torch.relu",
     "gelu": "torch.nn.functional.gelu",

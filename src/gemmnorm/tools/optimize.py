@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import gemmnorm
+from gemmnorm import plan
 from gemmnorm.errors import GemmNormValueError
 
 from . import report
@@ -211,10 +212,11 @@ def what_was_run(document: dict[str, Any]) -> list[str]:
     if device == "cuda":
         gpu = document["environment"].get("gpu")
         return [f"Run on {gpu}: {output} ({strategy}, {target}) was verified and timed, the fused model was timed."]
+    newer = "" if strategy in plan.OWN_GEMM else " and newer"  # Hopper's instructions are no other GPU's
     said = [
         f"Run, on the CPU: {output} and the fused model in the package, both through plain PyTorch ops;"
         f" {output} was verified, both were timed. The CPU's times say nothing about a GPU's.",
-        f"Not run: the CUDA kernels in {output} ({strategy}, for {target} and newer), because there is no GPU here.",
+        f"Not run: the CUDA kernels in {output} ({strategy}, for {target}{newer}), because there is no GPU here.",
     ]
     compiled = document.get("compiled") or {}
     if compiled.get("nvcc") is None:

@@ -1,0 +1,112 @@
+// What the kernels with Hopper's own product ask of the host besides: tensor maps, counters, and larger launches.
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <tuple>
+#include <cuda.h>  // types only: the one function of the driver is looked up at run time
+
+namespace {
+
+int64_t multiprocessors() {
+  int device = 0, count = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's own function, through the runtime, so that nothing is linked against the driver.
+EncodeTiled find_encode_tiled() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult status = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+  C10_CUDA_CHECK(
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status));
+#else
+  C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &status));
+#endif
+  TORCH_CHECK(status == cudaDriverEntryPointSuccess && found, "the driver has no cuTensorMapEncodeTiled");
+  return reinterpret_cast<EncodeTiled>(found);
+}
+
+// The copy engine's view of a contiguous [rows, columns] matrix, cut into boxes, swizzled over 128 bytes as the tensor
+// cores read it; zero beyond the matrix. It holds an address and sizes, nothing of the contents.
+template <class T>
+gemmnorm::TensorMap tensor_map(const T* matrix, CUtensorMapDataType type, int64_t rows, int64_t columns, int box_rows,
+                               int box_columns) {
+  static const EncodeTiled encode = find_encode_tiled();
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t row_bytes[] = {static_cast<cuuint64_t>(columns * sizeof(T))};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, type, 2, const_cast<T*>(matrix), sizes, row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refuses a [", rows, ", ", columns, "] matrix: error ",
+              static_cast<int>(result));
+  gemmnorm::TensorMap opaque;
+  static_assert(sizeof(opaque) == sizeof(map), "the kernels and cuda.h disagree about a tensor map");
+  std::memcpy(&opaque, &map, sizeof(map));
+  return opaque;
+}
+
+// Numbers that are zero whenever no kernel runs on them: the kernels leave them as they found them. Calls on one stream
+// follow each other and share theirs. A captured call may be replayed at any time, beside anything: it gets numbers of
+// its own, out of its graph's memory, which the graph sets to zero at each replay.
+torch::Tensor take_counters(const torch::Tensor& like, cudaStream_t stream, int64_t count) {
+  const auto zeros = [&] { return torch::zeros({count}, like.options().dtype(torch::kInt32).requires_grad(false)); };
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
+  if (capture != cudaStreamCaptureStatusNone) return zeros();
+  static std::mutex mutex;
+  // Never destroyed: when the process ends, CUDA may have gone before.
+  static auto& known = *new std::map<std::tuple<int, cudaStream_t, int64_t>, torch::Tensor>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  torch::Tensor& found = known[{static_cast<int>(like.device().index()), stream, count}];
+  if (!found.defined()) found = zeros();
+  return found;
+}
+
+// Lifts the limit of 48 KB on a kernel's dynamic shared memory, once for each device.
+void allow_shared(const void* kernel, int bytes) {
+  if (bytes <= 48 * 1024) return;
+  static std::mutex mutex;
+  static std::set<std::pair<const void*, int>> done;
+  int device = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (done.count({kernel, device})) return;
+  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  done.insert({kernel, device});
+}
+
+// With dynamic shared memory; and `cooperative` where blocks wait for each other, so that all of them must run at once.
+// Else the kernel may start early, as `launch` has it.
+template <class... Parameters, class... Arguments>
+void launch_hopper(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, bool cooperative,
+                   cudaStream_t stream, Arguments... arguments) {
+  allow_shared(reinterpret_cast<const void*>(kernel), shared);
+  cudaLaunchAttribute attribute = {};
+  if (cooperative) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
