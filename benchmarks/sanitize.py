@@ -25,11 +25,14 @@ SIZES = {
 
 
 def main() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = True
     names = sys.argv[1:] or list(SIZES)
-    for name, strategy, dtype, training in itertools.product(
-        names, STRATEGIES[:-1], (torch.bfloat16, torch.float32), (True, False)
+    for name, strategy, (dtype, arithmetic), training in itertools.product(
+        names,
+        STRATEGIES[:-1],
+        ((torch.bfloat16, "none"), (torch.float32, "tf32"), (torch.float32, "none")),
+        (True, False),
     ):
+        torch.backends.cuda.matmul.fp32_precision = arithmetic
         batch, inner, features = SIZES[name]
         module = gemmnorm.LinearScaleBatchNorm1d(inner, features, activation="relu", device="cuda", dtype=dtype)
         module.train(training)
@@ -42,7 +45,10 @@ def main() -> None:
         with gemmnorm.set_strategy("reference"), torch.no_grad():
             expected = module(x)
         worst = float((y - expected).abs().max())
-        print(f"{name}, {strategy}, {dtype}, {'training' if training else 'evaluation'}: {worst:.3g}", flush=True)
+        print(
+            f"{name}, {strategy}, {dtype}, {arithmetic}, {'training' if training else 'evaluation'}: {worst:.3g}",
+            flush=True,
+        )
         assert worst < 0.1, "wrong under the tool"
 
 

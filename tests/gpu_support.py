@@ -41,14 +41,19 @@ def poisoned_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def precision(name: str) -> Iterator[torch.dtype]:
-    """PyTorch's switches as `name` wants them; gives the model's dtype."""
+    """PyTorch's switches as `name` wants them; gives the model's dtype.
+
+    "fp32" is PyTorch's default, float32 accuracy; setting `allow_tf32` to False asks for float32 arithmetic by name.
+    """
     dtype, tf32 = PRECISIONS[name]
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
+    matmul = torch.backends.cuda.matmul
+    switch = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
+    before = getattr(matmul, switch)
+    setattr(matmul, switch, ("tf32" if tf32 else "none") if switch == "fp32_precision" else tf32)
     try:
         yield dtype
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        setattr(matmul, switch, before)
 
 
 def model(dtype: torch.dtype, in_features: int, out_features: int, training: bool = True, **options: Any) -> Chain:

@@ -6,14 +6,12 @@ tiles that are not filled, groups without rows. Speed and races are the GPU suit
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from emulator import COMPILER, EmulationError, emulated
-from gpu_support import assert_accurate, error, poisoned_memory
+from gpu_support import assert_accurate, error, poisoned_memory, precision
 from support import Chain, arguments, step, stir, twin
 from torch import Tensor
 
@@ -22,7 +20,6 @@ from gemmnorm import binding, driver, linear_scale_batch_norm, plan, runtime
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 SMALL_HOPPER = plan.chip_for(90, 3)  # so few multiprocessors that a small problem takes many waves
-TYPES = {"bf16": (torch.bfloat16, False), "fp16": (torch.float16, False), "tf32": (torch.float32, True)}
 
 
 def run(module: Chain, x: Tensor, strategy: str, finish: str | None = None) -> Tensor:
@@ -36,22 +33,8 @@ def run(module: Chain, x: Tensor, strategy: str, finish: str | None = None) -> T
     return y
 
 
-@contextlib.contextmanager
-def tf32_allowed() -> Iterator[None]:
-    """TF32 inside; outside the switch that was set, which is not the same as setting `allow_tf32` to False."""
-    matmul = torch.backends.cuda.matmul
-    name = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
-    before = getattr(matmul, name)
-    matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        setattr(matmul, name, before)
-
-
 def check(chip, strategy, name, batch, in_features, out_features, training=True, finish=None, **options):
-    dtype, tf32 = TYPES.get(name, (torch.float32, False))
-    with tf32_allowed() if tf32 else contextlib.nullcontext():
+    with precision(name) as dtype:
         module = stir(Chain(in_features, out_features, **options)).to(dtype).train(training)
         x, grad = (torch.randn(batch, n, dtype=dtype) for n in (in_features, out_features))
         exact, eager, ours = twin(module).double(), twin(module), twin(module)
@@ -63,7 +46,7 @@ def check(chip, strategy, name, batch, in_features, out_features, training=True,
                 assert error(y, want["y"], columns=False) <= 1.25 * error(theirs["y"], want["y"], columns=False) + 1e-3
                 return
             got = step(ours, lambda x: run(ours, x, strategy, finish), x, grad)
-        assert_accurate(got, theirs, want, module, x, grad, 2.0**-11 if tf32 else 0.0, factor=1.5)
+        assert_accurate(got, theirs, want, module, x, grad, 2.0**-11 if name == "tf32" else 0.0, factor=1.5)
 
 
 @pytest.mark.parametrize("training", [True, False])

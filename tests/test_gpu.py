@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import test_split
 import torch
 import torch.nn.functional as F
 from gpu_support import assert_accurate, error, fused, golden, model, poisoned_memory, precision
@@ -188,6 +189,20 @@ def test_mean_far_larger_than_the_deviation(strategy, name, ratio, batch):
         assert error(got, exact) <= 1.1 * error(eager, exact) + 1e-6 + (4e-3 if name == "bf16" else 0.0)
         if name == "bf16" and strategy in ("gemm_stats_apply", "one_kernel"):
             assert error(got, exact) <= 5e-3
+
+
+@pytest.mark.parametrize("name", test_split.CASES)
+def test_split_operands_are_never_worse_than_float32(name):
+    """The families of test_split.py, at their sizes and repeated eightfold along K."""
+    for copies in (1, 8):
+        x, weight = (t.repeat(1, copies).cuda() for t in test_split.CASES[name][:2])
+        exact, eager = test_split.chain(x.double(), weight.double()), test_split.chain(x, weight)
+        with precision("fp32"), gemmnorm.runtime.recording() as plans:
+            got = test_split.chain(x, weight, strategy="one_kernel")
+        if plans[0].strategy != "one_kernel":
+            pytest.skip(dict(plans[0].reasons)["one_kernel"])
+        ours, theirs = test_split.column_error(got, exact), test_split.column_error(eager, exact)
+        assert ours <= 1.02 * theirs + 2.0**-22
 
 
 @pytest.mark.parametrize("strategy", KERNELS)

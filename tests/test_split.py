@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from emulator import COMPILER, emulated
-from gpu_support import poisoned_memory
+from gpu_support import poisoned_memory, precision
 from test_emulated import SMALL_HOPPER, check
 from torch import Tensor
 
@@ -23,14 +23,8 @@ BATCH, INNER, FEATURES = 150, 256, 72
 
 @pytest.fixture(autouse=True)
 def _default_precision() -> Iterator[None]:
-    """PyTorch's default, float32 accuracy by whatever arithmetic, which setting `allow_tf32` to False is not."""
-    matmul = torch.backends.cuda.matmul
-    before = getattr(matmul, "fp32_precision", None)
-    if before is not None:
-        matmul.fp32_precision = "none"
-    yield
-    if before is not None:
-        matmul.fp32_precision = before
+    with precision("fp32"):
+        yield
 
 
 @pytest.fixture
