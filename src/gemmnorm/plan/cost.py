@@ -23,3 +23,10 @@ def sweep_seconds(problem: Problem, reads: int, writes: int) -> float:
     elements = problem.batch * problem.out_features
     traffic = elements * (reads * DTYPE_BYTES[problem.dtype] + writes * DTYPE_BYTES[problem.out_dtype])
     return traffic / chip.bandwidth + 2e-6 * (reads + writes)
+
+
+def split_seconds(problem: Problem) -> float:
+    """float32 by split operands: three half-precision products, after a pass that reads and writes x and the weight."""
+    chip = problem.chip or CHIPS[90]
+    elements = (problem.batch + problem.out_features) * problem.in_features
+    return 3 * problem.flops / chip.tensor_half + 8 * elements / chip.bandwidth + 10e-6

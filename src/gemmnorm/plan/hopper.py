@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import library
-from .cost import gemm_seconds
+from .cost import gemm_seconds, split_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
 from .steps import NOTHING, THREADS, Buffer, Extent, Launch, Map, Plan, Step
@@ -228,7 +228,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         tuple(workspace),
         aliases,
         counters=counters,
-        seconds=gemm_seconds(problem) * (1.06 if problem.training else 1.01),
+        seconds=(split_seconds if problem.split else gemm_seconds)(problem) * (1.06 if problem.training else 1.01),
         floor=gemm_seconds(problem),
     )
 

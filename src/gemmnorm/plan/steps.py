@@ -197,11 +197,13 @@ class Plan:
 
     def __str__(self) -> str:
         p = self.problem
+        split = p.split and self.strategy in OWN_GEMM and self.phase == "forward"
+        arithmetic = "three float16 products" if split else p.arithmetic
         kind = ("training" if p.training else "evaluation") + " " + self.phase
         where = "plain PyTorch ops" if self.strategy == "reference" else f"sm_{p.chip.arch if p.chip else 80}"
         lines = [
             f"{p.batch} × {p.in_features} → {p.out_features}, {p.dtype}"
-            + (f" ({p.arithmetic})" if p.dtype == "float32" else "")
+            + (f" ({arithmetic})" if p.dtype == "float32" else "")
             + f", {kind}: {self.strategy} ({where})"
         ]
         for step in self.steps:
