@@ -260,9 +260,8 @@ def test_the_cuda_part_compiles(nested):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_own_product_compiles_for_hopper(tmp_path, dtype):
-    assert exporting.compile_check(hopper(tmp_path, dtype=dtype).path, "sm_90") is None
+def test_the_own_product_compiles_for_hopper(tmp_path):
+    assert exporting.compile_check(hopper(tmp_path, dtype="float32").path, "sm_90") is None
 
 
 def _broken(path: Path) -> Path:
