@@ -143,3 +143,41 @@ def test_captured_calls_have_counters_of_their_own(monkeypatch):
         assert len({first, shared, inside, other}) == 4
         outside = [b for b in memory._blocks if not b.data_ptr() <= shared < b.data_ptr() + 4 * b.numel()]
         assert [b.data_ptr() for b in outside] == [first]
+
+
+@pytest.mark.parametrize("strategy", ["one_kernel", "cublas_folded_bn"])
+def test_the_registered_operator_and_its_fake_agree(strategy):
+    """The dispatcher's path, which eager calls do not take: schema, shapes of what is kept, forward and backward."""
+    module = stir(Chain(32, 24, scale_shape=(24,))).bfloat16().requires_grad_(False)
+    bn = module.bn
+    x, grad = torch.randn(70, 32, dtype=torch.bfloat16), torch.randn(70, 24, dtype=torch.bfloat16)
+    linear = (x, module.gemm.weight, module.gemm.bias, module.scale, 1.0)
+    running = (bn.running_mean, bn.running_var, bn.num_batches_tracked)
+    forward = torch.ops.gemmnorm.linear_scale_batch_norm.default
+    backward = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default
+    checks = ("test_schema", "test_faketensor")
+    with emulated(SMALL_HOPPER):
+        arguments_ = (*linear, *running, bn.weight, bn.bias, True, 0.1, 1e-5, "relu", strategy, True)
+        torch.library.opcheck(forward, arguments_, test_utils=checks)
+        _, product, statistics = forward(*arguments_)
+        arguments_ = (
+            grad, *linear, bn.weight, bn.bias, product, statistics, True, 1e-5, "relu", strategy, [True] * 6,
+        )  # fmt: skip
+        torch.library.opcheck(backward, arguments_, test_utils=checks)
+
+
+def test_a_compiled_graph_runs_the_same_kernels():
+    torch._dynamo.reset()
+    module = stir(Chain(64, 72, scale_shape=(72,), activation="silu")).bfloat16()
+    x, grad = torch.randn(200, 64, dtype=torch.bfloat16), torch.randn(200, 72, dtype=torch.bfloat16)
+
+    def call(m, x):
+        positional, keywords = arguments(m, strategy="one_kernel")
+        return linear_scale_batch_norm(x, *positional, **keywords)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    direct, traced = twin(module), twin(module)
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        want = step(direct, lambda x: call(direct, x), x, grad)
+        got = step(traced, lambda x: compiled(traced, x), x, grad)
+    assert all(torch.equal(got[key], want[key]) for key in want)

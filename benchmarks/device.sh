@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# What needs a Hopper GPU, stage by stage; full logs in $OUT, the ends of them on the terminal.
+#
+#   benchmarks/device.sh tests sanitize split small cases bench
+#
+#   tests     pytest -m gpu, with its counts for the result file
+#   sanitize  every kernel at small sizes under memcheck, synccheck and racecheck
+#   split     float32 by split operands beside the library's float32, errors and times
+#   small     the cluster kernel of lab/ beside what ships, as graph replay
+#   cases     every strategy at every case, errors and times
+#   bench     the result file: benchmarks/results/h200.json is what it writes
+#
+#   OUT       where logs and results go (out)        CASES   of the suite (kb33,kb39,projector,v0)
+#   BUDGET    seconds of sampling a cell (0.4)
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${OUT:-out}
+mkdir -p "$out"
+export PYTHONPATH=src PYTHONUNBUFFERED=1
+nvidia-smi --query-gpu=name,driver_version,clocks.sm,temperature.gpu --format=csv,noheader | tee "$out/gpu.txt"
+
+logged() { # NAME LINES COMMAND…: run it, keep all it says, show the end
+  local name=$1 lines=$2 begun=$SECONDS
+  shift 2
+  "$@" >"$out/$name.log" 2>&1
+  local code=$?
+  tail -n "$lines" "$out/$name.log"
+  printf '== %s: exit code %s, %s s\n' "$name" "$code" "$((SECONDS - begun))"
+}
+
+for stage in "${@:-tests}"; do
+  case "$stage" in
+    tests) logged tests 25 python3 -m pytest -m gpu --junitxml "$out/gpu.xml" ;;
+    sanitize)
+      for tool in memcheck synccheck racecheck; do
+        logged "$tool" 6 compute-sanitizer --tool "$tool" --report-api-errors no --print-limit 300 python3 benchmarks/sanitize.py
+      done
+      ;;
+    split) logged split 30 python3 lab/device_check.py --precision fp32 --case kb33 kb39 projector odd --strategy one_kernel cublas_folded_bn ;;
+    small) logged small 20 python3 lab/cluster_gemm/check.py --device ;;
+    cases) logged cases 80 python3 lab/device_check.py --precision bf16 tf32 ;;
+    bench)
+      junit=()
+      [ -f "$out/gpu.xml" ] && junit=(--junit "$out/gpu.xml")
+      logged bench 60 python3 -m gemmnorm bench --suite h200 --case "${CASES:-kb33,kb39,projector,v0}" --budget "${BUDGET:-0.4}" \
+        --quiet --resume --json "$out/h200.json" "${junit[@]}"
+      ;;
+    *) echo "no such stage: $stage" >&2 && exit 2 ;;
+  esac
+done
