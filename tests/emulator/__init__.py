@@ -5,7 +5,8 @@ arguments as they are, kernels compiled by g++ against `cuda.hpp` and the `ptx/`
 for the kernels' own `ptx/`. Each launch takes the next seed, so that a test that repeats a call sees another
 interleaving.
 
-It knows no time, no memory model and no caches: what it finds are wrong results, deadlocks and misaligned addresses.
+It knows no time, no memory model and no caches: what it finds are wrong results, deadlocks, and misaligned addresses
+in the copy engine's boxes and in loads from the L2.
 """
 
 from __future__ import annotations
