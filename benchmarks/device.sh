@@ -11,7 +11,7 @@
 #   bench     the result file: benchmarks/results/h200.json is what it writes
 #
 #   OUT       where logs and results go (out)        CASES   of the suite (kb33,kb39,projector,v0)
-#   BUDGET    seconds of sampling a cell (0.4)
+#   BUDGET    seconds of sampling a cell (0.4)    LIMIT   seconds a stage may take (400)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${OUT:-out}
@@ -22,7 +22,7 @@ nvidia-smi --query-gpu=name,driver_version,clocks.sm,temperature.gpu --format=cs
 logged() { # NAME LINES COMMAND…: run it, keep all it says, show the end
   local name=$1 lines=$2 begun=$SECONDS
   shift 2
-  "$@" >"$out/$name.log" 2>&1
+  timeout "${LIMIT:-400}" "$@" >"$out/$name.log" 2>&1
   local code=$?
   tail -n "$lines" "$out/$name.log"
   printf '== %s: exit code %s, %s s\n' "$name" "$code" "$((SECONDS - begun))"

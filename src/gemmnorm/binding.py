@@ -132,8 +132,8 @@ class Bound:
             slots["stored_product"] = slots["product"]
         count = len(names) + len(inside) + len(SCALARS)
         constants: list[Any] = [0]  # the address of what is absent, then the numbers that the plan decides
-        absent = count
-        steps: list[_Product | tuple[driver.Launcher, Callable[[Sequence[Any]], tuple[Any, ...]]]] = []
+        absent, always = count, 0  # where the pool has nothing, and where it always has something: the first input
+        steps: list[_Product | tuple[driver.Launcher, Callable[[Sequence[Any]], tuple[Any, ...]], int]] = []
         maps = [_Maps(slots[m.tensor], m.rows, m.columns) for launch in chosen.launches for m in launch.maps]
         constants += [driver.int32(value) for launch in chosen.launches for _, value in launch.numbers]
         next_number, next_map = count + 1, count + len(constants)
@@ -146,7 +146,7 @@ class Bound:
                 own |= {m.role: next_map + i for i, m in enumerate(step.maps)}
                 next_number, next_map = next_number + len(step.numbers), next_map + len(step.maps)
                 picked = itemgetter(*(own.get(role, slots.get(role, absent)) for role in step.parameters))
-                steps.append((driver.Launcher(step, chosen.problem), picked))
+                steps.append((driver.Launcher(step, chosen.problem), picked, slots.get(step.only_for, always)))
             else:
                 steps.append(
                     _Product(
@@ -189,8 +189,9 @@ class Bound:
             if isinstance(step, _Product):
                 step(tensors)
             else:
-                launch, picked = step
-                launch(stream, picked(pool))
+                launch, picked, needed = step
+                if pool[needed]:
+                    launch(stream, picked(pool))
         return tensors[self._inputs : self._inputs + outputs]
 
 

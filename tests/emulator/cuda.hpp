@@ -316,8 +316,9 @@ inline unsigned __float_as_uint(float f) {
   return bits;
 }
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
-inline unsigned atomicMax(unsigned* at, unsigned value) {
-  const unsigned before = *at;
+template <class T>
+T atomicMax(T* at, T value) {
+  const T before = *at;
   *at = max(before, value);
   return before;
 }

@@ -9,7 +9,7 @@
 #pragma once
 #include "column_sums.cuh"
 #include "panel_units.cuh"
-#include "ptx/wgmma.cuh"
+#include "split_product.cuh"
 
 namespace gemmnorm {
 
@@ -56,6 +56,19 @@ struct GemmShared {
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
   u32 last;
 };
+
+// Two neighbouring values less the mean, as T holds them: statistics and results agree with what is stored, so that the
+// rounding of a value that stands out is normalised away as PyTorch's is.
+template <class T>
+__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
+  const u32 both = pack(a - mean.x, b - mean.y, T{});
+  a = to_float(T{static_cast<u16>(both)});
+  b = to_float(T{static_cast<u16>(both >> 16)});
+}
+__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
+  a -= mean.x;
+  b -= mean.y;
+}
 
 // Two neighbouring results of one row, straight to global memory.
 template <class Y>
@@ -209,21 +222,13 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if constexpr (kSplit) {
           const u64 a_low = matrix_descriptor(shared.x[stage][1] + consumer * kGroupRows * kRowBytes);
           const u64 b_low = matrix_descriptor(shared.weight[stage][1]);
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            Wgmma<Element, BN>::run(part, a + i * kDescriptorStep, b + i * kDescriptorStep, i ? 1 : 0);
-          wgmma_commit();
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            Wgmma<Element, BN>::run(cross, a_low + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
-            Wgmma<Element, BN>::run(cross, a + i * kDescriptorStep, b_low + i * kDescriptorStep, 1);
-          }
+          multiply_stage<BN>(part, cross, a, a_low, b, b_low, k == 0);
         } else {
 #pragma unroll
           for (int i = 0; i < 4; ++i)
             Wgmma<Element, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
+          wgmma_commit();
         }
-        wgmma_commit();
         if (kSplit && k == 0 && thread < BN) {  // `sums` is free until the statistics are taken
           const int j = raster.at(t).n * BN + thread;
           const PowerOfTwo p = power_of_two(j < features ? weight_exponents[j] : 0);
@@ -300,10 +305,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 #pragma unroll
         for (int i = 0; i < BN / 8; ++i) {
           const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
-          acc[4 * i] -= m.x;
-          acc[4 * i + 1] -= m.y;
-          acc[4 * i + 2] -= m.x;
-          acc[4 * i + 3] -= m.y;
+          rounded_pair(acc[4 * i], acc[4 * i + 1], m, T{});
+          rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
           if (i % 4 == 3) keep_order();
         }
         if (rows < kGroupRows) {  // rows beyond the batch count for nothing

@@ -5,6 +5,7 @@
 // The bias has no gradient in training (the mean takes it out again), and the scale acts only through eps.
 #pragma once
 #include "normalize.cuh"
+#include "split.cuh"
 #include "statistics.cuh"
 
 namespace gemmnorm {
@@ -117,6 +118,7 @@ __device__ __forceinline__ void merge_gradients(const float* group_sum /* [group
                                                 float scale_value, const float* rstd /* [features] */,
                                                 const R* bn_weight /* [features] or null */, float eps,
                                                 float* mean_grad /* [features] */, float* slope_grad /* [features] */,
+                                                int* column_exponents /* [features] or null: made ready */,
                                                 L* grad_bias /* [features] or null */,
                                                 float* grad_scale /* [features] or null */,
                                                 R* grad_bn_weight /* [features] or null */,
@@ -145,6 +147,7 @@ __device__ __forceinline__ void merge_gradients(const float* group_sum /* [group
   const float s = scale_of(scale, scale_stride, scale_value, j);
   const float r = rstd[j], gamma = value_or(bn_weight, j, 1.0f);
   const bool training = FORM == Form::kFolded;
+  if (column_exponents) column_exponents[j] = kLeastExponent;
   if (grad_bn_bias) from_float(sum, grad_bn_bias[j]);
   if (grad_bn_weight) from_float(training ? s * r * dot : r * dot, grad_bn_weight[j]);
   if (grad_scale) grad_scale[j] = training ? gamma * eps * r * r * r * dot : gamma * r * linear;
@@ -155,7 +158,8 @@ __device__ __forceinline__ void merge_gradients(const float* group_sum /* [group
   }
 }
 
-// ∂L/∂a, in the product's type.
+// ∂L/∂a, in the product's type. For split operands also the largest exponent of each of its columns, every row
+// multiplied by x's power of two.
 template <class T, class Y, class L, class R, int N, int TX, int GROUPS, Form FORM, class Activation>
 __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, features] */,
                                                  const T* product /* [batch, features] */,
@@ -168,6 +172,8 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
                                                  const R* bn_bias /* [features] or null */,
                                                  const float* mean_grad /* [features], training only */,
                                                  const float* slope_grad /* [features], training only */,
+                                                 const int* x_exponents /* [batch] or null */,
+                                                 int* column_exponents /* [features] or null */,
                                                  T* grad_product /* [batch, features] */, int batch, int features) {
   using P = Panel<N, TX, GROUPS, true>;
   P panel(batch, features);
@@ -176,9 +182,11 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
   wait_for_previous();
   SavedAffine<FORM> affine[N];
   float slope[N], constant[N], linear[N];
+  int most[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const int j = panel.column + i;
+    most[i] = kLeastExponent;
     affine[i].read(j, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias);
     if (FORM == Form::kFolded) {
       slope[i] = affine[i].slope;
@@ -224,9 +232,20 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
                        ? slope[i] * (grad - constant[i] - (value + (own[i] - affine[i].centre)) * linear[i])
                        : slope[i] * grad;
         }
-        if (row < panel.rows) store<T, N>(grad_product + origin + static_cast<i64>(row) * features, out);
+        if (row < panel.rows) {
+          store<T, N>(grad_product + origin + static_cast<i64>(row) * features, out);
+          if (column_exponents) {
+            const int exponent = x_exponents[panel.first_row + row];
+#pragma unroll
+            for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
+          }
+        }
       }
     }
+  }
+  if (column_exponents) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) atomicMax(&column_exponents[panel.column + i], most[i]);
   }
 }
 

@@ -3,12 +3,12 @@
 #pragma once
 #include "normalize.cuh"
 #include "ptx/hopper.cuh"
+#include "raster.cuh"
 #include "split.cuh"
 #include "statistics.cuh"
 
 namespace gemmnorm {
 
-constexpr int kTileRows = 2 * kGroupRows;  // a group for each consumer warpgroup
 constexpr int kUnitRows = 16;     // rows that a warp normalises at a time
 constexpr int kMergeWidth = 8;    // features whose groups a warp merges at a time
 constexpr int kDirectGroups = 32;  // as many as a thread merges by itself rather than wait for somebody's merge
@@ -65,28 +65,6 @@ struct Features {
       merged_slope[j] = slope(j, 1.0f / sqrtf(variance + eps));
       merged_shift[j] = shift(j);
     }
-  }
-};
-
-struct Tile {
-  int m, n;
-};
-
-// Tiles in the order of their number: `group_panels` panels at a time, along them first, so that panels are complete
-// early while their weights and a band of x stay in the L2.
-struct Raster {
-  int tiles_m, tiles_n, group_panels;
-
-  __device__ __forceinline__ int tiles() const { return tiles_m * tiles_n; }
-  // Whether any tile of panel n has a number below `stored`: its first has the lowest.
-  __device__ __forceinline__ bool has_stored(int n, int stored) const {
-    const int first = n / group_panels * group_panels;
-    return first * tiles_m + (n - first) < stored;
-  }
-  __device__ __forceinline__ Tile at(int t) const {
-    const int group = t / (group_panels * tiles_m), first = group * group_panels;
-    const int panels = min(group_panels, tiles_n - first), rest = t - first * tiles_m;
-    return {rest / panels, first + rest % panels};
   }
 };
 

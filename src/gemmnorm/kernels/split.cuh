@@ -24,70 +24,166 @@ __device__ __forceinline__ int row_exponent(u32 bits) {
   return (exponent ? exponent - 127 : 31 - __clz(bits) - 149) - 14;
 }
 
-// One warp splits one row. Also gives each row's largest magnitude and sum of magnitudes, which bound what is lost to
-// float16's exponent, and their maxima over all rows as bits (of floats that are not negative, so they compare as such;
-// NaN above all).
-__device__ __forceinline__ void split_rows(const float* from /* [rows, columns] */,
-                                           half* to /* [rows, ⌈columns/64⌉, 2, 64]: high and low */,
-                                           int* exponents /* [rows] */, float* largest /* [rows] or null */,
-                                           float* total /* [rows] or null */, u32* most /* [2] or null */, int rows,
-                                           int columns) {
-  constexpr int kAhead = 4;
+// Sums of two exponents, in the range of power_of_two. Only zeros, and what is as good as zero, lie outside.
+constexpr int kLeastExponent = -252;
+__device__ __forceinline__ int in_range(int n) { return min(max(n, kLeastExponent), 254); }
+
+// The exponent that brings v·2^e to [2^14, 2^15); kLeastExponent for zero.
+__device__ __forceinline__ int scaled_exponent(float v, int e) {
+  const u32 bits = __float_as_uint(v) & 0x7FFFFFFFu;
+  return bits ? max(row_exponent(bits) + e, kLeastExponent) : kLeastExponent;
+}
+
+// v·2^-exponent as high + low·2^-11, four neighbouring elements of a row at a time.
+__device__ __forceinline__ void store_split(half* row /* of ⌈columns/64⌉ × 2 × 64 */, int column, const float (&scaled)[4]) {
+  float high[4], low[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    half rounded;
+    from_float(scaled[i], rounded);
+    high[i] = to_float(rounded);
+    low[i] = scaled[i] == high[i] ? 0.0f : (scaled[i] - high[i]) / kLowUnit;  // 0 beside infinity too
+  }
+  half* at = row + column / kSplitColumns * 2 * kSplitColumns + column % kSplitColumns;
+  store<half, 4>(at, high);
+  store<half, 4>(at + kSplitColumns, low);
+}
+
+constexpr int kHeldColumns = 8 * 4 * kThreads;  // of a row, that a block holds in registers between its two passes
+
+// Calls `visit(column, four elements)` for a row: what is held, then the rest from memory. Zeros up to `end`.
+template <class Visit>
+__device__ __forceinline__ void visit_row(const float* row, const Vec<float, 4> (&held)[8], int columns, int end,
+                                          const Visit& visit) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int c = (i * kThreads + threadIdx.x) * 4;
+    if (c < end) visit(c, held[i]);
+  }
+#pragma unroll 1
+  for (int c = kHeldColumns + threadIdx.x * 4; c < end; c += 4 * kThreads)
+    visit(c, c < columns ? load<float, 4>(row + c) : Vec<float, 4>{});
+}
+
+__device__ __forceinline__ void hold_row(const float* row, Vec<float, 4> (&held)[8], int columns) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int c = (i * kThreads + threadIdx.x) * 4;
+    held[i] = c < columns ? load<float, 4>(row + c) : Vec<float, 4>{};
+  }
+}
+
+// The largest of a block's values, for every thread.
+__device__ __forceinline__ int block_max(int value, int* shared /* [kThreads / 32] */) {
+#pragma unroll
+  for (int bit = 16; bit; bit /= 2) value = max(value, __shfl_xor_sync(~0u, value, bit));
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) value = max(value, shared[w]);
+  return value;
+}
+
+// A block splits one row, of the weight or of x. Also gives each row's largest magnitude and sum
+// of magnitudes, which bound what is lost to float16's exponent, and the maxima of x's over all rows as bits (of floats
+// that are not negative, so they compare as such; NaN above all). The weight's rows come in descending order and x's
+// last: what the product reads first is then still in the L2.
+__device__ __forceinline__ void split_rows(const float* x /* [batch, in_features] */,
+                                           const float* weight /* [features, in_features] */,
+                                           half* split_x /* [batch, ⌈in_features/64⌉, 2, 64]: high and low */,
+                                           half* split_weight /* [features, ⌈in_features/64⌉, 2, 64] */,
+                                           int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
+                                           float* weight_largest /* [features] or null */,
+                                           float* weight_total /* [features] or null */, u32* most /* [2] or null */,
+                                           int in_features, int features) {
+  __shared__ int shared[kThreads / 32];
+  __shared__ float sums[kThreads / 32];
   allow_next();
   wait_for_previous();
-  const int lane = threadIdx.x % 32, row = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
-  if (row >= rows) return;
-  const float* source = from + static_cast<i64>(row) * columns;
-  const int padded = (columns + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-  half* target = to + static_cast<i64>(row) * 2 * padded;
+  const int block = blockIdx.x;
+  const bool of_weight = block < features;
+  const int row = of_weight ? features - 1 - block : block - features;
+  const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+  const float* source = (of_weight ? weight : x) + static_cast<i64>(row) * in_features;
+  half* target = (of_weight ? split_weight : split_x) + static_cast<i64>(row) * 2 * padded;
 
+  Vec<float, 4> held[8];
+  hold_row(source, held, in_features);
   u32 bits = 0;
   float sum = 0.0f;
-#pragma unroll kAhead
-  for (int c = lane * 4; c < columns; c += 128) {
-    const Vec<float, 4> v = load<float, 4>(source + c);
+  visit_row(source, held, in_features, in_features, [&](int, const Vec<float, 4>& v) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       bits = max(bits, __float_as_uint(v.at[i]) & 0x7FFFFFFFu);
       sum += fabsf(v.at[i]);
     }
-  }
+  });
 #pragma unroll
-  for (int bit = 1; bit < 32; bit *= 2) {
-    bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
-    sum += __shfl_xor_sync(~0u, sum, bit);
-  }
+  for (int bit = 16; bit; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  bits = static_cast<u32>(block_max(static_cast<int>(bits), shared));
   const int exponent = row_exponent(bits);
-  if (lane == 0) {
-    exponents[row] = exponent;
-    if (largest) {
-      largest[row] = __uint_as_float(bits);
-      total[row] = sum;
+  if (threadIdx.x == 0) {
+    sum = 0.0f;
+    for (int w = 0; w < kThreads / 32; ++w) sum += sums[w];
+    (of_weight ? weight_exponents : x_exponents)[row] = exponent;
+    if (of_weight && weight_largest) {
+      weight_largest[row] = __uint_as_float(bits);
+      weight_total[row] = sum;
     }
-    if (most) {
+    if (!of_weight && most) {
       atomicMax(&most[0], bits);
       atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
     }
   }
   const PowerOfTwo scale = power_of_two(-exponent);
-#pragma unroll kAhead
-  for (int c = lane * 4; c < padded; c += 128) {
-    float high[4] = {}, low[4] = {};
-    if (c < columns) {
-      const Vec<float, 4> v = load<float, 4>(source + c);
+  visit_row(source, held, in_features, padded, [&](int c, const Vec<float, 4>& v) {
+    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
+    store_split(target, c, scaled);
+  });
+}
+
+// The gradient of the product, split twice: with an exponent per row, its columns multiplied by the weight's powers of
+// two, for dx = da·W; and with an exponent per column, its rows multiplied by x's, for dW = daᵀ·x. Split W and x lack
+// just those powers. A row's exponent is found here, a column's was in `grad_exponents` (gradient.cuh).
+__device__ __forceinline__ void split_gradient(const float* grad_product /* [batch, features] */,
+                                               const int* x_exponents /* [batch] */,
+                                               const int* weight_exponents /* [features] */,
+                                               const int* column_exponents /* [features] */,
+                                               half* split_by_rows /* [batch, ⌈features/64⌉, 2, 64] */,
+                                               half* split_by_columns /* [batch, ⌈features/64⌉, 2, 64] */,
+                                               int* row_exponents /* [batch] */, int features) {
+  __shared__ int shared[kThreads / 32];
+  allow_next();
+  wait_for_previous();
+  const int row = blockIdx.x, own = x_exponents[row];
+  const int padded = (features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+  const float* source = grad_product + static_cast<i64>(row) * features;
+  Vec<float, 4> held[8];
+  hold_row(source, held, features);
+  int most = kLeastExponent;
+  visit_row(source, held, features, features, [&](int c, const Vec<float, 4>& v) {
+    const Vec<int, 4> e = load<int, 4>(weight_exponents + c);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most = max(most, scaled_exponent(v.at[i], e.at[i]));
+  });
+  most = block_max(most, shared);
+  if (threadIdx.x == 0) row_exponents[row] = most;
+  half* by_rows = split_by_rows + static_cast<i64>(row) * 2 * padded;
+  half* by_columns = split_by_columns + static_cast<i64>(row) * 2 * padded;
+  visit_row(source, held, features, padded, [&](int c, const Vec<float, 4>& v) {
+    float to_rows[4] = {}, to_columns[4] = {};
+    if (c < features) {
+      const Vec<int, 4> of_weight = load<int, 4>(weight_exponents + c), of_column = load<int, 4>(column_exponents + c);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float scaled = times(v.at[i], scale);
-        half rounded;
-        from_float(scaled, rounded);
-        high[i] = to_float(rounded);
-        low[i] = (scaled - high[i]) / kLowUnit;
+        to_rows[i] = times(v.at[i], power_of_two(in_range(of_weight.at[i] - most)));
+        to_columns[i] = times(v.at[i], power_of_two(in_range(own - of_column.at[i])));
       }
     }
-    half* at = target + c / kSplitColumns * 2 * kSplitColumns + c % kSplitColumns;
-    store<half, 4>(at, high);
-    store<half, 4>(at + kSplitColumns, low);
-  }
+    store_split(by_rows, c, to_rows);
+    store_split(by_columns, c, to_columns);
+  });
 }
 
 // Where float16's exponent loses more than float32 itself would: what the elements that `low` cannot hold may add up to,

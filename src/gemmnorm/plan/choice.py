@@ -80,28 +80,19 @@ def applicable(problem: Problem) -> dict[str, str | None]:
 _PREFERENCE = ("one_kernel", "cublas_folded_bn", "cublas_bn", "reference")
 
 
-def _on_request(problem: Problem) -> dict[str, str]:
-    """Strategies that could serve `problem` and run only where they are asked for, with the reason."""
-    if not problem.split:
-        return {}
-    return {"one_kernel": "float32 by split operands has not been measured on a GPU yet; it runs where it is asked for"}
-
-
-def preference(problem: Problem, strategy: str | None) -> tuple[str, ...]:
+def preference(strategy: str | None) -> tuple[str, ...]:
     """The strategies in the order in which they are tried: the one asked for, then the planner's own."""
-    held_back = _on_request(problem)
-    return ((strategy,) if strategy else ()) + tuple(name for name in _PREFERENCE if name not in held_back)
+    return ((strategy,) if strategy else ()) + _PREFERENCE
 
 
 def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forward") -> Plan:
     """The plan for `problem`: that of `strategy` where it applies, else the planner's choice, with the reasons."""
     verdicts = applicable(problem)
-    chosen = next(name for name in preference(problem, strategy) if verdicts[name] is None)
-    passed_over = {**_on_request(problem), **{name: reason for name, reason in verdicts.items() if reason is not None}}
-    reasons = tuple((name, passed_over[name]) for name in verdicts if name in passed_over and name != chosen)
+    chosen = next(name for name in preference(strategy) if verdicts[name] is None)
+    reasons = tuple((name, reason) for name, reason in verdicts.items() if reason is not None)
     if chosen == "reference":
         return Plan(problem, phase, chosen, reasons=reasons)
-    module = hopper if chosen in OWN_GEMM and phase == "forward" else library
+    module = hopper if chosen in OWN_GEMM else library
     build = module.forward if phase == "forward" else module.backward
     return replace(build(problem, chosen), reasons=reasons)
 

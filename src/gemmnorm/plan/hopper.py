@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import library
 from .cost import gemm_seconds, split_seconds
@@ -20,6 +20,8 @@ STAGES = {
 }  # fmt: skip
 SPLIT_COLUMNS = 64  # of K, high and then low
 MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial results
+SPLIT_GEMM_TILE, SPLIT_GEMM_STAGES = 128, 3
+SPLIT_BACKWARD_FLOPS = 4e9  # of one product; below, the passes that split the operands cost more than they save
 COUNTERS = 2  # before the two of each panel
 _SPLIT = ("x_exponents", "weight_exponents", "weight_largest", "weight_total", "most", "flags")
 _NOT_SPLIT = (NOTHING,) * len(_SPLIT)
@@ -92,33 +94,40 @@ def choose_tile(problem: Problem) -> Tile:
     return min(tiles, key=clocks)
 
 
-def _split(problem: Problem) -> tuple[tuple[Launch, ...], Launch, tuple[Buffer, ...]]:
-    """Of split operands: the passes before the product, what makes up for too small an exponent, and their memory."""
-    padded = -(-problem.in_features // SPLIT_COLUMNS) * 2 * SPLIT_COLUMNS
-    types, features = c_types(problem), Extent(problem.out_features)
+def _split_rows(problem: Problem, guarded: bool) -> Launch:
+    """The pass that splits x and the weight; `guarded` where a guard wants to know how large their rows are."""
+    return Launch(
+        "fused_gemm_split_operands",
+        "split.cuh",
+        "split_rows",
+        (),
+        ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents",
+         *(("weight_largest", "weight_total", "most") if guarded else (NOTHING,) * 3), "in_features", "features"),
+        Extent(1, 1, plus=problem.out_features),
+        resident=4,
+    )  # fmt: skip
 
-    def split_rows(operand: str, rows: str, count: Extent, norms: tuple[str, str, str]) -> Launch:
-        return Launch(
-            f"fused_gemm_split_{operand}",
-            "split.cuh",
-            "split_rows",
-            (),
-            (operand, f"split_{operand}", f"{operand}_exponents", *norms, rows, "in_features"),
-            count,
-            resident=4,
-        )
 
-    before = (
-        split_rows("x", "batch", Extent(1, THREADS // 32), (NOTHING, NOTHING, "most")),
-        split_rows(
-            "weight",
-            "features",
-            Extent(-(-problem.out_features // (THREADS // 32))),
-            ("weight_largest", "weight_total", NOTHING),
-        ),
+def _padded(columns: int) -> Extent:
+    """Columns of a split matrix."""
+    return Extent(-(-columns // SPLIT_COLUMNS) * 2 * SPLIT_COLUMNS)
+
+
+def _split_operands(problem: Problem) -> tuple[Buffer, ...]:
+    """The memory of x and the weight, split, and their exponents."""
+    features, padded = Extent(problem.out_features), _padded(problem.in_features)
+    return (
+        Buffer("split_x", "float16", (ROWS, padded)),
+        Buffer("split_weight", "float16", (features, padded)),
+        Buffer("x_exponents", "int32", (ROWS,)),
+        Buffer("weight_exponents", "int32", (features,)),
     )
-    chip = problem.chip or CHIPS[90]
-    after = Launch(
+
+
+def _recompute(problem: Problem) -> Launch:
+    """What makes up for too small an exponent: features that are flagged, once more in float32 arithmetic."""
+    chip, types = problem.chip or CHIPS[90], c_types(problem)
+    return Launch(
         "fused_gemm_scale_bn_recompute",
         "recompute.cuh",
         "recompute_features",
@@ -129,14 +138,6 @@ def _split(problem: Problem) -> tuple[tuple[Launch, ...], Launch, tuple[Buffer, 
         Extent(min(problem.out_features, 2 * chip.multiprocessors)),
         numbers=(("keep_product", int(problem.save)),),
     )  # fmt: skip
-    memory = (
-        Buffer("split_x", "float16", (ROWS, Extent(padded))),
-        Buffer("split_weight", "float16", (features, Extent(padded))),
-        Buffer("x_exponents", "int32", (ROWS,)),
-        *(Buffer(role, "int32", (features,)) for role in ("weight_exponents", "flags")),
-        *(Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total")),
-    )
-    return before, after, memory
 
 
 def forward(problem: Problem, strategy: str) -> Plan:
@@ -214,9 +215,10 @@ def forward(problem: Problem, strategy: str) -> Plan:
     counters = COUNTERS + 2 * panels if finish in ("kOneBlock", "kOneWave", "kPersistent") else 0
     if problem.split:
         counters += 2  # `most`
-        before, after, memory = _split(problem)
-        steps = (*before, launch, after)
-        workspace += memory
+        steps = (_split_rows(problem, guarded=True), launch, _recompute(problem))
+        workspace += _split_operands(problem)
+        workspace.append(Buffer("flags", "int32", (features,)))
+        workspace += [Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total")]
     if finish == "kStatistics":
         steps += (library.merge(problem, fold=True), library.normalize(problem, fold=True, offset="group_mean"))
     return Plan(
@@ -230,6 +232,71 @@ def forward(problem: Problem, strategy: str) -> Plan:
         counters=counters,
         seconds=(split_seconds if problem.split else gemm_seconds)(problem) * (1.06 if problem.training else 1.01),
         floor=gemm_seconds(problem),
+    )
+
+
+def backward(problem: Problem, strategy: str) -> Plan:
+    """The library's plan; of float32 operands with products of split operands where those are large enough to win.
+
+    dx = da·W and dW = daᵀ·x add up along the rows of W and x, which is where their exponents belong: the pass that splits
+    da multiplies it by those powers of two. So W and x are split as for the forward, and no guard is needed: what
+    float16's exponent cannot hold is then below 2⁻³⁸ of the largest term of its sum (docs/float32.md).
+    """
+    if not problem.split or not problem.training or problem.flops < SPLIT_BACKWARD_FLOPS:
+        return library.backward(problem, strategy)
+    plan = library.backward(problem, strategy, ("x_exponents", "column_exponents"))
+    features, padded = Extent(problem.out_features), _padded(problem.out_features)
+    split_gradient = Launch(
+        "fused_gemm_split_gradient",
+        "split.cuh",
+        "split_gradient",
+        (),
+        ("grad_product", "x_exponents", "weight_exponents", "column_exponents", "split_by_rows", "split_by_columns",
+         "row_exponents", "features"),
+        ROWS,
+    )  # fmt: skip
+    steps = (
+        _split_rows(problem, guarded=False),
+        *plan.launches,
+        split_gradient,
+        _split_gemm(problem, "grad_x", ("split_by_rows", "split_weight", "row_exponents"), "batch", "features"),
+        _split_gemm(problem, "grad_weight", ("split_by_columns", "split_x", "column_exponents"), "features", "batch"),
+    )
+    workspace = (
+        *plan.workspace,
+        *_split_operands(problem),
+        *(Buffer(role, "float16", (ROWS, padded)) for role in ("split_by_rows", "split_by_columns")),
+        Buffer("row_exponents", "int32", (ROWS,)),
+        Buffer("column_exponents", "int32", (features,)),
+    )
+    return replace(plan, steps=steps, workspace=workspace, seconds=plan.seconds - plan.floor + 2 * split_seconds(problem))
+
+
+def _split_gemm(problem: Problem, out: str, operands: tuple[str, str, str], rows: str, inner: str) -> Launch:
+    """out = left · right of split operands; left is the gradient as it lies in memory, or transposed for the weight's."""
+    chip, transposed = problem.chip or CHIPS[90], out == "grad_weight"
+    size = SPLIT_GEMM_STAGES * 4 * SPLIT_GEMM_TILE * ROW_BYTES + 16 * SPLIT_GEMM_STAGES
+    tiles = [-(-n // SPLIT_GEMM_TILE) for n in (problem.out_features if transposed else problem.batch, problem.in_features)]
+    shared = -(-size // 1024) * 1024
+    return Launch(
+        "fused_gemm_split_" + out,
+        "split_gemm.cuh",
+        "split_gemm",
+        ("true" if transposed else "false", str(SPLIT_GEMM_STAGES), str(shared)),
+        ("map_a", "map_b", operands[2], out, "group_panels", rows, inner, "in_features"),
+        Extent(min(tiles[0] * tiles[1], chip.multiprocessors))
+        if transposed
+        else Extent(tiles[1], SPLIT_GEMM_TILE, chip.multiprocessors),
+        block=384,
+        resident=1,
+        shared=shared,
+        maps=(
+            Map("map_a", operands[0], SPLIT_COLUMNS if transposed else SPLIT_GEMM_TILE, SPLIT_COLUMNS),
+            Map("map_b", operands[1], SPLIT_COLUMNS, SPLIT_COLUMNS),
+        ),
+        # One wave of tiles about as wide as it is high.
+        numbers=(("group_panels", max(1, min(tiles[1], chip.multiprocessors // min(tiles[0], 11)))),),
+        only_for=out,
     )
 
 

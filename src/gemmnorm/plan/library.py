@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .cost import gemm_seconds, sweep_seconds
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
-from .steps import Buffer, Extent, Launch, Plan, Product, Step
+from .steps import NOTHING, Buffer, Extent, Launch, Plan, Product, Step
 
 GROUP_ROWS = 64  # rows of one statistics group, in every strategy
 MERGE_COLUMNS = 16  # features per block of the merging kernels
@@ -137,10 +137,11 @@ def forward(problem: Problem, strategy: str) -> Plan:
     )
 
 
-def backward(problem: Problem, strategy: str) -> Plan:
+def backward(problem: Problem, strategy: str, exponents: tuple[str, str] = (NOTHING, NOTHING)) -> Plan:
     """Column sums, their merge, the gradient of the product, and two products by the library.
 
-    The same for every strategy: what a forward saves is the product, and the mean and rstd of each feature.
+    The same for every strategy: what a forward saves is the product, and the mean and rstd of each feature. `exponents`
+    are the roles of x's exponents and of those of the gradient's columns, where the products are not the library's.
     """
     single, several, types = tiling(problem), tiling(problem, 4), c_types(problem)
     form = _form(problem)
@@ -162,7 +163,7 @@ def backward(problem: Problem, strategy: str) -> Plan:
             "merge_gradients",
             (types["L"], types["R"], form),
             ("group_sum", "group_dot", "group_linear", "scale", "scale_stride", "scale_value", "rstd", "bn_weight",
-             "eps", "mean_grad", "slope_grad", "grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias", "batch",
+             "eps", "mean_grad", "slope_grad", exponents[1], "grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias", "batch",
              "features"),
             _merge_grid(problem),
         ),
@@ -172,7 +173,7 @@ def backward(problem: Problem, strategy: str) -> Plan:
             "product_gradient",
             (*types.values(), *several.constants, str(several.groups), form, "Activation"),
             ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "mean_grad",
-             "slope_grad", "grad_product", "batch", "features"),
+             "slope_grad", *exponents, "grad_product", "batch", "features"),
             several.blocks,
             # erff beside eight columns' coefficients takes more than the 128 registers that two blocks leave a thread.
             resident=1 if problem.activation == "gelu" else 2,

@@ -12,14 +12,15 @@ OWN_GEMM = ("gemm_stats_apply", "one_kernel")  # strategies whose product is not
 
 @dataclass(frozen=True)
 class Extent:
-    """times · ⌈batch / rows⌉, at most `limit`; just `times` where rows is 0. A size that an exported file can print."""
+    """times · ⌈batch / rows⌉ + plus, at most `limit`; just `times` where rows is 0. An exported file can print it."""
 
     times: int
     rows: int = 0
     limit: int = 0
+    plus: int = 0
 
     def value(self, batch: int) -> int:
-        size = self.times * (-(-batch // self.rows) if self.rows else 1)
+        size = self.times * (-(-batch // self.rows) if self.rows else 1) + self.plus
         return min(size, self.limit) if self.limit else size
 
     def cpp(self) -> str:
@@ -28,6 +29,7 @@ class Extent:
             return str(self.times)
         groups = "batch" if self.rows == 1 else f"((batch + {self.rows - 1}) / {self.rows})"
         size = groups if self.times == 1 else f"{self.times} * {groups}"
+        size += f" + {self.plus}" if self.plus else ""
         return f"std::min<int64_t>({size}, {self.limit})" if self.limit else size
 
 
@@ -76,6 +78,7 @@ class Launch:
         cooperative: all blocks must run at once, because they wait for each other.
         cluster: blocks that run together and see each other's shared memory; the grid is a multiple of it.
         maps: tensor maps among the arguments. numbers: arguments that the plan itself decides.
+        only_for: an output's role where the launch is left out if nobody wants that output.
     """
 
     entry: str
@@ -91,6 +94,7 @@ class Launch:
     cluster: int = 1
     maps: tuple[Map, ...] = ()
     numbers: tuple[tuple[str, int], ...] = ()
+    only_for: str = ""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -146,6 +150,14 @@ ROLES: dict[str, tuple[str, str]] = {
     "weight_total": ("float*", "[features]"),
     "most": ("unsigned int*", "[2]: zero, and left zero"),
     "flags": ("int*", "[features]"),
+    "map_a": ("const __grid_constant__ gemmnorm::TensorMap", "left operand, split"),
+    "map_b": ("const __grid_constant__ gemmnorm::TensorMap", "right operand, split"),
+    "split_by_rows": ("gemmnorm::half*", "[batch, ⌈features/64⌉, 2, 64]"),
+    "split_by_columns": ("gemmnorm::half*", "[batch, ⌈features/64⌉, 2, 64]"),
+    "row_exponents": ("int*", "[batch]"),
+    "column_exponents": ("int*", "[features]"),
+    "grad_x": ("float*", "[batch, in_features]"),
+    "grad_weight": ("float*", "[features, in_features]"),
     "grad_y": ("const {Y}*", "[batch, features]"),
     "group_sum": ("float*", "[groups, features]"),
     "group_dot": ("float*", "[groups, features]"),

@@ -37,7 +37,7 @@ _INPUTS = ("x", "weight", "bias", "scale", "running_mean", "running_var", "num_b
 
 _KNOWN = {
     Launch: {"entry", "source", "function", "constants", "arguments", "grid", "block", "resident", "shared",
-             "cooperative", "maps", "numbers"},
+             "cooperative", "maps", "numbers", "only_for"},
     Map: {"role", "tensor", "rows", "columns"},
     Product: {"out", "left", "right", "transpose_left", "transpose_right"},
     Buffer: {"role", "dtype", "shape"},
@@ -419,6 +419,8 @@ class _Body:
             head, more = "  launch_hopper(", [f"{step.shared} /* shared */", f"{waits} /* cooperative */"]
         else:
             head, more = "  launch(", []
+        if step.only_for in self.optional:
+            head = f"  if ({step.only_for}.defined()) {head.strip()}"
         self.lines += _wrap(head, [name, *size, *more, "stream", *arguments], ");").split("\n")
 
     def tensor_map(self, found: Map) -> str:

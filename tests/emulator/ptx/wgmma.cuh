@@ -8,6 +8,9 @@ struct tf32;
 
 inline u64 matrix_descriptor(const void* tile) { return reinterpret_cast<std::uintptr_t>(tile) >> 4; }
 constexpr int kDescriptorStep = 2;
+constexpr int kAcrossBytes = 64 * 128;
+inline u64 across_descriptor(const void* tile) { return matrix_descriptor(tile); }
+constexpr int kAcrossStep = 16 * 128 / 16;
 
 inline void wgmma_fence() {}
 inline void wgmma_commit() { ++emulator::current->groups; }
@@ -45,12 +48,20 @@ struct Element<tf32> {
   }
 };
 
-// K-major operand: 32 bytes of `row`, at the descriptor's step along the 128 bytes of K.
-template <class T>
+// 32 bytes of K of one row of an operand, at the descriptor's step: along the 128 bytes of a row in memory, or, where the
+// operand lies across K, one element of each of 16 rows.
+template <class T, int ACROSS>
 void read_row(u64 descriptor, int row, float* out) {
-  unsigned char* tile = reinterpret_cast<unsigned char*>(descriptor << 4 & ~u64{127});
-  const int first = static_cast<int>(descriptor << 4 & 127);
-  for (int k = 0; k < 32; k += Element<T>::kSize) *out++ = Element<T>::at(swizzled(tile, row, first + k));
+  const u64 address = descriptor << 4;
+  if (ACROSS) {
+    unsigned char* tile = reinterpret_cast<unsigned char*>(address & ~u64{1023}) + row / 64 * kAcrossBytes;
+    const int first = static_cast<int>(address & 1023) / 128;
+    for (int k = 0; k < 16; ++k) *out++ = Element<T>::at(swizzled(tile, first + k, row % 64 * Element<T>::kSize));
+  } else {
+    unsigned char* tile = reinterpret_cast<unsigned char*>(address & ~u64{127});
+    const int first = static_cast<int>(address & 127);
+    for (int k = 0; k < 32; k += Element<T>::kSize) *out++ = Element<T>::at(swizzled(tile, row, first + k));
+  }
 }
 
 // One instruction's sum as Hopper forms it: products and accumulator aligned to the largest exponent among them, cut off
@@ -79,17 +90,18 @@ inline float tensor_core_sum(const float* a, const float* b, int count, float ac
 
 template <class T, int N>
 struct Wgmma {
+  template <int A_ACROSS = 0, int B_ACROSS = 0>
   static void run(float (&d)[N / 2], u64 a, u64 b, int accumulate) {
     const int thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
     float* to = d;
     const auto product = [=] {
       constexpr int kK = 32 / Element<T>::kSize;
       float low[kK], high[kK], column[kK];
-      read_row<T>(a, row, low);
-      read_row<T>(a, row + 8, high);
+      read_row<T, A_ACROSS>(a, row, low);
+      read_row<T, A_ACROSS>(a, row + 8, high);
       for (int i = 0; i < N / 8; ++i)
         for (int c = 0; c < 2; ++c) {
-          read_row<T>(b, i * 8 + lane % 4 * 2 + c, column);
+          read_row<T, B_ACROSS>(b, i * 8 + lane % 4 * 2 + c, column);
           float &at_low = to[4 * i + c], &at_high = to[4 * i + 2 + c];
           at_low = tensor_core_sum(low, column, kK, accumulate ? at_low : 0.0f);
           at_high = tensor_core_sum(high, column, kK, accumulate ? at_high : 0.0f);

@@ -1,5 +1,5 @@
 // Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] · B[N, 32 bytes]ᵀ, both operands in shared
-// memory, along K, swizzled by 128 bytes. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
+// memory, swizzled by 128 bytes, along K or, where they are of two bytes, across it. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
 #pragma once
 #include "ptx/hopper.cuh"
 
@@ -13,6 +13,14 @@ __device__ __forceinline__ u64 matrix_descriptor(const void* tile) {
 }
 constexpr int kDescriptorStep = 2;  // the next 32 bytes of K, in the descriptor's units of 16 bytes
 
+// The same of a tile that lies across K (MN-major): 64 rows of K, 128 bytes of each; the next 64 rows or columns of the
+// operand follow after these 8 KiB.
+constexpr int kAcrossBytes = 64 * 128;
+__device__ __forceinline__ u64 across_descriptor(const void* tile) {
+  return ((shared_address(tile) & 0x3FFFF) >> 4) | (u64{kAcrossBytes >> 4} << 16) | (64ull << 32) | (1ull << 62);
+}
+constexpr int kAcrossStep = 16 * 128 / 16;  // the next 16 rows of K
+
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
@@ -20,7 +28,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Operand type and width → the instruction. `accumulate` 0 starts from zero.
+// Operand type and width → the instruction. `accumulate` 0 starts from zero. A or B may lie across K if of two bytes.
 template <class T, int N>
 struct Wgmma;
 
@@ -28,10 +36,11 @@ struct Wgmma;
 #define GEMMNORM_WGMMA(N, TYPE, SHAPE, TYPES, REGISTERS, A, B, P, TAIL, ...)                                   \
   template <>                                                                                                \
   struct Wgmma<TYPE, N> {                                                                                    \
+    template <int A_ACROSS = 0, int B_ACROSS = 0>                                                            \
     static __device__ __forceinline__ void run(float (&d)[N / 2], u64 a, u64 b, int accumulate) {            \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." \
                    TYPES " {" REGISTERS "}, %" A ", %" B ", p, 1, 1" TAIL ";\n}"                               \
-                   : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate));                                          \
+                   : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));            \
     }                                                                                                        \
   };
 
@@ -89,17 +98,17 @@ struct Wgmma;
   "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
   "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-GEMMNORM_WGMMA(32, half, "m64n32k16", "f16.f16", GEMMNORM_REGISTERS_32, "16", "17", "18", ", 0, 0", GEMMNORM_OPERANDS_32)
-GEMMNORM_WGMMA(32, bfloat16, "m64n32k16", "bf16.bf16", GEMMNORM_REGISTERS_32, "16", "17", "18", ", 0, 0", GEMMNORM_OPERANDS_32)
+GEMMNORM_WGMMA(32, half, "m64n32k16", "f16.f16", GEMMNORM_REGISTERS_32, "16", "17", "18", ", %19, %20", GEMMNORM_OPERANDS_32)
+GEMMNORM_WGMMA(32, bfloat16, "m64n32k16", "bf16.bf16", GEMMNORM_REGISTERS_32, "16", "17", "18", ", %19, %20", GEMMNORM_OPERANDS_32)
 GEMMNORM_WGMMA(32, tf32, "m64n32k8", "tf32.tf32", GEMMNORM_REGISTERS_32, "16", "17", "18", "", GEMMNORM_OPERANDS_32)
-GEMMNORM_WGMMA(64, half, "m64n64k16", "f16.f16", GEMMNORM_REGISTERS_64, "32", "33", "34", ", 0, 0", GEMMNORM_OPERANDS_64)
-GEMMNORM_WGMMA(64, bfloat16, "m64n64k16", "bf16.bf16", GEMMNORM_REGISTERS_64, "32", "33", "34", ", 0, 0", GEMMNORM_OPERANDS_64)
+GEMMNORM_WGMMA(64, half, "m64n64k16", "f16.f16", GEMMNORM_REGISTERS_64, "32", "33", "34", ", %35, %36", GEMMNORM_OPERANDS_64)
+GEMMNORM_WGMMA(64, bfloat16, "m64n64k16", "bf16.bf16", GEMMNORM_REGISTERS_64, "32", "33", "34", ", %35, %36", GEMMNORM_OPERANDS_64)
 GEMMNORM_WGMMA(64, tf32, "m64n64k8", "tf32.tf32", GEMMNORM_REGISTERS_64, "32", "33", "34", "", GEMMNORM_OPERANDS_64)
-GEMMNORM_WGMMA(128, half, "m64n128k16", "f16.f16", GEMMNORM_REGISTERS_128, "64", "65", "66", ", 0, 0", GEMMNORM_OPERANDS_128)
-GEMMNORM_WGMMA(128, bfloat16, "m64n128k16", "bf16.bf16", GEMMNORM_REGISTERS_128, "64", "65", "66", ", 0, 0", GEMMNORM_OPERANDS_128)
+GEMMNORM_WGMMA(128, half, "m64n128k16", "f16.f16", GEMMNORM_REGISTERS_128, "64", "65", "66", ", %67, %68", GEMMNORM_OPERANDS_128)
+GEMMNORM_WGMMA(128, bfloat16, "m64n128k16", "bf16.bf16", GEMMNORM_REGISTERS_128, "64", "65", "66", ", %67, %68", GEMMNORM_OPERANDS_128)
 GEMMNORM_WGMMA(128, tf32, "m64n128k8", "tf32.tf32", GEMMNORM_REGISTERS_128, "64", "65", "66", "", GEMMNORM_OPERANDS_128)
-GEMMNORM_WGMMA(256, half, "m64n256k16", "f16.f16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", 0, 0", GEMMNORM_OPERANDS_256)
-GEMMNORM_WGMMA(256, bfloat16, "m64n256k16", "bf16.bf16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", 0, 0", GEMMNORM_OPERANDS_256)
+GEMMNORM_WGMMA(256, half, "m64n256k16", "f16.f16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
+GEMMNORM_WGMMA(256, bfloat16, "m64n256k16", "bf16.bf16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
 GEMMNORM_WGMMA(256, tf32, "m64n256k8", "tf32.tf32", GEMMNORM_REGISTERS_256, "128", "129", "130", "", GEMMNORM_OPERANDS_256)
 // clang-format on
 

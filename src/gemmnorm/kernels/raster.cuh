@@ -1,0 +1,31 @@
+// The order in which the tiles of a product are worked on.
+#pragma once
+#include "common.cuh"
+
+namespace gemmnorm {
+
+constexpr int kTileRows = 2 * kGroupRows;  // a statistics group for each of two consumer warpgroups
+
+struct Tile {
+  int m, n;
+};
+
+// Tiles in the order of their number: `group_panels` panels at a time, along them first, so that panels are complete
+// early while their weights and a band of x stay in the L2.
+struct Raster {
+  int tiles_m, tiles_n, group_panels;
+
+  __device__ __forceinline__ int tiles() const { return tiles_m * tiles_n; }
+  // Whether any tile of panel n has a number below `stored`: its first has the lowest.
+  __device__ __forceinline__ bool has_stored(int n, int stored) const {
+    const int first = n / group_panels * group_panels;
+    return first * tiles_m + (n - first) < stored;
+  }
+  __device__ __forceinline__ Tile at(int t) const {
+    const int group = t / (group_panels * tiles_m), first = group * group_panels;
+    const int panels = min(group_panels, tiles_n - first), rest = t - first * tiles_m;
+    return {rest / panels, first + rest % panels};
+  }
+};
+
+}  // namespace gemmnorm
