@@ -129,7 +129,7 @@ def test_compile_report_sees_a_spill():
     assert "spill" in crowded.fault
     broken = compile_one(Kernel(replace(launch, function="no_such_function"), wide, 80))
     assert "no_such_function" in broken.fault
-    assert Outcome(Kernel(launch, wide, 80), {"registers": 10, "stack": 16}).fault == "16 bytes of stack"
+    assert Outcome(Kernel(launch, wide, 80), {"registers": 10, "stack": 16}).fault == "stack: 16"
 
 
 # --- missing pieces ---------------------------------------------------------------------------------------------------

@@ -85,7 +85,8 @@ def _program(text: str, arch: int, **options: Any) -> Any:
 
 
 def compile_report(launch: Launch, problem: Problem, arch: int) -> dict[str, int]:
-    """Compile for `arch` without loading: registers, and bytes of stack, spill stores and spill loads.
+    """Compile for `arch` without loading: registers, bytes of stack, spill stores and spill loads, and whether the
+    compiler put the tensor cores' asynchronous multiplications in series (ptxas' C7510 and following).
 
     Needs neither GPU nor driver. Raises what NVRTC raises for a source that does not compile.
     """
@@ -97,7 +98,13 @@ def compile_report(launch: Launch, problem: Problem, arch: int) -> dict[str, int
     if not spills or not registers:
         raise GemmNormRuntimeError(f"the compiler's report of {launch.entry} was not understood:\n{text}")
     stack, stores, loads = (max(int(v) for v in values) for values in zip(*spills, strict=True))
-    return {"registers": max(map(int, registers)), "stack": stack, "spill_stores": stores, "spill_loads": loads}
+    return {
+        "registers": max(map(int, registers)),
+        "stack": stack,
+        "spill_stores": stores,
+        "spill_loads": loads,
+        "serialized_wgmma": text.count("wgmma.mma_async instructions are serialized"),
+    }
 
 
 @functools.cache

@@ -62,8 +62,8 @@ struct GemmShared {
 template <class T>
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
   const u32 both = pack(a - mean.x, b - mean.y, T{});
-  a = to_float(T{static_cast<u16>(both)});
-  b = to_float(T{static_cast<u16>(both >> 16)});
+  a = computed_anew(to_float(T{static_cast<u16>(both)}));
+  b = computed_anew(to_float(T{static_cast<u16>(both >> 16)}));
 }
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
   a -= mean.x;

@@ -4,7 +4,8 @@
 
 The kernels are not listed anywhere: plans are made for a grid of problems, as the planner would make them for a user,
 and their launches are what is compiled. A kernel passes when it compiles, uses no stack and spills no register, which
-a kernel that indexes an array at run time or asks for too many resident blocks would.
+a kernel that indexes an array at run time or asks for too many resident blocks would, and when the tensor cores'
+asynchronous multiplications stay asynchronous.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Outcome:
     def fault(self) -> str:
         """Empty where the kernel is as it should be."""
         spent = {name: value for name, value in self.report.items() if name != "registers" and value}
-        return self.error or ", ".join(f"{value} bytes of {name.replace('_', ' ')}" for name, value in spent.items())
+        return self.error or ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in spent.items())
 
 
 def dtype_forms() -> Iterator[tuple[str, str, str, str]]:

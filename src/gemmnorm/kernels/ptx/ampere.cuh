@@ -50,6 +50,10 @@ __device__ __forceinline__ int computed_anew(int v) {
   asm volatile("" : "+r"(v));
   return v;
 }
+__device__ __forceinline__ float computed_anew(float v) {
+  asm volatile("" : "+f"(v));
+  return v;
+}
 
 // Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
 // stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
