@@ -9,6 +9,7 @@
 #pragma once
 #include "column_sums.cuh"
 #include "panel_units.cuh"
+#include "split_ahead.cuh"
 #include "split_product.cuh"
 
 namespace gemmnorm {
@@ -43,8 +44,8 @@ struct Operand<split> : Operand<half> {
   static constexpr int kPlanes = 2, kFeeder = 56;
 };
 
-template <int BN, int STAGES, int PLANES, bool STAGED>
-struct GemmShared {
+template <int BN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
+struct GemmShared : RingOf<AHEAD> {
   alignas(1024) unsigned char x[STAGES][PLANES][kTileRows * kRowBytes];
   alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
   alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
@@ -97,12 +98,16 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                                            float* rstd /* [features] */,
                                            float* merged_slope /* [features] */, float* merged_shift /* [features] */,
                                            u32* counters /* zero, and left zero */,
-                                           const int* x_exponents /* [batch], of split operands */,
-                                           const int* weight_exponents /* [features], likewise */,
-                                           const float* weight_largest /* [features], likewise */,
-                                           const float* weight_total /* [features], likewise */,
-                                           const u32* most /* [2], likewise */, int* flags /* [features], likewise */,
-                                           int group_panels, int stream_x, int keep_product, int batch, int in_features,
+                                           const float* x /* [batch, in_features], of split operands */,
+                                           const float* weight /* [features, in_features], likewise */,
+                                           half* split_x /* see split_rows, likewise */,
+                                           half* split_weight /* see split_rows, likewise */,
+                                           int* x_exponents /* [batch], likewise */,
+                                           int* weight_exponents /* [features], likewise */,
+                                           float* weight_largest /* [features], likewise */,
+                                           float* weight_total /* [features], likewise */,
+                                           u32* most /* [2], likewise */, int* flags /* [features], likewise */,
+                                           int x_rows, int weight_rows /* split already */, int group_panels, int stream_x, int keep_product, int batch, int in_features,
                                            int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
@@ -110,13 +115,14 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   constexpr int kPlanes = Operand<OP>::kPlanes;
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
-  constexpr int kFeeder = kSplit && FINISH != Finish::kPersistent ? 40 : Operand<OP>::kFeeder;
+  constexpr bool kAheadToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
+  constexpr int kFeeder = kSplit && !kAheadToo ? 40 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
   constexpr int kMergeAhead = kSplit ? 1 : 4;  // groups in flight while a warp merges
   using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
   constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
-  using Shared = GemmShared<BN, STAGES, kPlanes, kStaged>;
+  using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kAheadToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -127,6 +133,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                             {most, weight_largest, weight_total, flags}, batch, features,
                             (batch + kGroupRows - 1) / kGroupRows};
   const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
+  const Ahead ahead = {x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, most,
+                       counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features, features};
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
   // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
   const int stored = FINISH == Finish::kPersistent ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
@@ -141,6 +149,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       barrier_init(&shared.staged[c], 128);
       barrier_init(&shared.unstaged[c], 1);
     }
+    if constexpr (kAheadToo)
+      for (int p = 0; p < kPieces; ++p) barrier_init(&shared.arrived[p], 1);
     fence_barrier_init();
     fence_async_shared();
   }
@@ -158,6 +168,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       u32 parity = 1;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
+        if (kAheadToo) ahead.wait_for<BN>(raster, tile);
         for (int k = 0; k < steps; ++k) {
           barrier_wait(&shared.empty[stage], parity);
           barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);
@@ -195,8 +206,12 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           if (FINISH == Finish::kOneWave || FINISH == Finish::kPersistent) add_release(&counters[kPanels + tile.n], 1);
         }
       }
-    } else if (warp >= 2 && FINISH == Finish::kPersistent) {
-      take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+    } else if (warp >= 2 && (FINISH == Finish::kPersistent || kAheadToo)) {
+      if constexpr (kAheadToo) {
+        if (warp == 2) ahead.split<BN>(shared, raster);
+      }
+      if (FINISH == Finish::kPersistent)
+        take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
     }
   } else {
     if (kMoveRegisters) claim_registers<kConsumer>();
@@ -231,7 +246,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
         if (kSplit && k == 0 && thread < BN) {  // `sums` is free until the statistics are taken
           const int j = raster.at(t).n * BN + thread;
-          const PowerOfTwo p = power_of_two(j < features ? weight_exponents[j] : 0);
+          const PowerOfTwo p = power_of_two(j < features ? load_l2(weight_exponents + j) : 0);
           shared.sums[consumer][0][thread] = p.first;
           shared.sums[consumer][1][thread] = p.second;
         }
@@ -245,7 +260,6 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             const float slope = f.slope(j, r), q = value_or(bn_weight, j, 1.0f) * r;
             shared.slope[consumer][c] = slope;
             shared.shift[consumer][c] = f.shift(j) + q * (f.s(j) * f.b(j) - centre);
-            if (kSplit && tile.m + consumer == 0) f.guard.raises(j, f.s(j) == 0.0f ? 3e38f : 1.0f / fabsf(r * f.s(j)));
             if (mean && tile.m + consumer == 0) {
               mean[j] = centre;
               rstd[j] = r;
@@ -273,8 +287,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       const i64 row = static_cast<i64>(group) * kGroupRows + own_row;
       const int first_column = tile.n * BN;
       if constexpr (kSplit) {  // back to the scale of x and W
-        const PowerOfTwo low = power_of_two(row < batch ? x_exponents[row] : 0);
-        const PowerOfTwo high = power_of_two(row + 8 < batch ? x_exponents[row + 8] : 0);
+        const PowerOfTwo low = power_of_two(row < batch ? load_l2(x_exponents + row) : 0);
+        const PowerOfTwo high = power_of_two(row + 8 < batch ? load_l2(x_exponents + row + 8) : 0);
         sync_threads(1 + consumer, 128);
 #pragma unroll
         for (int i = 0; i < BN / 8; ++i) {
@@ -467,7 +481,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
   }
 
-  if (FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) {
+  if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || kAheadToo) {
     // The last block to get here leaves the counters as it found them, and counts the batch.
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -476,8 +490,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     }
     __syncthreads();
     if (shared.last) {
-      for (int i = threadIdx.x; i < kPanels + 2 * raster.tiles_n; i += kGemmThreads) counters[i] = 0;
-      if (threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
+      const int used = kPanels + 2 * raster.tiles_n + (kAheadToo ? raster.tiles_n + kBands : 0);
+      for (int i = threadIdx.x; i < used; i += kGemmThreads) counters[i] = 0;
+      if (FINISH != Finish::kEvaluate && threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
     }
   }
 }

@@ -23,8 +23,8 @@ struct Guard {
   // Whether feature j, whose deviation is given, has to be; says so in `flags`.
   __device__ __forceinline__ bool raises(int j, float deviation) const {
     if (!flags) return false;
-    const bool lost = split_loses(__uint_as_float(most[0]), __uint_as_float(most[1]), weight_largest[j], weight_total[j],
-                                  deviation);
+    const bool lost = split_loses(__uint_as_float(load_acquire(&most[0])), __uint_as_float(load_acquire(&most[1])),
+                                  weight_largest[j], weight_total[j], deviation);
     flags[j] = lost;
     return lost;
   }

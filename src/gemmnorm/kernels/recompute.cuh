@@ -86,7 +86,10 @@ __device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j,
 template <class L, class R, bool TRAINING, class Activation>
 __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_features] */,
                                                    const float* weight /* [features, in_features] */,
-                                                   const int* flags /* [features] */, u32* most /* [2]: left zero */,
+                                                   const int* flags /* [features], in training */,
+                                                   const float* weight_largest /* [features] */,
+                                                   const float* weight_total /* [features] */,
+                                                   u32* most /* [3]: left zero */,
                                                    float* product /* [batch, features] or null */,
                                                    float* y /* [batch, features] */,
                                                    const L* bias /* [features] or null */,
@@ -99,7 +102,7 @@ __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_
                                                    float* group_mean /* [groups, features] */,
                                                    float* mean /* [features] */, float* rstd /* [features] */,
                                                    int keep_product, int batch, int in_features, int features) {
-  __shared__ float shared[kThreads / 32];
+  __shared__ float shared[kThreads / 32], x_largest, x_total;
   __shared__ int list[kThreads];
   __shared__ u32 count;
   const Features<L, R> f = {bias,    scale,   scale_stride, scale_value,     running_mean, running_var,
@@ -108,12 +111,24 @@ __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_
                             batch,   features, (batch + kGroupRows - 1) / kGroupRows};
   allow_next();
   wait_for_previous();
-  if (blockIdx.x == 0 && threadIdx.x < 2) most[threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    x_largest = __uint_as_float(most[0]);
+    x_total = __uint_as_float(most[1]);
+    __threadfence();
+    if (atomicAdd(&most[2], 1u) == gridDim.x - 1) most[0] = most[1] = most[2] = 0;  // everybody has read
+  }
+  // In training whoever merged a feature's statistics has decided. In evaluation its running deviation tells.
+  const auto lost = [&](int j) {
+    if (TRAINING) return flags[j] != 0;
+    const float variance = to_float(running_var[j]) + eps, s = f.s(j);
+    const float deviation = s == 0.0f ? 3e38f : sqrtf(variance) / fabsf(s);
+    return split_loses(x_largest, x_total, weight_largest[j], weight_total[j], deviation);
+  };
   for (int start = blockIdx.x; start < features; start += gridDim.x * kThreads) {
     if (threadIdx.x == 0) count = 0;
     __syncthreads();
     const int mine = start + threadIdx.x * gridDim.x;
-    if (mine < features && flags[mine]) list[atomicAdd(&count, 1u)] = mine;
+    if (mine < features && lost(mine)) list[atomicAdd(&count, 1u)] = mine;
     __syncthreads();
     const int flagged = count;
     for (int n = 0; n < flagged; ++n) {

@@ -95,14 +95,14 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
                                            int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
                                            float* weight_largest /* [features] or null */,
                                            float* weight_total /* [features] or null */, u32* most /* [2] or null */,
-                                           int in_features, int features) {
+                                           int weight_rows /* to split, of the first */, int in_features) {
   __shared__ int shared[kThreads / 32];
   __shared__ float sums[kThreads / 32];
   allow_next();
   wait_for_previous();
   const int block = blockIdx.x;
-  const bool of_weight = block < features;
-  const int row = of_weight ? features - 1 - block : block - features;
+  const bool of_weight = block < weight_rows;
+  const int row = of_weight ? weight_rows - 1 - block : block - weight_rows;
   const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
   const float* source = (of_weight ? weight : x) + static_cast<i64>(row) * in_features;
   half* target = (of_weight ? split_weight : split_x) + static_cast<i64>(row) * 2 * padded;

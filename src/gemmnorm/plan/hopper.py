@@ -23,7 +23,10 @@ MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial 
 SPLIT_GEMM_TILE, SPLIT_GEMM_STAGES = 128, 3
 SPLIT_BACKWARD_FLOPS = 4e9  # of one product; below, the passes that split the operands cost more than they save
 COUNTERS = 2  # before the two of each panel
-_SPLIT = ("x_exponents", "weight_exponents", "weight_largest", "weight_total", "most", "flags")
+ALL_ROWS = 2**30  # of x, whatever the batch
+BANDS, RING_BYTES = 64, 17 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
+_SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
+          "most", "flags")  # fmt: skip
 _NOT_SPLIT = (NOTHING,) * len(_SPLIT)
 
 
@@ -94,18 +97,32 @@ def choose_tile(problem: Problem) -> Tile:
     return min(tiles, key=clocks)
 
 
-def _split_rows(problem: Problem, guarded: bool) -> Launch:
-    """The pass that splits x and the weight; `guarded` where a guard wants to know how large their rows are."""
+def _split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int) -> Launch:
+    """The pass that splits the first rows of x and of the weight; `guarded` where a guard wants to know how large they are."""
     return Launch(
         "fused_gemm_split_operands",
         "split.cuh",
         "split_rows",
         (),
         ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents",
-         *(("weight_largest", "weight_total", "most") if guarded else (NOTHING,) * 3), "in_features", "features"),
-        Extent(1, 1, plus=problem.out_features),
+         *(("weight_largest", "weight_total", "most") if guarded else (NOTHING,) * 3), "weight_rows", "in_features"),
+        Extent(1, 1, limit=0 if x_rows == ALL_ROWS else x_rows + weight_rows, plus=weight_rows),
         resident=4,
+        numbers=(("weight_rows", weight_rows),),
     )  # fmt: skip
+
+
+def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, int]:
+    """Rows of x and of the weight that the first wave of tiles reads: to be split before the product begins."""
+    blocks = (problem.chip or CHIPS[90]).multiprocessors
+    rows, panels = tile.counts(problem)
+    if rows * panels <= blocks:
+        return ALL_ROWS, problem.out_features
+    if rows * group_panels >= blocks:  # along x within the first group of panels
+        x_rows, whole = -(-blocks // group_panels) * TILE_ROWS, group_panels
+    else:
+        x_rows, whole = ALL_ROWS, blocks // (rows * group_panels) * group_panels
+    return x_rows, min(problem.out_features, whole * tile.columns)
 
 
 def _padded(columns: int) -> Extent:
@@ -132,7 +149,7 @@ def _recompute(problem: Problem) -> Launch:
         "recompute.cuh",
         "recompute_features",
         (types["L"], types["R"], "true" if problem.training else "false", "Activation"),
-        ("x", "weight", "flags", "most", "stored_product", "y", *VECTORS, "running_mean", "running_var",
+        ("x", "weight", "flags" if problem.training else NOTHING, "weight_largest", "weight_total", "most", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "mean", "rstd", "keep_product",
          "batch", "in_features", "features"),
         Extent(min(problem.out_features, 2 * chip.multiprocessors)),
@@ -155,6 +172,9 @@ def forward(problem: Problem, strategy: str) -> Plan:
         finish = "kOneBlock" if rows == 1 else "kOneWave" if one_wave else "kPersistent"
     half = problem.dtype != "float32"
     group_panels = _group_panels(problem, tile)
+    x_rows, weight_rows = _rows_ahead(problem, tile, group_panels)
+    ahead = problem.split and finish in ("kPersistent", "kEvaluate")  # the kernel splits the rows of later waves itself
+    shared = tile.shared + (RING_BYTES if ahead else 0)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
     operands = ("split_x", "split_weight") if problem.split else ("x", "weight")
     launch = Launch(
@@ -168,18 +188,18 @@ def forward(problem: Problem, strategy: str) -> Plan:
             *types.values(),
             str(tile.columns),
             str(tile.stages),
-            str(tile.shared),
+            str(shared),
             f"gemmnorm::Finish::{finish}",
             "Activation",
         ),
         ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
-         "merged_slope", "merged_shift", "counters", *(_SPLIT if problem.split else _NOT_SPLIT), "group_panels",
-         "stream_x", "keep_product", "batch", "in_features", "features"),
+         "merged_slope", "merged_shift", "counters", *(_SPLIT if problem.split else _NOT_SPLIT), "x_rows",
+         "weight_rows", "group_panels", "stream_x", "keep_product", "batch", "in_features", "features"),
         Extent(panels, TILE_ROWS, chip.multiprocessors),
         block=384,
         resident=1,
-        shared=tile.shared,
+        shared=shared,
         cooperative=finish in ("kOneWave", "kPersistent"),
         maps=(
             Map("map_x", operands[0], TILE_ROWS, tile.k),
@@ -188,6 +208,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
             Map("map_y", "y", GROUP_ROWS, boxes_y),
         ),
         numbers=(
+            ("x_rows", x_rows),
+            ("weight_rows", weight_rows),
             ("group_panels", group_panels),
             ("stream_x", int(group_panels < panels and not _fits_l2(problem))),
             ("keep_product", int(problem.save or strategy == "gemm_stats_apply")),
@@ -214,8 +236,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
             aliases = (("product", "y"),)
     counters = COUNTERS + 2 * panels if finish in ("kOneBlock", "kOneWave", "kPersistent") else 0
     if problem.split:
-        counters += 2  # `most`
-        steps = (_split_rows(problem, guarded=True), launch, _recompute(problem))
+        counters = COUNTERS + 2 * panels + (panels + BANDS if ahead else 0) + 3  # `most`
+        steps = (_split_rows(problem, True, x_rows, weight_rows), launch, _recompute(problem))
         workspace += _split_operands(problem)
         workspace.append(Buffer("flags", "int32", (features,)))
         workspace += [Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total")]
@@ -256,7 +278,7 @@ def backward(problem: Problem, strategy: str) -> Plan:
         ROWS,
     )  # fmt: skip
     steps = (
-        _split_rows(problem, guarded=False),
+        _split_rows(problem, False, ALL_ROWS, problem.out_features),
         *plan.launches,
         split_gradient,
         _split_gemm(problem, "grad_x", ("split_by_rows", "split_weight", "row_exponents"), "batch", "features"),

@@ -148,7 +148,9 @@ ROLES: dict[str, tuple[str, str]] = {
     "weight_exponents": ("int*", "[features]"),
     "weight_largest": ("float*", "[features]"),
     "weight_total": ("float*", "[features]"),
-    "most": ("unsigned int*", "[2]: zero, and left zero"),
+    "most": ("unsigned int*", "[3]: zero, and left zero"),
+    "x_rows": ("int", "of x, that are split already"),
+    "weight_rows": ("int", "of the weight, that are split already"),
     "flags": ("int*", "[features]"),
     "map_a": ("const __grid_constant__ gemmnorm::TensorMap", "left operand, split"),
     "map_b": ("const __grid_constant__ gemmnorm::TensorMap", "right operand, split"),
@@ -182,7 +184,7 @@ class Plan:
         steps: products and launches.
         outputs: tensors handed back; workspace: tensors that die with the call.
         aliases: role → role whose memory it shares (y over the product where nothing needs it later).
-        counters: 32-bit numbers that the launches find zero and leave zero; `most` is the last two.
+        counters: 32-bit numbers that the launches find zero and leave zero; `most` is the last three.
         seconds: predicted time; floor: the product alone at the rate of the library.
     """
 

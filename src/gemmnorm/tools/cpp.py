@@ -441,7 +441,7 @@ class _Body:
         elif role == "offset" and self.plan.keeps_offsets:
             role = "group_mean"
         elif role == "most":
-            return f"{self.argument('counters')} + {self.plan.counters - 2}"
+            return f"{self.argument('counters')} + {self.plan.counters - 3}"
         if role in self.pointers:
             return role
         if role in self.tensors:

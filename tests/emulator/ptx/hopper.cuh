@@ -90,6 +90,15 @@ inline void copy_to_shared(void* to, const TensorMap& map, u64* barrier, int x, 
     arrivals(barrier).check();
   });
 }
+inline void copy_bytes_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
+  if (reinterpret_cast<std::uintptr_t>(to) % 16 || reinterpret_cast<std::uintptr_t>(from) % 16 || bytes % 16)
+    emulator::fail("a bulk copy that is not aligned to 16 bytes");
+  emulator::machine.pending.push_back([=] {
+    std::memcpy(to, from, bytes);
+    arrivals(barrier).bytes -= static_cast<int>(bytes);
+    arrivals(barrier).check();
+  });
+}
 inline void copy_to_global(const TensorMap& map, const void* from, int x, int y) {
   const MapFields m = fields(map);
   emulator::Fiber* owner = emulator::current;

@@ -57,6 +57,13 @@ __device__ __forceinline__ void copy_to_shared(void* to, const TensorMap& map, u
       "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "l"(policy)
       : "memory");
 }
+// A run of bytes, a multiple of 16, without a map: #data-movement-and-conversion-instructions-cp-async-bulk
+__device__ __forceinline__ void copy_bytes_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
 __device__ __forceinline__ void copy_to_global(const TensorMap& map, const void* from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
                "r"(shared_address(from)), "r"(x), "r"(y)
@@ -95,6 +102,11 @@ __device__ __forceinline__ void wait_until(const u32* counter, u32 value) {
 __device__ __forceinline__ float load_l2(const float* p) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ int load_l2(const int* p) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 __device__ __forceinline__ float2 load_l2(const float2* p) {
