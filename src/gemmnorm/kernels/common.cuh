@@ -90,6 +90,8 @@ struct Panel {
     column = (block % panels) * kColumns + tx * N;
     at(block / panels * GROUPS);
   }
+  // A row to load in place of `row`, which may lie beyond the group: loads without conditions are all in flight at once.
+  __device__ __forceinline__ i64 existing(int row) const { return min(row, rows - 1); }
   // Moves to another group; `rows` is 0 beyond the batch.
   __device__ __forceinline__ void at(int group_) {
     group = group_;

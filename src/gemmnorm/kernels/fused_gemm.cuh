@@ -45,7 +45,7 @@ struct Operand<split> : Operand<half> {
 };
 
 template <int BN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
-struct GemmShared : RingOf<AHEAD> {
+struct GemmShared : PieceRings<AHEAD> {
   alignas(1024) unsigned char x[STAGES][PLANES][kTileRows * kRowBytes];
   alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
   alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
@@ -150,7 +150,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       barrier_init(&shared.unstaged[c], 1);
     }
     if constexpr (kAheadToo)
-      for (int p = 0; p < kPieces; ++p) barrier_init(&shared.arrived[p], 1);
+      for (int p = 0; p < kSplitters * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
     fence_barrier_init();
     fence_async_shared();
   }
@@ -207,9 +207,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
       }
     } else if (warp >= 2 && (FINISH == Finish::kPersistent || kAheadToo)) {
-      if constexpr (kAheadToo) {
-        if (warp == 2) ahead.split<BN>(shared, raster);
-      }
+      if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
       if (FINISH == Finish::kPersistent)
         take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
     }

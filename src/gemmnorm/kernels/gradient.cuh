@@ -66,18 +66,16 @@ __device__ __forceinline__ void gradient_sums(const Y* grad_y /* [batch, feature
     }
   }
   constexpr int kAtOnce = P::kRows < 4 ? P::kRows : 4;
-  const i64 origin = panel.first_row * features + panel.column;
+  const i64 origin = panel.first_row * features + (inside ? panel.column : 0);
 #pragma unroll 1
   for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
     Vec<T, N> a[kAtOnce];
     Vec<Y, N> dy[kAtOnce];
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
-      const int row = (r0 + r) * P::kLanes + panel.lane;
-      if (inside && row < panel.rows) {
-        a[r] = load<T, N>(product + origin + static_cast<i64>(row) * features);
-        dy[r] = load<Y, N>(grad_y + origin + static_cast<i64>(row) * features);
-      }
+      const i64 at = origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * features;
+      a[r] = load<T, N>(product + at);
+      dy[r] = load<Y, N>(grad_y + at);
     }
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
@@ -201,11 +199,12 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
 #pragma unroll 1
   for (int g = 0; g < GROUPS; ++g) {
     panel.at(first_group + g);
+    if (panel.rows == 0) break;
     const i64 origin = panel.first_row * features + panel.column;
     float own[N];
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      own[i] = FORM == Form::kFolded && offset && panel.rows
+      own[i] = FORM == Form::kFolded && offset
                    ? offset[static_cast<i64>(panel.group) * features + panel.column + i]
                    : 0.0f;
 #pragma unroll 1
@@ -214,11 +213,9 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
       Vec<Y, N> dy[kAtOnce];
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
-        const int row = (r0 + r) * P::kLanes + panel.lane;
-        if (row < panel.rows) {
-          a[r] = load<T, N>(product + origin + static_cast<i64>(row) * features);
-          dy[r] = load<Y, N>(grad_y + origin + static_cast<i64>(row) * features);
-        }
+        const i64 at = origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * features;
+        a[r] = load<T, N>(product + at);
+        dy[r] = load<Y, N>(grad_y + at);
       }
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {

@@ -78,21 +78,20 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
 #pragma unroll 1
   for (int g = 0; g < GROUPS; ++g) {
     panel.at(first_group + g);
+    if (panel.rows == 0) break;
     const i64 origin = panel.first_row * features + panel.column;
     float own[N];  // what was subtracted from this group
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      own[i] = FORM == Form::kFolded && offset && panel.rows
+      own[i] = FORM == Form::kFolded && offset
                    ? offset[static_cast<i64>(panel.group) * features + panel.column + i]
                    : 0.0f;
 #pragma unroll 1
     for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
       Vec<T, N> a[kAtOnce];
 #pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) {
-        const int row = (r0 + r) * P::kLanes + panel.lane;
-        if (row < panel.rows) a[r] = load<T, N>(product + origin + static_cast<i64>(row) * features);
-      }
+      for (int r = 0; r < kAtOnce; ++r)
+        a[r] = load<T, N>(product + origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * features);
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
         const int row = (r0 + r) * P::kLanes + panel.lane;

@@ -36,17 +36,17 @@ __device__ __forceinline__ int scaled_exponent(float v, int e) {
 
 // v·2^-exponent as high + low·2^-11, four neighbouring elements of a row at a time.
 __device__ __forceinline__ void store_split(half* row /* of ⌈columns/64⌉ × 2 × 64 */, int column, const float (&scaled)[4]) {
-  float high[4], low[4];
+  u32 high[2], low[2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    half rounded;
-    from_float(scaled[i], rounded);
-    high[i] = to_float(rounded);
-    low[i] = scaled[i] == high[i] ? 0.0f : (scaled[i] - high[i]) / kLowUnit;  // 0 beside infinity too
+  for (int i = 0; i < 2; ++i) {
+    const float a = scaled[2 * i], b = scaled[2 * i + 1];
+    high[i] = pack(a, b, half{});
+    const half rounded_a = {static_cast<u16>(high[i])}, rounded_b = {static_cast<u16>(high[i] >> 16)};
+    low[i] = pack((a - to_float(rounded_a)) / kLowUnit, (b - to_float(rounded_b)) / kLowUnit, half{});
   }
   half* at = row + column / kSplitColumns * 2 * kSplitColumns + column % kSplitColumns;
-  store<half, 4>(at, high);
-  store<half, 4>(at + kSplitColumns, low);
+  *reinterpret_cast<uint2*>(at) = make_uint2(high[0], high[1]);
+  *reinterpret_cast<uint2*>(at + kSplitColumns) = make_uint2(low[0], low[1]);
 }
 
 constexpr int kHeldColumns = 8 * 4 * kThreads;  // of a row, that a block holds in registers between its two passes

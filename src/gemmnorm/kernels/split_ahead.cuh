@@ -1,5 +1,5 @@
 // Splitting rows of x and the weight inside the fused GEMM, ahead of the tiles that need them: the pass before it splits
-// only what the first wave of tiles reads, and one warp of every block does the rest while the tensor cores work.
+// only what the first wave of tiles reads, and two warps of every block do the rest while the tensor cores work.
 #pragma once
 #include "ptx/hopper.cuh"
 #include "raster.cuh"
@@ -8,18 +8,20 @@
 namespace gemmnorm {
 
 constexpr int kPieceColumns = 512;  // of a row, that the copy engine brings at a time
-constexpr int kPieces = 8;          // in flight
+constexpr int kPieces = 6;          // in flight, for each warp
+constexpr int kSplitters = 2;       // warps of a block
 constexpr int kBands = 64;          // of rows of x; each has a counter
 
 struct PieceRing {
   alignas(128) float pieces[kPieces][kPieceColumns];
   u64 arrived[kPieces];
 };
-struct NoRing {};
 template <bool AHEAD>
-struct RingOf : NoRing {};
+struct PieceRings {};
 template <>
-struct RingOf<true> : PieceRing {};
+struct PieceRings<true> {
+  PieceRing rings[kSplitters];
+};
 
 // The operands, and how far they are split already.
 struct Ahead {
@@ -47,61 +49,75 @@ struct Ahead {
     return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
   }
 
-  // The n-th row that this block splits, counted from the first that is left: x's, then the weight's.
-  __device__ __forceinline__ static int row_at(int n) { return static_cast<int>(blockIdx.x + n * gridDim.x); }
-
-  // Asks the copy engine for a piece. A row is visited twice, for its exponent and to be split.
-  __device__ __forceinline__ void request(PieceRing& ring, int visit, int of_row) const {
-    const int row = row_at(visit / (2 * of_row)), first = visit % of_row * kPieceColumns, left_of_x = batch - x_rows;
-    const float* source = row < left_of_x ? x + static_cast<i64>(x_rows + row) * in_features
-                                          : weight + static_cast<i64>(weight_rows + row - left_of_x) * in_features;
-    const u32 bytes = min(kPieceColumns, in_features - first) * 4;
-    u64* arrived = &ring.arrived[visit % kPieces];
-    barrier_expect(arrived, bytes);
-    copy_bytes_to_shared(ring.pieces[visit % kPieces], source + first, bytes, arrived);
+  // Where the next piece to ask for lies. A row is visited twice, for its exponent and to be split.
+  struct Cursor {
+    int row, first;  // of the rows that are left: x's, then the weight's; and the piece's first column
+    bool again;
+    const float* source;
+  };
+  __device__ __forceinline__ void begin_row(Cursor& c) const {
+    const int left_of_x = batch - x_rows;
+    c.source = c.row < left_of_x ? x + static_cast<i64>(x_rows + c.row) * in_features
+                                 : weight + static_cast<i64>(weight_rows + c.row - left_of_x) * in_features;
+  }
+  // Asks the copy engine for a piece, as one thread, and goes on to the next.
+  __device__ __forceinline__ void request(PieceRing& ring, int slot, Cursor& c, int left, int stride) const {
+    if (c.row >= left) return;
+    const u32 bytes = min(kPieceColumns, in_features - c.first) * 4;
+    barrier_expect(&ring.arrived[slot], bytes);
+    copy_bytes_to_shared(ring.pieces[slot], c.source + c.first, bytes, &ring.arrived[slot]);
+    c.first += kPieceColumns;
+    if (c.first < in_features) return;
+    c.first = 0;
+    c.again = !c.again;
+    if (c.again) return;
+    c.row += stride;
+    begin_row(c);
   }
 
-  // Calls `use(column, four elements)` for the lane's share of the next of `visits` pieces, asks for the one kPieces later.
-  template <class Use>
-  __device__ __forceinline__ void next_piece(PieceRing& ring, int& visit, int visits, int of_row, const Use& use) const {
-    const int lane = threadIdx.x % 32, first = visit % of_row * kPieceColumns;
-    const float* piece = ring.pieces[visit % kPieces];
-    barrier_wait(&ring.arrived[visit % kPieces], visit / kPieces % 2);
-#pragma unroll
-    for (int i = 0; i < kPieceColumns / 128; ++i) {
-      const int c = (i * 32 + lane) * 4;
-      use(first + c, first + c < in_features ? load<float, 4>(piece + c) : Vec<float, 4>{});
-    }
-    __syncwarp();
-    if (lane == 0 && visit + kPieces < visits) request(ring, visit + kPieces, of_row);
-    ++visit;
-  }
-
-  // One warp's share of the rows that are left: every gridDim-th. The copy engine runs kPieces ahead, into the next row.
+  // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
   template <int BN>
-  __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster) const {
-    const int lane = threadIdx.x % 32, block = blockIdx.x, blocks = gridDim.x;
+  __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
+    const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
     const int left_of_x = batch - x_rows, left = left_of_x + features - weight_rows;
-    const int of_row = (in_features + kPieceColumns - 1) / kPieceColumns;
-    const int count = block < left ? (left - 1 - block) / blocks + 1 : 0, visits = count * 2 * of_row;
-    if (lane == 0)
-      for (int v = 0; v < min(kPieces, visits); ++v) request(ring, v, of_row);
-    int visit = 0;
+    Cursor cursor = {static_cast<int>(kSplitters * blockIdx.x) + splitter, 0, false, nullptr};
+    int slot = 0;
+    u32 parity = 0;
+    if (lane == 0) {
+      begin_row(cursor);
+      for (int s = 0; s < kPieces; ++s) request(ring, s, cursor, left, stride);
+    }
+    const auto next_slot = [&] {
+      __syncwarp();  // everybody has read the piece
+      if (lane == 0) request(ring, slot, cursor, left, stride);
+      if (++slot == kPieces) {
+        slot = 0;
+        parity ^= 1;
+      }
+    };
 #pragma unroll 1
-    for (int n = 0; n < count; ++n) {
-      const bool of_x = row_at(n) < left_of_x;
-      const int row = of_x ? x_rows + row_at(n) : weight_rows + row_at(n) - left_of_x;
+    for (int n = kSplitters * blockIdx.x + splitter; n < left; n += stride) {
+      const bool of_x = n < left_of_x;
+      const int row = of_x ? x_rows + n : weight_rows + n - left_of_x;
       u32 bits = 0;
       float sum = 0.0f;
 #pragma unroll 1
-      for (int p = 0; p < of_row; ++p)
-        next_piece(ring, visit, visits, of_row, [&](int, const Vec<float, 4>& v) {
+      for (int first = 0; first < in_features; first += kPieceColumns) {
+        barrier_wait(&ring.arrived[slot], parity);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            bits = max(bits, __float_as_uint(v.at[i]) & 0x7FFFFFFFu);
-            sum += fabsf(v.at[i]);
+        for (int i = 0; i < kPieceColumns / 128; ++i) {
+          const int c = (i * 32 + lane) * 4;
+          if (first + c < in_features) {
+            const Vec<float, 4> v = load<float, 4>(ring.pieces[slot] + c);
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+              bits = max(bits, __float_as_uint(v.at[q]) & 0x7FFFFFFFu);
+              sum += fabsf(v.at[q]);
+            }
           }
-        });
+        }
+        next_slot();
+      }
 #pragma unroll
       for (int bit = 1; bit < 32; bit *= 2) {
         bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
@@ -122,12 +138,20 @@ struct Ahead {
       half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
       const PowerOfTwo scale = power_of_two(-exponent);
 #pragma unroll 1
-      for (int p = 0; p < of_row; ++p)
-        next_piece(ring, visit, visits, of_row, [&](int c, const Vec<float, 4>& v) {
-          const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale),
-                                   times(v.at[3], scale)};
-          if (c < padded) store_split(target, c, scaled);
-        });
+      for (int first = 0; first < in_features; first += kPieceColumns) {
+        barrier_wait(&ring.arrived[slot], parity);
+#pragma unroll
+        for (int i = 0; i < kPieceColumns / 128; ++i) {
+          const int c = (i * 32 + lane) * 4;
+          if (first + c < padded) {
+            const Vec<float, 4> v = first + c < in_features ? load<float, 4>(ring.pieces[slot] + c) : Vec<float, 4>{};
+            const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale),
+                                     times(v.at[3], scale)};
+            store_split(target, first + c, scaled);
+          }
+        }
+        next_slot();
+      }
       fence_async_global();  // the copy engine will read what is written here
       __syncwarp();
       if (lane == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);

@@ -24,12 +24,11 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
   if (batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
 
   const bool inside = panel.column < features;
-  const T* p = product + panel.first_row * features + panel.column;
+  const T* p = product + panel.first_row * features + (inside ? panel.column : 0);
   Vec<T, N> a[P::kRows];
 #pragma unroll
   for (int r = 0; r < P::kRows; ++r) {
-    const int row = r * P::kLanes + panel.lane;
-    if (inside && row < panel.rows) a[r] = load<T, N>(p + static_cast<i64>(row) * features);
+    a[r] = load<T, N>(p + panel.existing(r * P::kLanes + panel.lane) * features);
   }
   float mean[N];
 #pragma unroll
@@ -43,9 +42,10 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
   }
   sum_over_lanes<N, TX>(mean, shared);
   float m2[N], s[N], b[N];
+  const float share = 1.0f / panel.rows;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    mean[i] /= panel.rows;
+    mean[i] *= share;
     m2[i] = 0.0f;
     s[i] = FOLD || !inside ? 1.0f : scale_of(scale, scale_stride, scale_value, panel.column + i);
     b[i] = FOLD || !inside ? 0.0f : value_or(bias, panel.column + i, 0.0f);

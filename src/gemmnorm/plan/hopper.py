@@ -16,7 +16,7 @@ ROW_BYTES = 128  # of K in one pipeline stage
 STAGES = {
     (2, 1, 256): 3, (2, 1, 128): 5, (2, 1, 64): 8, (2, 1, 32): 10,
     (4, 1, 256): 4, (4, 1, 128): 6, (4, 1, 64): 8, (4, 1, 32): 10,
-    (2, 2, 128): 3, (2, 2, 64): 4, (2, 2, 32): 5,
+    (2, 2, 128): 3, (2, 2, 64): 4, (2, 2, 32): 4,
 }  # fmt: skip
 SPLIT_COLUMNS = 64  # of K, high and then low
 MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial results
@@ -24,7 +24,7 @@ SPLIT_GEMM_TILE, SPLIT_GEMM_STAGES = 128, 3
 SPLIT_BACKWARD_FLOPS = 4e9  # of one product; below, the passes that split the operands cost more than they save
 COUNTERS = 2  # before the two of each panel
 ALL_ROWS = 2**30  # of x, whatever the batch
-BANDS, RING_BYTES = 64, 17 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
+BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
 _SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
           "most", "flags")  # fmt: skip
 _NOT_SPLIT = (NOTHING,) * len(_SPLIT)
