@@ -33,6 +33,7 @@ struct Ahead {
   u32* ready;                        // rows split here: [panels], then [kBands]
   int x_rows, weight_rows;           // split by the pass before
   int batch, in_features, features;
+  static constexpr int kAtOnce = 2, kParts = kPieceColumns / 128 / kAtOnce;
 
   // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
   template <int BN>
@@ -75,6 +76,18 @@ struct Ahead {
     begin_row(c);
   }
 
+  // Part of the lane's share of a piece, zeros beyond the row's end. No load waits for a condition.
+  __device__ __forceinline__ void read_piece(const float* piece, int first, int part, Vec<float, 4> (&v)[kAtOnce]) const {
+    const int column = (part * kAtOnce * 32 + threadIdx.x % 32) * 4;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) v[i] = load<float, 4>(piece + column + i * 128);
+    if (first + kPieceColumns > in_features) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (first + column + i * 128 >= in_features) v[i] = {};
+    }
+  }
+
   // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
   template <int BN>
   __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
@@ -99,25 +112,27 @@ struct Ahead {
     for (int n = kSplitters * blockIdx.x + splitter; n < left; n += stride) {
       const bool of_x = n < left_of_x;
       const int row = of_x ? x_rows + n : weight_rows + n - left_of_x;
-      u32 bits = 0;
-      float sum = 0.0f;
+      u32 largest[4] = {};
+      float total[4] = {};
 #pragma unroll 1
       for (int first = 0; first < in_features; first += kPieceColumns) {
         barrier_wait(&ring.arrived[slot], parity);
 #pragma unroll
-        for (int i = 0; i < kPieceColumns / 128; ++i) {
-          const int c = (i * 32 + lane) * 4;
-          if (first + c < in_features) {
-            const Vec<float, 4> v = load<float, 4>(ring.pieces[slot] + c);
+        for (int part = 0; part < kParts; ++part) {
+          Vec<float, 4> v[kAtOnce];
+          read_piece(ring.pieces[slot], first, part, v);
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
-              bits = max(bits, __float_as_uint(v.at[q]) & 0x7FFFFFFFu);
-              sum += fabsf(v.at[q]);
+              largest[q] = max(largest[q], __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
+              total[q] += fabsf(v[i].at[q]);
             }
-          }
         }
         next_slot();
       }
+      u32 bits = max(max(largest[0], largest[1]), max(largest[2], largest[3]));
+      float sum = (total[0] + total[1]) + (total[2] + total[3]);
 #pragma unroll
       for (int bit = 1; bit < 32; bit *= 2) {
         bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
@@ -141,13 +156,15 @@ struct Ahead {
       for (int first = 0; first < in_features; first += kPieceColumns) {
         barrier_wait(&ring.arrived[slot], parity);
 #pragma unroll
-        for (int i = 0; i < kPieceColumns / 128; ++i) {
-          const int c = (i * 32 + lane) * 4;
-          if (first + c < padded) {
-            const Vec<float, 4> v = first + c < in_features ? load<float, 4>(ring.pieces[slot] + c) : Vec<float, 4>{};
-            const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale),
-                                     times(v.at[3], scale)};
-            store_split(target, first + c, scaled);
+        for (int part = 0; part < kParts; ++part) {
+          Vec<float, 4> v[kAtOnce];
+          read_piece(ring.pieces[slot], first, part, v);
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
+            const float scaled[4] = {times(v[i].at[0], scale), times(v[i].at[1], scale), times(v[i].at[2], scale),
+                                     times(v[i].at[3], scale)};
+            if (c < padded) store_split(target, c, scaled);
           }
         }
         next_slot();
