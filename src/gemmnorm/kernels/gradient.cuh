@@ -194,7 +194,7 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
       slope[i] = affine[i].slope * affine[i].scale;
     }
   }
-  constexpr int kAtOnce = P::kRows < 4 ? P::kRows : 4;
+  constexpr int kAtOnce = P::kRows < 8 ? P::kRows : 8;
   const int first_group = panel.group;
 #pragma unroll 1
   for (int g = 0; g < GROUPS; ++g) {

@@ -190,7 +190,7 @@ __device__ __forceinline__ void split_gradient(const float* grad_product /* [bat
 // against the deviation of the column. Written so that NaN and infinity count as lost.
 __device__ __forceinline__ bool split_loses(float x_largest, float x_total, float weight_largest, float weight_total,
                                             float deviation) {
-  const float unit = 1.862645149230957e-09f;  // 2^-51 / 2^-22
+  const float unit = 1.4901161193847656e-08f;  // 2^-48 / 2^-22: 2^-51, and kHeadroom (split_ahead.cuh)
   return !(unit * x_largest * weight_total + unit * x_total * weight_largest <= deviation);
 }
 

@@ -10,6 +10,7 @@ namespace gemmnorm {
 constexpr int kPieceColumns = 512;  // of a row, that the copy engine brings at a time
 constexpr int kPieces = 6;          // in flight, for each warp
 constexpr int kSplitters = 2;       // warps of a block
+constexpr int kHeadroom = 3;        // powers of two that an exponent may exceed what the row needs
 constexpr int kBands = 64;          // of rows of x; each has a counter
 
 struct PieceRing {
@@ -33,7 +34,7 @@ struct Ahead {
   u32* ready;                        // rows split here: [panels], then [kBands]
   int x_rows, weight_rows;           // split by the pass before
   int batch, in_features, features;
-  static constexpr int kAtOnce = 2, kParts = kPieceColumns / 128 / kAtOnce;
+  static constexpr int kAtOnce = 1, kParts = kPieceColumns / 128 / kAtOnce;
 
   // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
   template <int BN>
@@ -50,30 +51,45 @@ struct Ahead {
     return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
   }
 
-  // Where the next piece to ask for lies. A row is visited twice, for its exponent and to be split.
-  struct Cursor {
-    int row, first;  // of the rows that are left: x's, then the weight's; and the piece's first column
-    bool again;
-    const float* source;
-  };
-  __device__ __forceinline__ void begin_row(Cursor& c) const {
+  // The n-th of the rows that are left: x's, then the weight's.
+  __device__ __forceinline__ const float* row_left(int n) const {
     const int left_of_x = batch - x_rows;
-    c.source = c.row < left_of_x ? x + static_cast<i64>(x_rows + c.row) * in_features
-                                 : weight + static_cast<i64>(weight_rows + c.row - left_of_x) * in_features;
+    return n < left_of_x ? x + static_cast<i64>(x_rows + n) * in_features
+                         : weight + static_cast<i64>(weight_rows + n - left_of_x) * in_features;
   }
+
+  // Where the next piece to ask for lies: which of the rows that are left, and the piece's first column.
+  struct Cursor {
+    int row, first;
+  };
   // Asks the copy engine for a piece, as one thread, and goes on to the next.
   __device__ __forceinline__ void request(PieceRing& ring, int slot, Cursor& c, int left, int stride) const {
     if (c.row >= left) return;
     const u32 bytes = min(kPieceColumns, in_features - c.first) * 4;
     barrier_expect(&ring.arrived[slot], bytes);
-    copy_bytes_to_shared(ring.pieces[slot], c.source + c.first, bytes, &ring.arrived[slot]);
+    copy_bytes_to_shared(ring.pieces[slot], row_left(c.row) + c.first, bytes, &ring.arrived[slot]);
     c.first += kPieceColumns;
     if (c.first < in_features) return;
     c.first = 0;
-    c.again = !c.again;
-    if (c.again) return;
     c.row += stride;
-    begin_row(c);
+  }
+
+  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4> (&v)[kAtOnce]) {
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
+    return bits;
+  }
+  __device__ __forceinline__ static u32 warp_max(u32 bits) {
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
+    return bits;
+  }
+  __device__ __forceinline__ static void store_scaled(half* row, int column, const Vec<float, 4>& v, PowerOfTwo scale) {
+    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
+    store_split(row, column, scaled);
   }
 
   // Part of the lane's share of a piece, zeros beyond the row's end. No load waits for a condition.
@@ -89,56 +105,74 @@ struct Ahead {
   }
 
   // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
+  // A row is read once: its exponent is guessed from the first piece, kHeadroom above what that needs, and a row that
+  // does not fit, or is far smaller, is split once more.
   template <int BN>
   __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
     const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
     const int left_of_x = batch - x_rows, left = left_of_x + features - weight_rows;
-    Cursor cursor = {static_cast<int>(kSplitters * blockIdx.x) + splitter, 0, false, nullptr};
+    const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+    const int first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
+    Cursor cursor = {first_row, 0};
     int slot = 0;
     u32 parity = 0;
-    if (lane == 0) {
-      begin_row(cursor);
+    if (lane == 0)
       for (int s = 0; s < kPieces; ++s) request(ring, s, cursor, left, stride);
-    }
-    const auto next_slot = [&] {
-      __syncwarp();  // everybody has read the piece
-      if (lane == 0) request(ring, slot, cursor, left, stride);
-      if (++slot == kPieces) {
-        slot = 0;
-        parity ^= 1;
-      }
-    };
 #pragma unroll 1
-    for (int n = kSplitters * blockIdx.x + splitter; n < left; n += stride) {
+    for (int n = first_row; n < left; n += stride) {
       const bool of_x = n < left_of_x;
       const int row = of_x ? x_rows + n : weight_rows + n - left_of_x;
-      u32 largest[4] = {};
-      float total[4] = {};
+      half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
+      u32 bits = 0;
+      float sum = 0.0f;
+      int exponent = 0;
+      PowerOfTwo scale = {};
 #pragma unroll 1
       for (int first = 0; first < in_features; first += kPieceColumns) {
+        const float* piece = ring.pieces[slot];
         barrier_wait(&ring.arrived[slot], parity);
+        if (first == 0) {
+          u32 begun = 0;
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            Vec<float, 4> v[kAtOnce];
+            read_piece(piece, first, part, v);
+            begun = max(begun, largest_of(v));
+          }
+          exponent = row_exponent(warp_max(begun)) + kHeadroom;
+          scale = power_of_two(-exponent);
+        }
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           Vec<float, 4> v[kAtOnce];
-          read_piece(ring.pieces[slot], first, part, v);
+          read_piece(piece, first, part, v);
+          bits = max(bits, largest_of(v));
 #pragma unroll
-          for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-              largest[q] = max(largest[q], __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
-              total[q] += fabsf(v[i].at[q]);
-            }
+          for (int i = 0; i < kAtOnce; ++i) {
+            const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
+            sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
+            if (c < padded) store_scaled(target, c, v[i], scale);
+          }
         }
-        next_slot();
+        __syncwarp();  // everybody has read the piece
+        if (lane == 0) request(ring, slot, cursor, left, stride);
+        if (++slot == kPieces) {
+          slot = 0;
+          parity ^= 1;
+        }
       }
-      u32 bits = max(max(largest[0], largest[1]), max(largest[2], largest[3]));
-      float sum = (total[0] + total[1]) + (total[2] + total[3]);
+      bits = warp_max(bits);
 #pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) {
-        bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
-        sum += __shfl_xor_sync(~0u, sum, bit);
+      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+      const int wanted = row_exponent(bits);
+      if (wanted > exponent || wanted < exponent - kHeadroom) {
+        exponent = wanted;
+        scale = power_of_two(-exponent);
+        const float* source = row_left(n);
+#pragma unroll 1
+        for (int c = lane * 4; c < padded; c += 128)
+          store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
       }
-      const int exponent = row_exponent(bits);
       if (lane == 0) {
         (of_x ? x_exponents : weight_exponents)[row] = exponent;
         if (!of_x) {
@@ -148,26 +182,6 @@ struct Ahead {
           atomicMax(&most[0], bits);
           atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
         }
-      }
-      const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-      half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
-      const PowerOfTwo scale = power_of_two(-exponent);
-#pragma unroll 1
-      for (int first = 0; first < in_features; first += kPieceColumns) {
-        barrier_wait(&ring.arrived[slot], parity);
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          Vec<float, 4> v[kAtOnce];
-          read_piece(ring.pieces[slot], first, part, v);
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
-            const float scaled[4] = {times(v[i].at[0], scale), times(v[i].at[1], scale), times(v[i].at[2], scale),
-                                     times(v[i].at[3], scale)};
-            if (c < padded) store_split(target, c, scaled);
-          }
-        }
-        next_slot();
       }
       fence_async_global();  // the copy engine will read what is written here
       __syncwarp();
