@@ -1,6 +1,6 @@
 """How much of the split is done before the product, and how much inside it: PYTHONPATH=src python lab/ahead.py, on a GPU.
 
-A share of 0 is what the first wave of tiles needs, 1 is everything.
+Microseconds for shares of the rows that are split before: 0 is what the first wave of tiles needs, 1 is everything.
 """
 
 import torch
@@ -10,27 +10,40 @@ import gemmnorm
 from gemmnorm import plan, runtime
 from gemmnorm.plan import hopper
 
-first_wave = hopper._rows_ahead
-timer = Timer()
-for case in ("kb33", "kb39", "projector"):
-    batch, wide, out, bias, scale, activation = CASES[case]
-    module = gemmnorm.LinearScaleBatchNorm1d(wide, out, bias, scale, activation=activation, device="cuda")
-    x = torch.randn(batch, wide, device="cuda")
-    for training in (True, False):
-        module.train(training)
-        times = []
-        for share in (0.0, 0.15, 0.3, 0.5, 0.75, 1.0):
+SHARES = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 
-            def rows(problem, tile, panels, share=share):
-                x_rows, weight_rows = first_wave(problem, tile, panels)
-                x_rows = min(x_rows, problem.batch)
-                x_rows += int(share * (problem.batch - x_rows)) // 128 * 128
-                weight_rows += int(share * (problem.out_features - weight_rows)) // 128 * 128
-                return x_rows, weight_rows
 
-            hopper._rows_ahead = rows
-            plan.cached_plan.cache_clear()
-            runtime.forget()
-            with torch.no_grad():
-                times.append(timer({"call": lambda: module(x)}, 7)["call"] * 1e3)
-        print(f"{case} {'train' if training else 'eval '}", " ".join(f"{t:8.1f}" for t in times), flush=True)
+def rows_for(share):
+    def rows(problem, tile, group_panels):
+        blocks, (m_tiles, n_tiles) = problem.chip.multiprocessors, tile.counts(problem)
+        m_first = min(m_tiles, -(-blocks // group_panels))
+        n_first = max(1, blocks // (m_first * group_panels)) * group_panels
+        return (
+            (m_first + int(share * (m_tiles - m_first))) * hopper.TILE_ROWS,
+            min(problem.out_features, (n_first + int(share * (n_tiles - n_first))) * tile.columns),
+        )
+
+    return rows
+
+
+def main():
+    timer = Timer()
+    print("share split before", *(f"{share:8}" for share in SHARES))
+    for case in ("kb33", "kb39", "projector"):
+        batch, wide, out, bias, scale, activation = CASES[case]
+        module = gemmnorm.LinearScaleBatchNorm1d(wide, out, bias, scale, activation=activation, device="cuda")
+        x = torch.randn(batch, wide, device="cuda")
+        for training in (True, False):
+            module.train(training)
+            times = []
+            for share in SHARES:
+                hopper._rows_ahead = rows_for(share)
+                plan.cached_plan.cache_clear()
+                runtime.forget()
+                with torch.no_grad():
+                    times.append(timer({"call": lambda: module(x)}, 7)["call"] * 1e3)  # noqa: B023
+            print(f"{case:9} {'train' if training else 'eval '}   ", *(f"{t:8.1f}" for t in times), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -113,16 +113,24 @@ def _split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int) 
 
 
 def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, int]:
-    """Rows of x and of the weight that the first wave of tiles reads: to be split before the product begins."""
+    """Rows of x and of the weight to be split before the product begins; the kernel splits the others itself.
+
+    What the first wave of tiles reads, and half of the rest: the warps that split inside the kernel are slower than the
+    tensor cores (docs/float32.md has the times).
+    """
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     rows, panels = tile.counts(problem)
     if rows * panels <= blocks:
         return ALL_ROWS, problem.out_features
     if rows * group_panels >= blocks:  # along x within the first group of panels
-        x_rows, whole = -(-blocks // group_panels) * TILE_ROWS, group_panels
+        m_tiles, n_tiles = -(-blocks // group_panels), group_panels
     else:
-        x_rows, whole = ALL_ROWS, blocks // (rows * group_panels) * group_panels
-    return x_rows, min(problem.out_features, whole * tile.columns)
+        m_tiles, n_tiles = rows, blocks // (rows * group_panels) * group_panels
+    m_tiles, n_tiles = (m_tiles + rows + 1) // 2, (n_tiles + panels + 1) // 2
+    return (
+        ALL_ROWS if m_tiles == rows else m_tiles * TILE_ROWS,
+        min(problem.out_features, n_tiles * tile.columns),
+    )
 
 
 def _padded(columns: int) -> Extent:
