@@ -14,7 +14,7 @@ import sys
 import torch
 
 import gemmnorm
-from gemmnorm.plan import STRATEGIES, hopper
+from gemmnorm.plan import STRATEGIES, split
 
 SIZES = {
     "one tile": (70, 72, 40),
@@ -25,7 +25,7 @@ SIZES = {
 
 
 def main() -> None:
-    hopper.SPLIT_BACKWARD_FLOPS = 0.0  # small products of split operands too
+    split.SPLIT_BACKWARD_FLOPS = 0.0  # small products of split operands too
     names = sys.argv[1:] or list(SIZES)
     for name, strategy, (dtype, arithmetic), training in itertools.product(
         names,

@@ -128,7 +128,7 @@ def cancelled(name: str, module: Chain, x: Tensor, grad: Tensor, exact: dict[str
         "grad x": at_product * float(weight.norm()) / weight.shape[0] ** 0.5,
         "grad gemm.weight": at_product * float(x.double().norm()) / x.shape[0] ** 0.5,
         "grad gemm.bias": at_product,
-        "grad scale": float((at_z * linear.norm(dim=0)).norm()),
+        "grad scale": float((at_z * linear.norm(dim=0)).detach().norm()),
         "grad bn.weight": float((rstd * g * (z - centre).norm(dim=0)).norm()),
         "grad bn.bias": float(g.norm()),
     }

@@ -116,6 +116,22 @@ def test_mean_far_larger_than_the_deviation():
                 assert error(y, exact, columns=False) < 3e-3
 
 
+@pytest.mark.parametrize(("finish", "batch"), [("kOneBlock", 100), ("kPersistent", 700)])
+def test_a_value_that_stands_out(finish, batch):
+    """One row far larger than the rest: statistics are those of the product as it is stored, so that its rounding is
+    normalised away and what is left is the rounding of y."""
+    torch.manual_seed(0)
+    features = 72 if finish == "kOneBlock" else 264
+    x, weight = torch.randn(batch, 64), torch.randn(features, 64) / 8
+    x[7] *= 300
+    half = (x.bfloat16(), weight.bfloat16(), None, None, None, None, (torch.rand(features) + 0.5).bfloat16())
+    exact = linear_scale_batch_norm(*(t if t is None else t.double() for t in half), training=True)
+    with emulated(SMALL_HOPPER), poisoned_memory(), runtime.recording() as plans:
+        y = linear_scale_batch_norm(*half, training=True, strategy="one_kernel")
+    assert f"gemmnorm::Finish::{finish}" in plans[0].launches[0].constants
+    assert error(y, exact) <= 1.25 * error(exact.bfloat16(), exact)
+
+
 def test_the_emulator_reports_what_never_comes(monkeypatch):
     """Blocks that wait for each other, run three at a time, wait for blocks that have not begun."""
     module = stir(Chain(64, 40)).bfloat16()

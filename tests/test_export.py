@@ -190,12 +190,11 @@ def test_launches_bind_maps_counters_and_numbers(tmp_path):
     for ending in ("", "_one_wave"):
         split = host_function(source, f"forward_training{ending}_saving")
         counters = int(re.search(r"take_counters\(x, stream, (\d+)\)", split).group(1))
-        assert split.count(f"pointer<unsigned int>(counters) + {counters - 2}") == 3  # `most` is the last two
+        assert split.count(f"pointer<unsigned int>(counters) + {counters - 3}") == 3  # `most` is the last three
         assert "tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 1024, 128, 64)" in split
         launches = re.findall(r"(launch\w*)\((\w+),", split)
         assert launches == [
-            ("launch", "fused_gemm_split_x"),
-            ("launch", "fused_gemm_split_weight"),
+            ("launch", "fused_gemm_split_operands"),
             ("launch_hopper", f"fused_gemm_scale_bn{ending}"),
             ("launch", "fused_gemm_scale_bn_recompute"),
         ]

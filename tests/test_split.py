@@ -5,7 +5,9 @@ The emulator forms sums as Hopper's tensor cores do, cut off 25 bits below the l
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from test_emulated import SMALL_HOPPER, check
 from torch import Tensor
 
 from gemmnorm import binding, linear_scale_batch_norm, plan
+from gemmnorm.plan import hopper, split
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 BATCH, INNER, FEATURES = 150, 256, 72
@@ -39,13 +42,11 @@ def flagged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         last = steps[-1]
 
         def launch(stream: Any, values: Any) -> None:
-            import ctypes
-
             address = values[2]  # x, weight, flags
             seen.append(sum((ctypes.c_int * FEATURES).from_address(address)))
             last[0](stream, values)
 
-        self._steps = (*steps[:-1], (launch, last[1]))
+        self._steps = (*steps[:-1], (launch, *last[1:]))
         try:
             return original(self, *args)
         finally:
@@ -195,8 +196,89 @@ def test_features_computed_again_have_their_running_statistics_and_gradients() -
     assert max(errors) < 2e-6, errors
 
 
-def test_the_planner_holds_it_back_until_it_is_measured() -> None:
+def test_the_planner_chooses_it_for_float32_unless_ieee_is_asked_for() -> None:
     problem = plan.Problem(1024, 8192, 8192, chip=plan.chip_for(90))
-    assert plan.make_plan(problem).strategy == "cublas_folded_bn"
-    assert "has not been measured" in dict(plan.make_plan(problem).reasons)["one_kernel"]
-    assert plan.make_plan(problem, "one_kernel").launches[2].constants[0] == "gemmnorm::split"
+    chosen = plan.make_plan(problem)
+    assert chosen.strategy == "one_kernel" and chosen.launches[1].constants[0] == "gemmnorm::split"
+    assert "three float16 products" in str(chosen)
+    backward = plan.make_plan(replace(problem, save=True), phase="backward")
+    assert [launch.only_for for launch in backward.launches][-2:] == ["grad_x", "grad_weight"]
+    assert plan.make_plan(replace(problem, arithmetic="ieee")).strategy == "cublas_folded_bn"
+
+
+@pytest.fixture
+def small_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gradients by split products at sizes that the planner would leave to the library."""
+    monkeypatch.setattr(split, "SPLIT_BACKWARD_FLOPS", 0.0)
+    plan.cached_plan.cache_clear()
+    yield
+    plan.cached_plan.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("batch", "in_features", "out_features", "options"),
+    [(100, 72, 72, {}), (200, 136, 40, {"scale_shape": (40,)}), (300, 200, 264, {"activation": "silu"}), (2, 8, 8, {})],
+)
+@pytest.mark.usefixtures("small_gradients")
+def test_gradients_by_split_products(batch: int, in_features: int, out_features: int, options: dict[str, Any]) -> None:
+    check(SMALL_HOPPER, "one_kernel", "fp32", batch, in_features, out_features, **options)
+
+
+def gradient_families() -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    x, weight, grad = torch.randn(BATCH, INNER), torch.randn(FEATURES, INNER) / 16, torch.randn(BATCH, FEATURES)
+    rows, features = (10.0 ** torch.linspace(-6, 6, n)[torch.randperm(n)].unsqueeze(1) for n in (BATCH, FEATURES))
+    yield "gaussian", x, weight, grad
+    yield "rows of the weight graded", x, weight * features, grad  # so are the columns of the gradient, inversely
+    yield "small gradients of some samples", x, weight, grad * rows.clamp_max(1)
+    yield "gradients graded by feature", x, weight, grad * features.t()
+    yield "samples graded", x * rows.clamp(1e-3, 1e3), weight, grad
+    yield "one large sample", torch.where(torch.arange(BATCH).unsqueeze(1) == 5, x * 1e4, x), weight, grad
+    yield "a feature without gradient", x, weight, grad * (torch.arange(FEATURES) != 3)
+    yield "samples without gradient", x, weight, grad * (torch.arange(BATCH) % 3 > 0).unsqueeze(1)
+    yield "large", x * 1e10, weight * 1e5, grad * 1e5
+    yield "small", x * 1e-8, weight * 1e-6, grad * 1e-8
+
+
+@pytest.mark.parametrize("family", [name for name, *_ in gradient_families()])
+@pytest.mark.usefixtures("small_gradients")
+def test_gradients_never_worse_than_float32(family: str) -> None:
+    """Every row of dx and of dW, against what was added up for it: ‖da_b‖‖W‖ and ‖da_j‖‖x‖ are not to be seen."""
+    x, weight, grad = next(tensors for name, *tensors in gradient_families() if name == family)
+    results = []
+    for dtype, strategy in ((torch.float64, "reference"), (torch.float32, "reference"), (torch.float32, "one_kernel")):
+        a, w = x.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
+        with emulated(SMALL_HOPPER), poisoned_memory():
+            chain(a, w, strategy=strategy).backward(grad.to(dtype))
+        results.append((a.grad.double(), w.grad.double()))
+    exact, eager, got = results
+    for want, theirs, ours in zip(exact, eager, got, strict=True):
+        size = want.norm(dim=1).clamp_min(1e-12 * float(want.norm()))
+        worst = [float(((g - want).norm(dim=1) / size).max()) for g in (ours, theirs)]
+        assert worst[0] <= 1.1 * worst[1] + 2.0**-21, worst
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_rows_whose_exponent_is_guessed_wrong(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows split inside the kernel take their exponent from the first 512 columns; a wrong one is noticed."""
+    batch, inner, features = 700, 1064, 264
+    x, weight = torch.randn(batch, inner), torch.randn(features, inner) / 32
+    x[500:520, :512] = 0.0
+    x[520:540, :512] *= 1e-5
+    x[540:560, 512:] *= 1e-5
+    x[560:580, 900] = 1e3
+    weight[200:220, :512] *= 1e-4
+    weight[220:240, :512] = 0.0
+    exact = x.double() @ weight.double().t()
+    running = exact.mean(0).float(), exact.var(0).float()
+    want, eager = (
+        linear_scale_batch_norm(
+            x.to(t), weight.to(t), None, None, *(r.to(t) for r in running), training=training, strategy="reference"
+        )
+        for t in (torch.float64, torch.float32)
+    )
+    monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (hopper.TILE_ROWS, tile.columns))
+    plan.cached_plan.cache_clear()
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        got = linear_scale_batch_norm(x, weight, None, None, *running, training=training)
+    plan.cached_plan.cache_clear()
+    assert column_error(got, want) <= 1.02 * column_error(eager, want) + 2.0**-22

@@ -135,6 +135,10 @@ __device__ __forceinline__ int computed_anew(int v) {
   asm volatile("" : "+r"(v));
   return v;
 }
+__device__ __forceinline__ float computed_anew(float v) {
+  asm volatile("" : "+f"(v));
+  return v;
+}
 
 // Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
 // stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
@@ -239,6 +243,8 @@ struct Panel {
     column = (block % panels) * kColumns + tx * N;
     at(block / panels * GROUPS);
   }
+  // A row to load in place of `row`, which may lie beyond the group: loads without conditions are all in flight at once.
+  __device__ __forceinline__ i64 existing(int row) const { return min(row, rows - 1); }
   // Moves to another group; `rows` is 0 beyond the batch.
   __device__ __forceinline__ void at(int group_) {
     group = group_;
@@ -290,12 +296,11 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
   if (batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
 
   const bool inside = panel.column < features;
-  const T* p = product + panel.first_row * features + panel.column;
+  const T* p = product + panel.first_row * features + (inside ? panel.column : 0);
   Vec<T, N> a[P::kRows];
 #pragma unroll
   for (int r = 0; r < P::kRows; ++r) {
-    const int row = r * P::kLanes + panel.lane;
-    if (inside && row < panel.rows) a[r] = load<T, N>(p + static_cast<i64>(row) * features);
+    a[r] = load<T, N>(p + panel.existing(r * P::kLanes + panel.lane) * features);
   }
   float mean[N];
 #pragma unroll
@@ -309,9 +314,10 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
   }
   sum_over_lanes<N, TX>(mean, shared);
   float m2[N], s[N], b[N];
+  const float share = 1.0f / panel.rows;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    mean[i] /= panel.rows;
+    mean[i] *= share;
     m2[i] = 0.0f;
     s[i] = FOLD || !inside ? 1.0f : scale_of(scale, scale_stride, scale_value, panel.column + i);
     b[i] = FOLD || !inside ? 0.0f : value_or(bias, panel.column + i, 0.0f);
@@ -495,21 +501,20 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
 #pragma unroll 1
   for (int g = 0; g < GROUPS; ++g) {
     panel.at(first_group + g);
+    if (panel.rows == 0) break;
     const i64 origin = panel.first_row * features + panel.column;
     float own[N];  // what was subtracted from this group
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      own[i] = FORM == Form::kFolded && offset && panel.rows
+      own[i] = FORM == Form::kFolded && offset
                    ? offset[static_cast<i64>(panel.group) * features + panel.column + i]
                    : 0.0f;
 #pragma unroll 1
     for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
       Vec<T, N> a[kAtOnce];
 #pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) {
-        const int row = (r0 + r) * P::kLanes + panel.lane;
-        if (row < panel.rows) a[r] = load<T, N>(product + origin + static_cast<i64>(row) * features);
-      }
+      for (int r = 0; r < kAtOnce; ++r)
+        a[r] = load<T, N>(product + origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * features);
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
         const int row = (r0 + r) * P::kLanes + panel.lane;
@@ -528,6 +533,201 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
 //   training:   da = gamma*s*rstd * ( g - mean(g) - (a - mean)*s^2*rstd^2*h/B )      g = grad_y * phi'    h = sum  g*(a - mean)
 //   evaluation: da = gamma*s*rstd * g
 // The bias has no gradient in training (the mean takes it out again), and the scale acts only through eps.
+// float32 operands as two float16 each, for the tensor cores: v*2^-e = high + low*2^-11, with one exponent e per row.
+
+namespace gemmnorm {
+
+constexpr int kSplitColumns = 64;    // of K: `high` of so many, then `low` of the same
+constexpr float kLowUnit = 1.0f / 2048.0f;  // what one unit of `low` is worth
+
+// 2^n for n in [-252, 254], as two factors that are exact and in range.
+struct PowerOfTwo {
+  float first, second;
+};
+__device__ __forceinline__ PowerOfTwo power_of_two(int n) {
+  const int half = n / 2;
+  return {__uint_as_float(static_cast<u32>(half + 127) << 23), __uint_as_float(static_cast<u32>(n - half + 127) << 23)};
+}
+__device__ __forceinline__ float times(float v, const PowerOfTwo& p) { return v * p.first * p.second; }
+
+// The exponent that brings a row whose largest magnitude has these bits to [2^14, 2^15).
+__device__ __forceinline__ int row_exponent(u32 bits) {
+  if (bits == 0) return 0;
+  const int exponent = bits >> 23;
+  return (exponent ? exponent - 127 : 31 - __clz(bits) - 149) - 14;
+}
+
+// Sums of two exponents, in the range of power_of_two. Only zeros, and what is as good as zero, lie outside.
+constexpr int kLeastExponent = -252;
+__device__ __forceinline__ int in_range(int n) { return min(max(n, kLeastExponent), 254); }
+
+// The exponent that brings v*2^e to [2^14, 2^15); kLeastExponent for zero.
+__device__ __forceinline__ int scaled_exponent(float v, int e) {
+  const u32 bits = __float_as_uint(v) & 0x7FFFFFFFu;
+  return bits ? max(row_exponent(bits) + e, kLeastExponent) : kLeastExponent;
+}
+
+// v*2^-exponent as high + low*2^-11, four neighbouring elements of a row at a time.
+__device__ __forceinline__ void store_split(half* row /* of ceil(columns/64) x 2 x 64 */, int column, const float (&scaled)[4]) {
+  u32 high[2], low[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float a = scaled[2 * i], b = scaled[2 * i + 1];
+    high[i] = pack(a, b, half{});
+    const half rounded_a = {static_cast<u16>(high[i])}, rounded_b = {static_cast<u16>(high[i] >> 16)};
+    low[i] = pack((a - to_float(rounded_a)) / kLowUnit, (b - to_float(rounded_b)) / kLowUnit, half{});
+  }
+  half* at = row + column / kSplitColumns * 2 * kSplitColumns + column % kSplitColumns;
+  *reinterpret_cast<uint2*>(at) = make_uint2(high[0], high[1]);
+  *reinterpret_cast<uint2*>(at + kSplitColumns) = make_uint2(low[0], low[1]);
+}
+
+constexpr int kHeldColumns = 8 * 4 * kThreads;  // of a row, that a block holds in registers between its two passes
+
+// Calls `visit(column, four elements)` for a row: what is held, then the rest from memory. Zeros up to `end`.
+template <class Visit>
+__device__ __forceinline__ void visit_row(const float* row, const Vec<float, 4> (&held)[8], int columns, int end,
+                                          const Visit& visit) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int c = (i * kThreads + threadIdx.x) * 4;
+    if (c < end) visit(c, held[i]);
+  }
+#pragma unroll 1
+  for (int c = kHeldColumns + threadIdx.x * 4; c < end; c += 4 * kThreads)
+    visit(c, c < columns ? load<float, 4>(row + c) : Vec<float, 4>{});
+}
+
+__device__ __forceinline__ void hold_row(const float* row, Vec<float, 4> (&held)[8], int columns) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int c = (i * kThreads + threadIdx.x) * 4;
+    held[i] = c < columns ? load<float, 4>(row + c) : Vec<float, 4>{};
+  }
+}
+
+// The largest of a block's values, for every thread.
+__device__ __forceinline__ int block_max(int value, int* shared /* [kThreads / 32] */) {
+#pragma unroll
+  for (int bit = 16; bit; bit /= 2) value = max(value, __shfl_xor_sync(~0u, value, bit));
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) value = max(value, shared[w]);
+  return value;
+}
+
+// A block splits one row, of the weight or of x. Also gives each row's largest magnitude and sum
+// of magnitudes, which bound what is lost to float16's exponent, and the maxima of x's over all rows as bits (of floats
+// that are not negative, so they compare as such; NaN above all). The weight's rows come in descending order and x's
+// last: what the product reads first is then still in the L2.
+__device__ __forceinline__ void split_rows(const float* x /* [batch, in_features] */,
+                                           const float* weight /* [features, in_features] */,
+                                           half* split_x /* [batch, ceil(in_features/64), 2, 64]: high and low */,
+                                           half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
+                                           int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
+                                           float* weight_largest /* [features] or null */,
+                                           float* weight_total /* [features] or null */, u32* most /* [2] or null */,
+                                           int weight_rows /* to split, of the first */, int in_features) {
+  __shared__ int shared[kThreads / 32];
+  __shared__ float sums[kThreads / 32];
+  allow_next();
+  wait_for_previous();
+  const int block = blockIdx.x;
+  const bool of_weight = block < weight_rows;
+  const int row = of_weight ? weight_rows - 1 - block : block - weight_rows;
+  const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+  const float* source = (of_weight ? weight : x) + static_cast<i64>(row) * in_features;
+  half* target = (of_weight ? split_weight : split_x) + static_cast<i64>(row) * 2 * padded;
+
+  Vec<float, 4> held[8];
+  hold_row(source, held, in_features);
+  u32 bits = 0;
+  float sum = 0.0f;
+  visit_row(source, held, in_features, in_features, [&](int, const Vec<float, 4>& v) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      bits = max(bits, __float_as_uint(v.at[i]) & 0x7FFFFFFFu);
+      sum += fabsf(v.at[i]);
+    }
+  });
+#pragma unroll
+  for (int bit = 16; bit; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  bits = static_cast<u32>(block_max(static_cast<int>(bits), shared));
+  const int exponent = row_exponent(bits);
+  if (threadIdx.x == 0) {
+    sum = 0.0f;
+    for (int w = 0; w < kThreads / 32; ++w) sum += sums[w];
+    (of_weight ? weight_exponents : x_exponents)[row] = exponent;
+    if (of_weight && weight_largest) {
+      weight_largest[row] = __uint_as_float(bits);
+      weight_total[row] = sum;
+    }
+    if (!of_weight && most) {
+      atomicMax(&most[0], bits);
+      atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
+    }
+  }
+  const PowerOfTwo scale = power_of_two(-exponent);
+  visit_row(source, held, in_features, padded, [&](int c, const Vec<float, 4>& v) {
+    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
+    store_split(target, c, scaled);
+  });
+}
+
+// The gradient of the product, split twice: with an exponent per row, its columns multiplied by the weight's powers of
+// two, for dx = da*W; and with an exponent per column, its rows multiplied by x's, for dW = da^T*x. Split W and x lack
+// just those powers. A row's exponent is found here, a column's was in `grad_exponents` (gradient.cuh).
+__device__ __forceinline__ void split_gradient(const float* grad_product /* [batch, features] */,
+                                               const int* x_exponents /* [batch] */,
+                                               const int* weight_exponents /* [features] */,
+                                               const int* column_exponents /* [features] */,
+                                               half* split_by_rows /* [batch, ceil(features/64), 2, 64] */,
+                                               half* split_by_columns /* [batch, ceil(features/64), 2, 64] */,
+                                               int* row_exponents /* [batch] */, int features) {
+  __shared__ int shared[kThreads / 32];
+  allow_next();
+  wait_for_previous();
+  const int row = blockIdx.x, own = x_exponents[row];
+  const int padded = (features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+  const float* source = grad_product + static_cast<i64>(row) * features;
+  Vec<float, 4> held[8];
+  hold_row(source, held, features);
+  int most = kLeastExponent;
+  visit_row(source, held, features, features, [&](int c, const Vec<float, 4>& v) {
+    const Vec<int, 4> e = load<int, 4>(weight_exponents + c);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most = max(most, scaled_exponent(v.at[i], e.at[i]));
+  });
+  most = block_max(most, shared);
+  if (threadIdx.x == 0) row_exponents[row] = most;
+  half* by_rows = split_by_rows + static_cast<i64>(row) * 2 * padded;
+  half* by_columns = split_by_columns + static_cast<i64>(row) * 2 * padded;
+  visit_row(source, held, features, padded, [&](int c, const Vec<float, 4>& v) {
+    float to_rows[4] = {}, to_columns[4] = {};
+    if (c < features) {
+      const Vec<int, 4> of_weight = load<int, 4>(weight_exponents + c), of_column = load<int, 4>(column_exponents + c);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        to_rows[i] = times(v.at[i], power_of_two(in_range(of_weight.at[i] - most)));
+        to_columns[i] = times(v.at[i], power_of_two(in_range(own - of_column.at[i])));
+      }
+    }
+    store_split(by_rows, c, to_rows);
+    store_split(by_columns, c, to_columns);
+  });
+}
+
+// Where float16's exponent loses more than float32 itself would: what the elements that `low` cannot hold may add up to,
+// against the deviation of the column. Written so that NaN and infinity count as lost.
+__device__ __forceinline__ bool split_loses(float x_largest, float x_total, float weight_largest, float weight_total,
+                                            float deviation) {
+  const float unit = 1.4901161193847656e-08f;  // 2^-48 / 2^-22: 2^-51, and kHeadroom (split_ahead.cuh)
+  return !(unit * x_largest * weight_total + unit * x_total * weight_largest <= deviation);
+}
+
+}  // namespace gemmnorm
 
 namespace gemmnorm {
 
@@ -587,18 +787,16 @@ __device__ __forceinline__ void gradient_sums(const Y* grad_y /* [batch, feature
     }
   }
   constexpr int kAtOnce = P::kRows < 4 ? P::kRows : 4;
-  const i64 origin = panel.first_row * features + panel.column;
+  const i64 origin = panel.first_row * features + (inside ? panel.column : 0);
 #pragma unroll 1
   for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
     Vec<T, N> a[kAtOnce];
     Vec<Y, N> dy[kAtOnce];
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
-      const int row = (r0 + r) * P::kLanes + panel.lane;
-      if (inside && row < panel.rows) {
-        a[r] = load<T, N>(product + origin + static_cast<i64>(row) * features);
-        dy[r] = load<Y, N>(grad_y + origin + static_cast<i64>(row) * features);
-      }
+      const i64 at = origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * features;
+      a[r] = load<T, N>(product + at);
+      dy[r] = load<Y, N>(grad_y + at);
     }
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
@@ -639,6 +837,7 @@ __device__ __forceinline__ void merge_gradients(const float* group_sum /* [group
                                                 float scale_value, const float* rstd /* [features] */,
                                                 const R* bn_weight /* [features] or null */, float eps,
                                                 float* mean_grad /* [features] */, float* slope_grad /* [features] */,
+                                                int* column_exponents /* [features] or null: made ready */,
                                                 L* grad_bias /* [features] or null */,
                                                 float* grad_scale /* [features] or null */,
                                                 R* grad_bn_weight /* [features] or null */,
@@ -667,6 +866,7 @@ __device__ __forceinline__ void merge_gradients(const float* group_sum /* [group
   const float s = scale_of(scale, scale_stride, scale_value, j);
   const float r = rstd[j], gamma = value_or(bn_weight, j, 1.0f);
   const bool training = FORM == Form::kFolded;
+  if (column_exponents) column_exponents[j] = kLeastExponent;
   if (grad_bn_bias) from_float(sum, grad_bn_bias[j]);
   if (grad_bn_weight) from_float(training ? s * r * dot : r * dot, grad_bn_weight[j]);
   if (grad_scale) grad_scale[j] = training ? gamma * eps * r * r * r * dot : gamma * r * linear;
@@ -677,7 +877,8 @@ __device__ __forceinline__ void merge_gradients(const float* group_sum /* [group
   }
 }
 
-// dL/da, in the product's type.
+// dL/da, in the product's type. For split operands also the largest exponent of each of its columns, every row
+// multiplied by x's power of two.
 template <class T, class Y, class L, class R, int N, int TX, int GROUPS, Form FORM, class Activation>
 __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, features] */,
                                                  const T* product /* [batch, features] */,
@@ -690,6 +891,8 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
                                                  const R* bn_bias /* [features] or null */,
                                                  const float* mean_grad /* [features], training only */,
                                                  const float* slope_grad /* [features], training only */,
+                                                 const int* x_exponents /* [batch] or null */,
+                                                 int* column_exponents /* [features] or null */,
                                                  T* grad_product /* [batch, features] */, int batch, int features) {
   using P = Panel<N, TX, GROUPS, true>;
   P panel(batch, features);
@@ -698,9 +901,11 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
   wait_for_previous();
   SavedAffine<FORM> affine[N];
   float slope[N], constant[N], linear[N];
+  int most[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const int j = panel.column + i;
+    most[i] = kLeastExponent;
     affine[i].read(j, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias);
     if (FORM == Form::kFolded) {
       slope[i] = affine[i].slope;
@@ -710,16 +915,19 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
       slope[i] = affine[i].slope * affine[i].scale;
     }
   }
-  constexpr int kAtOnce = P::kRows < 4 ? P::kRows : 4;
+  // As many rows in flight as the registers hold beside the activation's.
+  constexpr int kMost = Activation::identity && sizeof(T) == sizeof(Y) ? 8 : 4;
+  constexpr int kAtOnce = P::kRows < kMost ? P::kRows : kMost;
   const int first_group = panel.group;
 #pragma unroll 1
   for (int g = 0; g < GROUPS; ++g) {
     panel.at(first_group + g);
+    if (panel.rows == 0) break;
     const i64 origin = panel.first_row * features + panel.column;
     float own[N];
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      own[i] = FORM == Form::kFolded && offset && panel.rows
+      own[i] = FORM == Form::kFolded && offset
                    ? offset[static_cast<i64>(panel.group) * features + panel.column + i]
                    : 0.0f;
 #pragma unroll 1
@@ -728,11 +936,9 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
       Vec<Y, N> dy[kAtOnce];
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
-        const int row = (r0 + r) * P::kLanes + panel.lane;
-        if (row < panel.rows) {
-          a[r] = load<T, N>(product + origin + static_cast<i64>(row) * features);
-          dy[r] = load<Y, N>(grad_y + origin + static_cast<i64>(row) * features);
-        }
+        const i64 at = origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * features;
+        a[r] = load<T, N>(product + at);
+        dy[r] = load<Y, N>(grad_y + at);
       }
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
@@ -746,9 +952,20 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
                        ? slope[i] * (grad - constant[i] - (value + (own[i] - affine[i].centre)) * linear[i])
                        : slope[i] * grad;
         }
-        if (row < panel.rows) store<T, N>(grad_product + origin + static_cast<i64>(row) * features, out);
+        if (row < panel.rows) {
+          store<T, N>(grad_product + origin + static_cast<i64>(row) * features, out);
+          if (column_exponents) {
+            const int exponent = x_exponents[panel.first_row + row];
+#pragma unroll
+            for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
+          }
+        }
       }
     }
+  }
+  if (column_exponents) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) atomicMax(&column_exponents[panel.column + i], most[i]);
   }
 }
 
@@ -882,7 +1099,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradien
     int features) {
   gemmnorm::merge_gradients<float, float, gemmnorm::Form::kFolded>(
       group_sum, group_dot, group_linear, scale, scale_stride, scale_value, rstd, bn_weight, eps, mean_grad,
-      slope_grad, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias, batch, features);
+      slope_grad, nullptr, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias, batch, features);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_apply(
@@ -904,7 +1121,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradien
     int features) {
   gemmnorm::product_gradient<float, float, float, float, 4, 32, 1, gemmnorm::Form::kFolded, Identity>(
       grad_y, product, offset, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias, mean_grad,
-      slope_grad, grad_product, batch, features);
+      slope_grad, nullptr, nullptr, grad_product, batch, features);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1) fused_gemm_scale_bn_gradient_sums_evaluation(
@@ -949,7 +1166,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradien
     int features) {
   gemmnorm::merge_gradients<float, float, gemmnorm::Form::kRunning>(
       group_sum, group_dot, group_linear, scale, scale_stride, scale_value, rstd, bn_weight, eps, mean_grad,
-      slope_grad, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias, batch, features);
+      slope_grad, nullptr, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias, batch, features);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_apply_evaluation(
@@ -971,7 +1188,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradien
     int features) {
   gemmnorm::product_gradient<float, float, float, float, 4, 32, 1, gemmnorm::Form::kRunning, Identity>(
       grad_y, product, offset, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias, mean_grad,
-      slope_grad, grad_product, batch, features);
+      slope_grad, nullptr, nullptr, grad_product, batch, features);
 }
 """
 

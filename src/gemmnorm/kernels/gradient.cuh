@@ -194,7 +194,9 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
       slope[i] = affine[i].slope * affine[i].scale;
     }
   }
-  constexpr int kAtOnce = P::kRows < 8 ? P::kRows : 8;
+  // As many rows in flight as the registers hold beside the activation's.
+  constexpr int kMost = Activation::identity && sizeof(T) == sizeof(Y) ? 8 : 4;
+  constexpr int kAtOnce = P::kRows < kMost ? P::kRows : kMost;
   const int first_group = panel.group;
 #pragma unroll 1
   for (int g = 0; g < GROUPS; ++g) {

@@ -1,5 +1,5 @@
-// Splitting rows of x and the weight inside the fused GEMM, ahead of the tiles that need them: the pass before it splits
-// only what the first wave of tiles reads, and two warps of every block do the rest while the tensor cores work.
+// Splitting rows of x and the weight inside the fused GEMM, ahead of the tiles that need them: the launch before it
+// (split_rows) leaves rows of later waves of tiles to two warps of every block, which work beside the tensor cores.
 #pragma once
 #include "ptx/hopper.cuh"
 #include "raster.cuh"
@@ -32,7 +32,7 @@ struct Ahead {
   float *weight_largest, *weight_total;
   u32* most;
   u32* ready;                        // rows split here: [panels], then [kBands]
-  int x_rows, weight_rows;           // split by the pass before
+  int x_rows, weight_rows;           // split by the launch before
   int batch, in_features, features;
   static constexpr int kAtOnce = 1, kParts = kPieceColumns / 128 / kAtOnce;
 

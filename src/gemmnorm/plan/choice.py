@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..errors import GemmNormValueError
-from . import hopper, library
+from . import hopper, library, split
 from .problem import C_TYPES, Problem
 from .steps import OWN_GEMM, Plan
 
@@ -92,8 +92,11 @@ def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forwa
     reasons = tuple((name, reason) for name, reason in verdicts.items() if reason is not None)
     if chosen == "reference":
         return Plan(problem, phase, chosen, reasons=reasons)
-    module = hopper if chosen in OWN_GEMM else library
-    build = module.forward if phase == "forward" else module.backward
+    own = chosen in OWN_GEMM
+    if phase == "forward":
+        build = hopper.forward if own else library.forward
+    else:
+        build = split.backward if own else library.backward
     return replace(build(problem, chosen), reasons=reasons)
 
 

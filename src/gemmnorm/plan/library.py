@@ -163,8 +163,8 @@ def backward(problem: Problem, strategy: str, exponents: tuple[str, str] = (NOTH
             "merge_gradients",
             (types["L"], types["R"], form),
             ("group_sum", "group_dot", "group_linear", "scale", "scale_stride", "scale_value", "rstd", "bn_weight",
-             "eps", "mean_grad", "slope_grad", exponents[1], "grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias", "batch",
-             "features"),
+             "eps", "mean_grad", "slope_grad", exponents[1], "grad_bias", "grad_scale", "grad_bn_weight",
+             "grad_bn_bias", "batch", "features"),
             _merge_grid(problem),
         ),
         Launch(

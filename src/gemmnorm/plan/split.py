@@ -1,0 +1,132 @@
+"""float32 products by split operands: what is split, what makes up for too small an exponent, the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import library
+from .cost import split_seconds
+from .library import ROWS, VECTORS
+from .problem import CHIPS, Problem, c_types
+from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan
+
+ROW_BYTES = 128  # of K in one pipeline stage
+ALL_ROWS = 2**30  # of x, whatever the batch
+SPLIT_COLUMNS = 64  # of K, high and then low
+SPLIT_GEMM_TILE, SPLIT_GEMM_STAGES = 128, 3
+SPLIT_BACKWARD_FLOPS = 4e9  # of one product; below, the passes that split the operands cost more than they save
+
+
+def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int) -> Launch:
+    """The pass that splits the first rows of x and of the weight, with the sizes of rows that a guard wants to know."""
+    return Launch(
+        "fused_gemm_split_operands",
+        "split.cuh",
+        "split_rows",
+        (),
+        ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents",
+         *(("weight_largest", "weight_total", "most") if guarded else (NOTHING,) * 3), "weight_rows", "in_features"),
+        Extent(1, 1, limit=0 if x_rows == ALL_ROWS else x_rows + weight_rows, plus=weight_rows),
+        resident=4,
+        numbers=(("weight_rows", weight_rows),),
+    )  # fmt: skip
+
+
+def _padded(columns: int) -> Extent:
+    """Columns of a split matrix."""
+    return Extent(-(-columns // SPLIT_COLUMNS) * 2 * SPLIT_COLUMNS)
+
+
+def split_operands(problem: Problem) -> tuple[Buffer, ...]:
+    """The memory of x and the weight, split, and their exponents."""
+    features, padded = Extent(problem.out_features), _padded(problem.in_features)
+    return (
+        Buffer("split_x", "float16", (ROWS, padded)),
+        Buffer("split_weight", "float16", (features, padded)),
+        Buffer("x_exponents", "int32", (ROWS,)),
+        Buffer("weight_exponents", "int32", (features,)),
+    )
+
+
+def recompute(problem: Problem) -> Launch:
+    """What makes up for too small an exponent: features that are flagged, once more in float32 arithmetic."""
+    chip, types = problem.chip or CHIPS[90], c_types(problem)
+    return Launch(
+        "fused_gemm_scale_bn_recompute",
+        "recompute.cuh",
+        "recompute_features",
+        (types["L"], types["R"], "true" if problem.training else "false", "Activation"),
+        ("x", "weight", "flags" if problem.training else NOTHING, "weight_largest", "weight_total", "most",
+         "stored_product", "y", *VECTORS, "running_mean", "running_var", "num_batches_tracked", "bn_weight", "bn_bias",
+         "momentum", "eps", "group_mean", "mean", "rstd", "keep_product", "batch", "in_features", "features"),
+        Extent(min(problem.out_features, 2 * chip.multiprocessors)),
+        numbers=(("keep_product", int(problem.save)),),
+    )  # fmt: skip
+
+
+def backward(problem: Problem, strategy: str) -> Plan:
+    """The library's plan; of float32 operands with products of split operands where those are large enough to win.
+
+    dx = da·W and dW = daᵀ·x add up along the rows of W and x, which is where their exponents belong: da is multiplied
+    by those powers of two before it is split, by rows for one product and by columns for the other. So W and x are
+    split as for the forward, and nothing is transposed.
+    """
+    if not problem.split or not problem.training or problem.flops < SPLIT_BACKWARD_FLOPS:
+        return library.backward(problem, strategy)
+    plan = library.backward(problem, strategy, ("x_exponents", "column_exponents"))
+    features, padded = Extent(problem.out_features), _padded(problem.out_features)
+    split_gradient = Launch(
+        "fused_gemm_split_gradient",
+        "split.cuh",
+        "split_gradient",
+        (),
+        ("grad_product", "x_exponents", "weight_exponents", "column_exponents", "split_by_rows", "split_by_columns",
+         "row_exponents", "features"),
+        ROWS,
+    )  # fmt: skip
+    steps = (
+        split_rows(problem, False, ALL_ROWS, problem.out_features),
+        *plan.launches,
+        split_gradient,
+        _split_gemm(problem, "grad_x", ("split_by_rows", "split_weight", "row_exponents"), "batch", "features"),
+        _split_gemm(problem, "grad_weight", ("split_by_columns", "split_x", "column_exponents"), "features", "batch"),
+    )
+    workspace = (
+        *plan.workspace,
+        *split_operands(problem),
+        *(Buffer(role, "float16", (ROWS, padded)) for role in ("split_by_rows", "split_by_columns")),
+        Buffer("row_exponents", "int32", (ROWS,)),
+        Buffer("column_exponents", "int32", (features,)),
+    )
+    return replace(
+        plan, steps=steps, workspace=workspace, seconds=plan.seconds - plan.floor + 2 * split_seconds(problem)
+    )
+
+
+def _split_gemm(problem: Problem, out: str, operands: tuple[str, str, str], rows: str, inner: str) -> Launch:
+    """out = left · right of split operands. Left is the gradient, transposed for the weight's."""
+    chip, transposed = problem.chip or CHIPS[90], out == "grad_weight"
+    size = SPLIT_GEMM_STAGES * 4 * SPLIT_GEMM_TILE * ROW_BYTES + 16 * SPLIT_GEMM_STAGES
+    sides = (problem.out_features if transposed else problem.batch, problem.in_features)
+    tiles = [-(-side // SPLIT_GEMM_TILE) for side in sides]
+    shared = -(-size // 1024) * 1024
+    return Launch(
+        "fused_gemm_split_" + out,
+        "split_gemm.cuh",
+        "split_gemm",
+        ("true" if transposed else "false", str(SPLIT_GEMM_STAGES), str(shared)),
+        ("map_a", "map_b", operands[2], out, "group_panels", rows, inner, "in_features"),
+        Extent(min(tiles[0] * tiles[1], chip.multiprocessors))
+        if transposed
+        else Extent(tiles[1], SPLIT_GEMM_TILE, chip.multiprocessors),
+        block=384,
+        resident=1,
+        shared=shared,
+        maps=(
+            Map("map_a", operands[0], SPLIT_COLUMNS if transposed else SPLIT_GEMM_TILE, SPLIT_COLUMNS),
+            Map("map_b", operands[1], SPLIT_COLUMNS, SPLIT_COLUMNS),
+        ),
+        # One wave of tiles about as wide as it is high.
+        numbers=(("group_panels", max(1, min(tiles[1], chip.multiprocessors // min(tiles[0], 11)))),),
+        only_for=out,
+    )
