@@ -129,7 +129,7 @@ def cancelled(name: str, module: Chain, x: Tensor, grad: Tensor, exact: dict[str
         "grad gemm.weight": at_product * float(x.double().norm()) / x.shape[0] ** 0.5,
         "grad gemm.bias": at_product,
         "grad scale": float((at_z * linear.norm(dim=0)).detach().norm()),
-        "grad bn.weight": float((rstd * g * (z - centre).norm(dim=0)).norm()),
+        "grad bn.weight": float((rstd * g * (z - centre).norm(dim=0)).detach().norm()),
         "grad bn.bias": float(g.norm()),
     }
     return max(sizes[name], float(exact[name].norm()))

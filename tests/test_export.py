@@ -245,11 +245,23 @@ def test_the_python_part_with_the_own_product_runs_on_the_cpu_and_refuses_other_
     assert module._kernels_for(torch.device("cuda", 3)) == (9, 0)
 
 
-@pytest.mark.parametrize("strategy", ["cublas_bn", "cublas_folded_bn"])
+@pytest.mark.parametrize(("strategy", "target"), exporting.EXAMPLES.items())
 @pytest.mark.parametrize("name", ["kb33", "kb39"])
-def test_the_committed_files_are_what_is_generated(name, strategy):
+def test_the_committed_files_are_what_is_generated(name, strategy, target):
     committed = EXAMPLES / "model_new" / f"{name}_{strategy}.py"
-    assert committed.read_text() == exporting.export(EXAMPLES / f"{name}.py", None, strategy=strategy).source
+    generated = exporting.export(EXAMPLES / f"{name}.py", None, strategy=strategy, target=target)
+    assert committed.read_text() == generated.source
+
+
+@pytest.mark.parametrize(("capability", "target", "strategy"), [
+    (None, "sm_80", "cublas_folded_bn"), ((7, 5), "sm_80", "cublas_folded_bn"), ((8, 9), "sm_89", "cublas_folded_bn"),
+    ((9, 0), "sm_90", "one_kernel"), ((10, 0), "sm_100", "cublas_folded_bn"),
+])  # fmt: skip
+def test_by_default_a_file_is_for_this_machine(monkeypatch, capability, target, strategy):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    result = exporting.export(EXAMPLES / "kb33.py", None)
+    assert (result.target, result.strategy) == (target, strategy)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
@@ -271,10 +283,14 @@ def _broken(path: Path) -> Path:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["nested", "small", "kb33_cublas_bn", "kb33_cublas_folded_bn", "kb39_cublas_folded_bn"]
-)
+    "name",
+    ["nested", "small", "kb33_cublas_bn", "kb33_cublas_folded_bn", "kb39_cublas_folded_bn", "kb33_one_kernel",
+     "kb39_one_kernel"],
+)  # fmt: skip
 def test_built_by_load_inline_and_equal(nested, name, tmp_path):
     """Every batch size runs the kernels; float32 without TF32, so that 1e-4 is asked of the founding files too."""
+    if name.endswith("one_kernel") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
     if name == "nested":
         source = nested.source
     elif name == "small":

@@ -122,7 +122,7 @@ def resolve(problem: Problem, strategy: str | None) -> str:
 @functools.lru_cache(maxsize=4096)
 def _resolved(problem: Problem, requested: str | None) -> str:
     verdicts = plan.applicable(problem)
-    for name in plan.preference(requested):
+    for name in plan.preference(problem, requested):
         if verdicts[name] is not None:
             continue
         try:

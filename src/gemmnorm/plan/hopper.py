@@ -72,6 +72,21 @@ def refusal(problem: Problem, strategy: str) -> str | None:
     return None
 
 
+def disadvantage(problem: Problem) -> str | None:
+    """Why the library's product should be preferred although the own one could serve, or None.
+
+    By the times of `lab/grid.py` on an H200: with few tiles and a long K, most multiprocessors have nothing to do, and
+    the library splits K.
+    """
+    tile, chip = choose_tile(problem), problem.chip or CHIPS[90]
+    rows, panels = tile.counts(problem)
+    idle = rows * panels <= chip.multiprocessors / 2 and problem.in_features >= 64 * tile.k
+    narrow = tile.columns * tile.size <= 128 and problem.in_features >= 4096
+    if not problem.split and (idle or narrow):
+        return "few tiles with a long K leave most multiprocessors idle; the library splits K"
+    return None
+
+
 def choose_tile(problem: Problem) -> Tile:
     """The tile with the least predicted time: waves of blocks × (main loop + epilogue), in clocks."""
     size, planes = (2, 2) if problem.split else (DTYPE_BYTES[problem.dtype], 1)

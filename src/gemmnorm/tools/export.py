@@ -57,8 +57,10 @@ def export(
 
     Args:
         target: `sm_80`, `sm_90`, …: the GPU that the plans are made for; the file runs on that one and newer ones,
-            with Hopper's own strategies (`one_kernel`, `gemm_stats_apply`) on `sm_90` alone.
-        strategy: one of `gemmnorm.plan.STRATEGIES`; default `cublas_folded_bn`.
+            with Hopper's own strategies (`one_kernel`, `gemm_stats_apply`) on `sm_90` alone. Default: this machine's
+            GPU, `sm_80` where there is none.
+        strategy: one of `gemmnorm.plan.STRATEGIES`; default: the planner's choice for the target, if it is the same for
+            every chain, else `cublas_folded_bn`.
 
     Raises:
         ModelFileError: the model file is bad.
@@ -75,9 +77,17 @@ def export(
     dtype = _DTYPES.get(next(model.parameters()).dtype)
     if dtype is None:
         raise GemmNormValueError(f"the kernels compute float32, float16 and bfloat16; the model's are {model}")
-    target = (target or DEFAULT_TARGET).removesuffix("a")
-    strategy = strategy or DEFAULT_STRATEGY
-    sites, names = _sites(model, owners, batch, dtype, target, strategy)
+    target = (target or _this_machine()).removesuffix("a")
+    names = {
+        (owner.path, chain): (chain.in_features, chain.out_features, chain.activation, chain.scale is not None)
+        for owner in owners
+        for chain in owner.chains
+    }
+    problems = {key: _problem(key, batch, dtype, target) for key in names.values()}
+    if strategy is None:
+        chosen = {plan.make_plan(problem).strategy for problem in problems.values()}
+        strategy = chosen.pop() if len(chosen) == 1 else DEFAULT_STRATEGY
+    sites = _sites(problems, target, strategy)
     text = cpp.cuda_text([site for site, _ in sites.values()])
     generated = _python(owners, sites, names, text, strategy, target)
     source = Path(model_path).read_text(encoding="utf-8").rstrip() + "\n" + generated
@@ -107,33 +117,37 @@ def _built(loaded: Any) -> nn.Module:
 Key = tuple[int, int, str | None, bool]
 
 
-def _sites(
-    model: nn.Module, owners: list[OwnerPlan], batch: int, dtype: str, target: str, strategy: str
-) -> tuple[dict[Key, tuple[cpp.Site, str]], dict[tuple[str, Chain], Key]]:
-    """One set of plans for every distinct kind of chain, and which chain is of which kind."""
-    arch = int(re.sub(r"\D", "", target))
-    names: dict[tuple[str, Chain], Key] = {}
-    for owner in owners:
-        for chain in owner.chains:
-            kind = (chain.in_features, chain.out_features, chain.activation, chain.scale is not None)
-            names[owner.path, chain] = kind
-    kinds = list(dict.fromkeys(names.values()))
+def _this_machine() -> str:
+    """The target that is this machine's GPU, or the default."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
+        return "sm_{}{}".format(*torch.cuda.get_device_capability())
+    return DEFAULT_TARGET
+
+
+def _problem(key: Key, batch: int, dtype: str, target: str) -> Problem:
+    """What a plan is made for: one kind of chain, in training, on the target."""
+    inner, features, activation, scaled = key
+    arithmetic = "float32" if dtype == "float32" else "native"
+    chip = plan.chip_for(int(re.sub(r"\D", "", target)))
+    return Problem(
+        batch, inner, features, dtype, dtype, dtype, dtype, arithmetic, activation, True, False, scaled, chip
+    )  # fmt: skip
+
+
+def _sites(problems: dict[Key, Problem], target: str, strategy: str) -> dict[Key, tuple[cpp.Site, str]]:
+    """One set of plans for every distinct kind of chain."""
     sites: dict[Key, tuple[cpp.Site, str]] = {}
-    for index, (inner, features, activation, scaled) in enumerate(kinds):
-        problem = Problem(
-            batch, inner, features, dtype, dtype, dtype, dtype, "float32" if dtype == "float32" else "native",
-            activation, True, False, scaled, plan.chip_for(arch),
-        )  # fmt: skip
+    for index, (key, problem) in enumerate(problems.items(), start=1):
         reason = plan.applicable(problem)[strategy]
-        if strategy in OWN_GEMM and arch != 90:
+        if strategy in OWN_GEMM and problem.chip and problem.chip.arch != 90:
             reason = f"its kernels need the target sm_90; this one is {target}"
         elif strategy == "reference":
             reason = "it has no kernels"
         if reason is not None:
             raise GemmNormValueError(f"strategy: {strategy} cannot be written out for this model: {reason}")
-        suffix = "" if len(kinds) == 1 else f"_{index + 1}"
-        sites[kinds[index]] = (plan_site(problem, strategy, suffix), suffix)
-    return sites, names
+        suffix = "" if len(problems) == 1 else f"_{index}"
+        sites[key] = (plan_site(problem, strategy, suffix), suffix)
+    return sites
 
 
 def plan_site(problem: Problem, strategy: str, suffix: str = "") -> cpp.Site:
@@ -330,15 +344,16 @@ def _needs_20() -> bool:
     return tuple(int(v) for v in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 12)
 
 
+# Strategy → the target that its committed examples are written for.
+EXAMPLES = {"cublas_bn": "sm_80", "cublas_folded_bn": "sm_80", "one_kernel": "sm_90"}
+
+
 def regenerate(folder: str | Path) -> list[Path]:
     """Write `model_new/<model>_<strategy>.py` for the founding models in `folder`; returns the paths."""
-    folder = Path(folder)
-    return [
-        path
-        for name in ("kb33", "kb39")
-        for strategy in ("cublas_bn", "cublas_folded_bn")
-        for path in [
-            export(folder / f"{name}.py", folder / "model_new" / f"{name}_{strategy}.py", strategy=strategy).path
-        ]
-        if path is not None
-    ]
+    folder, written = Path(folder), []
+    for name in ("kb33", "kb39"):
+        for strategy, target in EXAMPLES.items():
+            path = folder / "model_new" / f"{name}_{strategy}.py"
+            export(folder / f"{name}.py", path, strategy=strategy, target=target)
+            written.append(path)
+    return written

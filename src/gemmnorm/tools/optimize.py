@@ -28,7 +28,6 @@ from .model_file import load_model_file
 
 SCHEMA = 1
 WRITING = "writing the replacement"
-DEFAULT_TARGET = "sm_80"  # runs on every newer chip as well; what is written where there is no GPU to ask
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class OptimizeOptions:
 
     Attributes:
         output: the replacement's path; None for `<stem of MODEL>_new.py` in the current directory.
-        target: `sm_XX`; None for the GPU that is here, else `DEFAULT_TARGET`.
+        target: `sm_XX`; None for the GPU that is here, else `sm_80`.
         strategy: None for the planner's choice.
         device: None for the GPU where there is one.
         seeds: how many draws of weights and inputs `verify` compares.
@@ -118,7 +117,7 @@ def _steps(document: dict[str, Any], options: OptimizeOptions, temporary: Path, 
         tell(stage[0])
 
     tell("looking for chains")
-    kwargs = {"model_path": model, "output_path": str(temporary), "target": _target(options, device)}
+    kwargs = {"model_path": model, "output_path": str(temporary), "target": options.target}
     written = run_isolated(
         "gemmnorm.tools.optimize:child_export",
         {**kwargs, "strategy": options.strategy},
@@ -163,12 +162,6 @@ def verify_stage(message: dict[str, Any]) -> str:
     """What verify is at, in a few words."""
     place = f", {message['done']} of {message['total']}" if message.get("total") else ""
     return f"verifying{place}"
-
-
-def _target(options: OptimizeOptions, device: str) -> str | None:
-    if options.target is not None or device == "cuda":
-        return options.target
-    return DEFAULT_TARGET
 
 
 def child_export(model_path: str, output_path: str, target: str | None, strategy: str | None) -> dict[str, Any]:

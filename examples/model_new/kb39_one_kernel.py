@@ -1,0 +1,3552 @@
+"""A problem file: Linear → scale → BatchNorm, batch 16384, 4096 → 4096. `gemmnorm optimize examples/kb39.py`"""
+
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, in_features, out_features, scale_shape, eps=1e-5, momentum=0.1):
+        super().__init__()
+        self.gemm = nn.Linear(in_features, out_features)
+        self.scale = nn.Parameter(torch.randn(scale_shape))
+        self.bn = nn.BatchNorm1d(out_features, eps=eps, momentum=momentum)
+
+    def forward(self, x):
+        return self.bn(self.gemm(x) * self.scale)
+
+
+batch_size = 16384
+in_features = 4096
+out_features = 4096
+scale_shape = (out_features,)
+
+
+def get_inputs():
+    return [torch.randn(batch_size, in_features)]
+
+
+def get_init_inputs():
+    return [in_features, out_features, scale_shape]
+
+
+# --- gemmnorm: generated for sm_90a only
+#
+# Below, `ModelNew` computes the same function as `Model` with fused CUDA kernels, forward and backward (one_kernel).
+# It has the same constructor, draws its parameters in the same order, and shares `Model`'s state_dict. The kernels are
+# compiled at the first call on a GPU; on any other device, dtype or shape the original modules run.
+
+import functools as _functools
+import hashlib as _hashlib
+import warnings as _warnings
+
+import torch
+from torch.utils.cpp_extension import CUDA_HOME as _CUDA_HOME
+from torch.utils.cpp_extension import load_inline as _load_inline
+
+_DECLARATIONS = r"""
+#include <optional>
+#include <vector>
+#include <torch/types.h>
+
+using Tensors = std::vector<torch::Tensor>;
+using MaybeTensor = std::optional<torch::Tensor>;
+
+Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch::Tensor& weight /* [4096, 4096] */,
+                         const MaybeTensor& bias /* [4096] */, const MaybeTensor& scale /* [4096] or [1] */,
+                         double scale_value, const MaybeTensor& running_mean /* [4096] */,
+                         const MaybeTensor& running_var /* [4096] */, const MaybeTensor& num_batches_tracked,
+                         const MaybeTensor& bn_weight /* [4096] */, const MaybeTensor& bn_bias /* [4096] */,
+                         double momentum, double eps, bool save);
+Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
+                           const torch::Tensor& weight /* [4096, 4096] */, const MaybeTensor& bias /* [4096] */,
+                           const MaybeTensor& scale /* [4096] or [1] */, double scale_value,
+                           const MaybeTensor& running_mean /* [4096] */,
+                           const MaybeTensor& running_var /* [4096] */, const MaybeTensor& num_batches_tracked,
+                           const MaybeTensor& bn_weight /* [4096] */, const MaybeTensor& bn_bias /* [4096] */,
+                           double momentum, double eps, bool save);
+Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const torch::Tensor& x /* [batch, 4096] */,
+                          const torch::Tensor& weight /* [4096, 4096] */, const MaybeTensor& bias /* [4096] */,
+                          const MaybeTensor& scale /* [4096] or [1] */, double scale_value,
+                          const MaybeTensor& bn_weight /* [4096] */, const MaybeTensor& bn_bias /* [4096] */,
+                          const torch::Tensor& product, const torch::Tensor& group_mean, const torch::Tensor& mean,
+                          const torch::Tensor& rstd, double eps, const std::vector<bool>& needs);
+Tensors backward_evaluation(const torch::Tensor& grad /* [batch, 4096] */,
+                            const torch::Tensor& x /* [batch, 4096] */,
+                            const torch::Tensor& weight /* [4096, 4096] */, const MaybeTensor& bias /* [4096] */,
+                            const MaybeTensor& scale /* [4096] or [1] */, double scale_value,
+                            const MaybeTensor& bn_weight /* [4096] */, const MaybeTensor& bn_bias /* [4096] */,
+                            const torch::Tensor& product, const torch::Tensor& mean, const torch::Tensor& rstd,
+                            double eps, const std::vector<bool>& needs);
+"""
+
+_KERNELS = r"""
+// float32 operands as two float16 each, for the tensor cores: v*2^-e = high + low*2^-11, with one exponent e per row.
+// Memory access and tiling shared by every kernel. No toolkit headers: NVRTC needs none.
+// Types, conversions and ordering: the instructions that every GPU from compute capability 8.0 has.
+// PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/
+
+namespace gemmnorm {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+struct half {
+  u16 bits;
+};
+struct bfloat16 {
+  u16 bits;
+};
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(half v) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v.bits));
+  return f;
+}
+__device__ __forceinline__ float to_float(bfloat16 v) { return __uint_as_float(static_cast<u32>(v.bits) << 16); }
+
+__device__ __forceinline__ void from_float(float f, float& v) { v = f; }
+__device__ __forceinline__ void from_float(float f, half& v) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v.bits) : "f"(f)); }
+__device__ __forceinline__ void from_float(float f, bfloat16& v) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v.bits) : "f"(f));
+}
+
+// Two conversions in one instruction; `low` becomes the element at the lower address.
+__device__ __forceinline__ u32 pack(float low, float high, half) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ u32 pack(float low, float high, bfloat16) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// Nothing that reads or writes memory moves across: keeps the compiler from loading far ahead, which costs registers.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
+// The same value, of which the compiler knows nothing: what is computed from it is computed again, not kept in registers.
+__device__ __forceinline__ int computed_anew(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+__device__ __forceinline__ float computed_anew(float v) {
+  asm volatile("" : "+f"(v));
+  return v;
+}
+
+// Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
+// stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void allow_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+// One statistics group: the rows over which partial results are taken, in every strategy.
+constexpr int kGroupRows = 64;
+// Threads of a block of the memory-bound kernels: TX along the features, kThreads / TX along the rows.
+constexpr int kThreads = 256;
+
+// The machine word(s) that move BYTES bytes at once.
+template <int BYTES>
+struct Word;
+template <>
+struct Word<2> {
+  using type = u16;
+};
+template <>
+struct Word<4> {
+  using type = u32;
+};
+template <>
+struct Word<8> {
+  using type = uint2;
+};
+template <>
+struct Word<16> {
+  using type = uint4;
+};
+struct TwoWords {
+  uint4 low, high;
+};
+template <>
+struct Word<32> {
+  using type = TwoWords;
+};
+
+// N neighbouring elements of a row, moved as one or two aligned words.
+template <class T, int N>
+struct alignas(sizeof(typename Word<N * sizeof(T)>::type)) Vec {
+  T at[N];
+};
+
+template <class T, int N>
+__device__ __forceinline__ Vec<T, N> load(const T* p) {
+  using W = typename Word<N * sizeof(T)>::type;
+  Vec<T, N> v;
+  *reinterpret_cast<W*>(&v) = *reinterpret_cast<const W*>(p);
+  return v;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store(T* p, const float (&f)[N]) {
+  using W = typename Word<N * sizeof(T)>::type;
+  Vec<T, N> v;
+#pragma unroll
+  for (int i = 0; i < N; ++i) from_float(f[i], v.at[i]);
+  *reinterpret_cast<W*>(p) = *reinterpret_cast<W*>(&v);
+}
+
+// A per-feature vector that may be absent.
+template <class T>
+__device__ __forceinline__ float value_or(const T* vector, i64 index, float absent) {
+  return vector ? to_float(vector[index]) : absent;
+}
+
+// The scale of feature j: a vector (stride 1), one number in memory (stride 0), or a number given by value.
+template <class T>
+__device__ __forceinline__ float scale_of(const T* scale, int stride, float number, int j) {
+  return scale ? to_float(scale[static_cast<i64>(j) * stride]) : number;
+}
+
+// The tile of one block: GROUPS statistics groups, one after the other, by TX*N features. Consecutive blocks walk along
+// a row. REVERSED blocks start at the last rows: what the kernel before has touched last is still in the L2.
+template <int N, int TX, int GROUPS = 1, bool REVERSED = false>
+struct Panel {
+  static constexpr int kColumns = TX * N;
+  static constexpr int kLanes = kThreads / TX;       // rows that the block reads at once
+  static constexpr int kRows = kGroupRows / kLanes;  // rows of a group that one thread reads
+
+  int group, lane, tx, column, rows, batch;
+  i64 first_row;
+
+  __device__ __forceinline__ Panel(int batch_, int features) : batch(batch_) {
+    const int panels = (features + kColumns - 1) / kColumns;
+    const int block = REVERSED ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    tx = threadIdx.x % TX;
+    lane = threadIdx.x / TX;
+    column = (block % panels) * kColumns + tx * N;
+    at(block / panels * GROUPS);
+  }
+  // A row to load in place of `row`, which may lie beyond the group: loads without conditions are all in flight at once.
+  __device__ __forceinline__ i64 existing(int row) const { return min(row, rows - 1); }
+  // Moves to another group; `rows` is 0 beyond the batch.
+  __device__ __forceinline__ void at(int group_) {
+    group = group_;
+    first_row = static_cast<i64>(group) * kGroupRows;
+    const i64 left = batch - first_row;
+    rows = left <= 0 ? 0 : left < kGroupRows ? static_cast<int>(left) : kGroupRows;
+  }
+};
+
+// Sums `value[i]` of the threads that share a column, in a fixed order, and hands the sum to all of them.
+template <int N, int TX>
+__device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared /* [lanes][N][TX] */) {
+  constexpr int kLanes = kThreads / TX;
+  const int tx = threadIdx.x % TX, lane = threadIdx.x / TX;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i) shared[(lane * N + i) * TX + tx] = value[i];
+  __syncthreads();
+  // Every thread adds up the columns of its own lane's share, then reads back all of its own.
+  for (int c = threadIdx.x; c < N * TX; c += kThreads) {
+    float sum = shared[c];
+    for (int l = 1; l < kLanes; ++l) sum += shared[l * N * TX + c];
+    shared[c] = sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i) value[i] = shared[i * TX + tx];
+}
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+constexpr int kSplitColumns = 64;    // of K: `high` of so many, then `low` of the same
+constexpr float kLowUnit = 1.0f / 2048.0f;  // what one unit of `low` is worth
+
+// 2^n for n in [-252, 254], as two factors that are exact and in range.
+struct PowerOfTwo {
+  float first, second;
+};
+__device__ __forceinline__ PowerOfTwo power_of_two(int n) {
+  const int half = n / 2;
+  return {__uint_as_float(static_cast<u32>(half + 127) << 23), __uint_as_float(static_cast<u32>(n - half + 127) << 23)};
+}
+__device__ __forceinline__ float times(float v, const PowerOfTwo& p) { return v * p.first * p.second; }
+
+// The exponent that brings a row whose largest magnitude has these bits to [2^14, 2^15).
+__device__ __forceinline__ int row_exponent(u32 bits) {
+  if (bits == 0) return 0;
+  const int exponent = bits >> 23;
+  return (exponent ? exponent - 127 : 31 - __clz(bits) - 149) - 14;
+}
+
+// Sums of two exponents, in the range of power_of_two. Only zeros, and what is as good as zero, lie outside.
+constexpr int kLeastExponent = -252;
+__device__ __forceinline__ int in_range(int n) { return min(max(n, kLeastExponent), 254); }
+
+// The exponent that brings v*2^e to [2^14, 2^15); kLeastExponent for zero.
+__device__ __forceinline__ int scaled_exponent(float v, int e) {
+  const u32 bits = __float_as_uint(v) & 0x7FFFFFFFu;
+  return bits ? max(row_exponent(bits) + e, kLeastExponent) : kLeastExponent;
+}
+
+// v*2^-exponent as high + low*2^-11, four neighbouring elements of a row at a time.
+__device__ __forceinline__ void store_split(half* row /* of ceil(columns/64) x 2 x 64 */, int column, const float (&scaled)[4]) {
+  u32 high[2], low[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float a = scaled[2 * i], b = scaled[2 * i + 1];
+    high[i] = pack(a, b, half{});
+    const half rounded_a = {static_cast<u16>(high[i])}, rounded_b = {static_cast<u16>(high[i] >> 16)};
+    low[i] = pack((a - to_float(rounded_a)) / kLowUnit, (b - to_float(rounded_b)) / kLowUnit, half{});
+  }
+  half* at = row + column / kSplitColumns * 2 * kSplitColumns + column % kSplitColumns;
+  *reinterpret_cast<uint2*>(at) = make_uint2(high[0], high[1]);
+  *reinterpret_cast<uint2*>(at + kSplitColumns) = make_uint2(low[0], low[1]);
+}
+
+constexpr int kHeldColumns = 8 * 4 * kThreads;  // of a row, that a block holds in registers between its two passes
+
+// Calls `visit(column, four elements)` for a row: what is held, then the rest from memory. Zeros up to `end`.
+template <class Visit>
+__device__ __forceinline__ void visit_row(const float* row, const Vec<float, 4> (&held)[8], int columns, int end,
+                                          const Visit& visit) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int c = (i * kThreads + threadIdx.x) * 4;
+    if (c < end) visit(c, held[i]);
+  }
+#pragma unroll 1
+  for (int c = kHeldColumns + threadIdx.x * 4; c < end; c += 4 * kThreads)
+    visit(c, c < columns ? load<float, 4>(row + c) : Vec<float, 4>{});
+}
+
+__device__ __forceinline__ void hold_row(const float* row, Vec<float, 4> (&held)[8], int columns) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int c = (i * kThreads + threadIdx.x) * 4;
+    held[i] = c < columns ? load<float, 4>(row + c) : Vec<float, 4>{};
+  }
+}
+
+// The largest of a block's values, for every thread.
+__device__ __forceinline__ int block_max(int value, int* shared /* [kThreads / 32] */) {
+#pragma unroll
+  for (int bit = 16; bit; bit /= 2) value = max(value, __shfl_xor_sync(~0u, value, bit));
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) value = max(value, shared[w]);
+  return value;
+}
+
+// A block splits one row, of the weight or of x. Also gives each row's largest magnitude and sum
+// of magnitudes, which bound what is lost to float16's exponent, and the maxima of x's over all rows as bits (of floats
+// that are not negative, so they compare as such; NaN above all). The weight's rows come in descending order and x's
+// last: what the product reads first is then still in the L2.
+__device__ __forceinline__ void split_rows(const float* x /* [batch, in_features] */,
+                                           const float* weight /* [features, in_features] */,
+                                           half* split_x /* [batch, ceil(in_features/64), 2, 64]: high and low */,
+                                           half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
+                                           int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
+                                           float* weight_largest /* [features] or null */,
+                                           float* weight_total /* [features] or null */, u32* most /* [2] or null */,
+                                           int weight_rows /* to split, of the first */, int in_features) {
+  __shared__ int shared[kThreads / 32];
+  __shared__ float sums[kThreads / 32];
+  allow_next();
+  wait_for_previous();
+  const int block = blockIdx.x;
+  const bool of_weight = block < weight_rows;
+  const int row = of_weight ? weight_rows - 1 - block : block - weight_rows;
+  const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+  const float* source = (of_weight ? weight : x) + static_cast<i64>(row) * in_features;
+  half* target = (of_weight ? split_weight : split_x) + static_cast<i64>(row) * 2 * padded;
+
+  Vec<float, 4> held[8];
+  hold_row(source, held, in_features);
+  u32 bits = 0;
+  float sum = 0.0f;
+  visit_row(source, held, in_features, in_features, [&](int, const Vec<float, 4>& v) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      bits = max(bits, __float_as_uint(v.at[i]) & 0x7FFFFFFFu);
+      sum += fabsf(v.at[i]);
+    }
+  });
+#pragma unroll
+  for (int bit = 16; bit; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  bits = static_cast<u32>(block_max(static_cast<int>(bits), shared));
+  const int exponent = row_exponent(bits);
+  if (threadIdx.x == 0) {
+    sum = 0.0f;
+    for (int w = 0; w < kThreads / 32; ++w) sum += sums[w];
+    (of_weight ? weight_exponents : x_exponents)[row] = exponent;
+    if (of_weight && weight_largest) {
+      weight_largest[row] = __uint_as_float(bits);
+      weight_total[row] = sum;
+    }
+    if (!of_weight && most) {
+      atomicMax(&most[0], bits);
+      atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
+    }
+  }
+  const PowerOfTwo scale = power_of_two(-exponent);
+  visit_row(source, held, in_features, padded, [&](int c, const Vec<float, 4>& v) {
+    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
+    store_split(target, c, scaled);
+  });
+}
+
+// The gradient of the product, split twice: with an exponent per row, its columns multiplied by the weight's powers of
+// two, for dx = da*W; and with an exponent per column, its rows multiplied by x's, for dW = da^T*x. Split W and x lack
+// just those powers. A row's exponent is found here, a column's was in `grad_exponents` (gradient.cuh).
+__device__ __forceinline__ void split_gradient(const float* grad_product /* [batch, features] */,
+                                               const int* x_exponents /* [batch] */,
+                                               const int* weight_exponents /* [features] */,
+                                               const int* column_exponents /* [features] */,
+                                               half* split_by_rows /* [batch, ceil(features/64), 2, 64] */,
+                                               half* split_by_columns /* [batch, ceil(features/64), 2, 64] */,
+                                               int* row_exponents /* [batch] */, int features) {
+  __shared__ int shared[kThreads / 32];
+  allow_next();
+  wait_for_previous();
+  const int row = blockIdx.x, own = x_exponents[row];
+  const int padded = (features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+  const float* source = grad_product + static_cast<i64>(row) * features;
+  Vec<float, 4> held[8];
+  hold_row(source, held, features);
+  int most = kLeastExponent;
+  visit_row(source, held, features, features, [&](int c, const Vec<float, 4>& v) {
+    const Vec<int, 4> e = load<int, 4>(weight_exponents + c);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most = max(most, scaled_exponent(v.at[i], e.at[i]));
+  });
+  most = block_max(most, shared);
+  if (threadIdx.x == 0) row_exponents[row] = most;
+  half* by_rows = split_by_rows + static_cast<i64>(row) * 2 * padded;
+  half* by_columns = split_by_columns + static_cast<i64>(row) * 2 * padded;
+  visit_row(source, held, features, padded, [&](int c, const Vec<float, 4>& v) {
+    float to_rows[4] = {}, to_columns[4] = {};
+    if (c < features) {
+      const Vec<int, 4> of_weight = load<int, 4>(weight_exponents + c), of_column = load<int, 4>(column_exponents + c);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        to_rows[i] = times(v.at[i], power_of_two(in_range(of_weight.at[i] - most)));
+        to_columns[i] = times(v.at[i], power_of_two(in_range(own - of_column.at[i])));
+      }
+    }
+    store_split(by_rows, c, to_rows);
+    store_split(by_columns, c, to_columns);
+  });
+}
+
+// Where float16's exponent loses more than float32 itself would: what the elements that `low` cannot hold may add up to,
+// against the deviation of the column. Written so that NaN and infinity count as lost.
+__device__ __forceinline__ bool split_loses(float x_largest, float x_total, float weight_largest, float weight_total,
+                                            float deviation) {
+  const float unit = 1.4901161193847656e-08f;  // 2^-48 / 2^-22: 2^-51, and kHeadroom (split_ahead.cuh)
+  return !(unit * x_largest * weight_total + unit * x_total * weight_largest <= deviation);
+}
+
+}  // namespace gemmnorm
+// The whole chain in one Hopper kernel: GEMM -> scale -> BatchNorm -> activation (sm_90a).
+//
+// A persistent block is one warpgroup that feeds and two that multiply. Warp 0 copies tiles of x and W into a ring of
+// shared-memory stages; each consumer warpgroup multiplies 64 of the tile's 128 rows by all of its BN columns, takes the
+// statistics of its rows from the accumulators (one statistics group: a column mean, then M2 about it) and stores the
+// product minus that mean; warp 1 stores staged tiles and counts, panel by panel (a panel is one column of tiles), what
+// is complete. Warps 2 and 3 normalise complete panels out of the L2 while the tensor cores work on later ones. The last
+// tile of every block never leaves the registers before it is normalised.
+// Column sums of an accumulator tile (wgmma's layout of D: 64 rows over four warps), in a fixed order.
+// Hopper's instructions (sm_90a), one named function each. wgmma has a file of its own.
+// PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/
+
+namespace gemmnorm {
+
+// The 128-byte descriptor that the copy engine reads; made on the host (cuTensorMapEncodeTiled).
+struct alignas(64) TensorMap {
+  unsigned char opaque[128];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// mbarrier: #parallel-synchronization-and-communication-instructions-mbarrier
+__device__ __forceinline__ void barrier_init(u64* b, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u64* b, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u64* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u64* b, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(b)), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// Orders ordinary accesses to shared memory before those of the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// bar.sync on a numbered barrier: the `threads` threads that name it wait for each other.
+__device__ __forceinline__ void sync_threads(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Copy engine: #data-movement-and-conversion-instructions-cp-async-bulk-tensor. x counts along a row, y the rows.
+// A policy says what the L2 should rather keep: #createpolicy; these are its encodings of two whole-access policies.
+constexpr u64 kEvictNormal = 0x1000000000000000ull, kEvictFirst = 0x12F0000000000000ull;
+__device__ __forceinline__ void copy_to_shared(void* to, const TensorMap& map, u64* barrier, int x, int y, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "l"(policy)
+      : "memory");
+}
+// A run of bytes, a multiple of 16, without a map: #data-movement-and-conversion-instructions-cp-async-bulk
+__device__ __forceinline__ void copy_bytes_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+__device__ __forceinline__ void copy_to_global(const TensorMap& map, const void* from, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+               "r"(shared_address(from)), "r"(x), "r"(y)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// All of this thread's copies have read their source.
+__device__ __forceinline__ void wait_copies_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// All of this thread's copies are complete and visible to it.
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Moves registers between the warpgroups of a block: #miscellaneous-instructions-setmaxnreg
+template <int COUNT>
+__device__ __forceinline__ void release_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void claim_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// Counters in global memory that order what other blocks wrote: #memory-consistency-model
+__device__ __forceinline__ void add_release(u32* counter, u32 value) {
+  asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+__device__ __forceinline__ u32 load_acquire(const u32* counter) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+__device__ __forceinline__ void wait_until(const u32* counter, u32 value) {
+  while (load_acquire(counter) < value) __nanosleep(32);
+}
+
+// Loads that go to the L2, for what other blocks wrote during this kernel.
+__device__ __forceinline__ float load_l2(const float* p) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ int load_l2(const int* p) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float2 load_l2(const float2* p) {
+  float2 v;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float4 load_l2(const float4* p) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 load_l2(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+// Halves the columns that a thread holds while adding up over the 8 lanes that share them.
+template <int HALF>
+__device__ __forceinline__ void exchange(const float (&v)[2 * HALF], float (&out)[HALF], int lane, int bit) {
+  const bool upper = lane & bit;
+#pragma unroll
+  for (int i = 0; i < HALF; ++i) {
+    const float kept = upper ? v[HALF + i] : v[i], sent = upper ? v[i] : v[HALF + i];
+    out[i] = kept + __shfl_xor_sync(~0u, sent, bit);
+  }
+}
+
+// Column sums of a consumer's 64 x BN values. `pair(i)` is the thread's sum over its two rows of its i-th column, which
+// is column (i / 2)*8 + (lane % 4)*2 + i % 2. Shuffles over the lanes, at most 64 columns at a time so that registers
+// suffice; shared memory over the warps; returned for columns 2*thread and 2*thread + 1.
+template <int BN, class Pair>
+__device__ __forceinline__ float2 column_sums(float (*sums)[BN], int consumer, const Pair& pair) {
+  constexpr int kPart = BN < 64 ? BN : 64;
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+  const int first = ((lane & 4) ? kPart / 8 : 0) + ((lane & 8) ? kPart / 16 : 0) + ((lane & 16) ? kPart / 32 : 0);
+#pragma unroll
+  for (int part = 0; part < BN / kPart; ++part) {
+    float v[kPart / 4], half[kPart / 8], quarter[kPart / 16], eighth[kPart / 32];
+#pragma unroll
+    for (int i = 0; i < kPart / 4; ++i) v[i] = pair(part * (kPart / 4) + i);
+    exchange<kPart / 8>(v, half, lane, 4);
+    exchange<kPart / 16>(half, quarter, lane, 8);
+    exchange<kPart / 32>(quarter, eighth, lane, 16);
+#pragma unroll
+    for (int i = 0; i < kPart / 32; ++i) {
+      const int k = first + i;
+      sums[warp][part * kPart + (k / 2) * 8 + (lane % 4) * 2 + (k & 1)] = eighth[i];
+    }
+  }
+  sync_threads(1 + consumer, 128);
+  float2 total = make_float2(0.0f, 0.0f);
+  if (2 * thread < BN) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 part = *reinterpret_cast<const float2*>(&sums[w][2 * thread]);
+      total.x += part.x;
+      total.y += part.y;
+    }
+  }
+  return total;
+}
+
+}  // namespace gemmnorm
+// What follows the tiles of the fused GEMM: a panel (one column of tiles) whose rows are all multiplied is merged and
+// normalised by single warps, out of the L2, while the tensor cores work on later panels.
+// Scale, shift, normalisation and activation in one sweep over the product.
+
+namespace gemmnorm {
+
+enum class Form {
+  kFolded,    // training: y = gamma*s*rstd * (a - mean) + beta           mean of the product a
+  kScaled,    // training: y = gamma*rstd * (s*(a + b) - s*(mean + b)) + beta
+  kRunning,   // evaluation: y = gamma*rstd * (s*(a + b) - running_mean) + beta,  rstd = 1/sqrt(running_var + eps)
+};
+
+// Centred in every form: subtracting first keeps a column of large mean exact where alpha*a + kappa would cancel.
+//   y = phi( slope * (s*(a + b) - centre) + shift )        with s = 1, b = 0 in the folded form
+template <Form FORM>
+struct Affine {
+  float scale, bias, centre, slope, shift;
+
+  template <class L, class R>
+  __device__ __forceinline__ void read(int j, const L* bias_, const L* scale_, int scale_stride, float scale_value,
+                                       const float* mean_, const float* rstd_, const R* running_mean,
+                                       const R* running_var, const R* bn_weight, const R* bn_bias, float eps) {
+    const float s = scale_of(scale_, scale_stride, scale_value, j);
+    const float b = value_or(bias_, j, 0.0f);
+    const float gamma = value_or(bn_weight, j, 1.0f);
+    shift = value_or(bn_bias, j, 0.0f);
+    scale = FORM == Form::kFolded ? 1.0f : s;
+    bias = FORM == Form::kFolded ? 0.0f : b;
+    if (FORM == Form::kRunning) {
+      centre = to_float(running_mean[j]);
+      slope = gamma / sqrtf(to_float(running_var[j]) + eps);
+    } else {
+      centre = FORM == Form::kFolded ? mean_[j] : (mean_[j] + b) * s;
+      slope = FORM == Form::kFolded ? gamma * s * rstd_[j] : gamma * rstd_[j];
+    }
+  }
+  // `own`: what had been subtracted from a before it was stored.
+  __device__ __forceinline__ float operator()(float a, float own = 0.0f) const {
+    if (FORM == Form::kFolded) return slope * (a + (own - centre)) + shift;
+    return slope * ((a + bias) * scale - centre) + shift;
+  }
+};
+
+// `offset` is what the producer of the product subtracted from a group of rows before it stored them (folded form only).
+// `y` may be the product's own memory when both have one type. In the running form `mean` and `rstd` are outputs (or
+// null): the running statistics that were used, kept for the backward.
+template <class T, class Y, class L, class R, int N, int TX, int GROUPS, Form FORM, class Activation>
+__device__ __forceinline__ void normalize(const T* product /* [batch, features] */,
+                                          const float* offset /* [groups, features] or null */,
+                                          const L* bias /* [features] or null */,
+                                          const L* scale /* [features] or [1] or null */, int scale_stride,
+                                          float scale_value, float* mean /* [features] or null */,
+                                          float* rstd /* [features] or null */,
+                                          const R* running_mean /* [features] or null */,
+                                          const R* running_var /* [features] or null */,
+                                          const R* bn_weight /* [features] or null */,
+                                          const R* bn_bias /* [features] or null */, float eps,
+                                          Y* y /* [batch, features] */, int batch, int features) {
+  using P = Panel<N, TX, GROUPS>;
+  P panel(batch, features);
+  allow_next();
+  if (panel.column >= features) return;
+  wait_for_previous();
+  Affine<FORM> affine[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    affine[i].read(panel.column + i, bias, scale, scale_stride, scale_value, mean, rstd, running_mean, running_var,
+                   bn_weight, bn_bias, eps);
+  if (FORM == Form::kRunning && mean && panel.group == 0 && panel.lane == 0) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      mean[panel.column + i] = affine[i].centre;
+      rstd[panel.column + i] = 1.0f / sqrtf(to_float(running_var[panel.column + i]) + eps);
+    }
+  }
+  constexpr int kAtOnce = P::kRows < 4 ? P::kRows : 4;  // loads in flight
+  const int first_group = panel.group;
+#pragma unroll 1
+  for (int g = 0; g < GROUPS; ++g) {
+    panel.at(first_group + g);
+    if (panel.rows == 0) break;
+    const i64 origin = panel.first_row * features + panel.column;
+    float own[N];  // what was subtracted from this group
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      own[i] = FORM == Form::kFolded && offset
+                   ? offset[static_cast<i64>(panel.group) * features + panel.column + i]
+                   : 0.0f;
+#pragma unroll 1
+    for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
+      Vec<T, N> a[kAtOnce];
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r)
+        a[r] = load<T, N>(product + origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * features);
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        const int row = (r0 + r) * P::kLanes + panel.lane;
+        float out[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](to_float(a[r].at[i]), own[i]));
+        if (row < panel.rows) store<Y, N>(y + origin + static_cast<i64>(row) * features, out);
+      }
+    }
+  }
+}
+
+}  // namespace gemmnorm
+// The order in which the tiles of a product are worked on.
+
+namespace gemmnorm {
+
+constexpr int kTileRows = 2 * kGroupRows;  // a statistics group for each of two consumer warpgroups
+
+struct Tile {
+  int m, n;
+};
+
+// Tiles in the order of their number: `group_panels` panels at a time, along them first, so that panels are complete
+// early while their weights and a band of x stay in the L2.
+struct Raster {
+  int tiles_m, tiles_n, group_panels;
+
+  __device__ __forceinline__ int tiles() const { return tiles_m * tiles_n; }
+  // Whether any tile of panel n has a number below `stored`: its first has the lowest.
+  __device__ __forceinline__ bool has_stored(int n, int stored) const {
+    const int first = n / group_panels * group_panels;
+    return first * tiles_m + (n - first) < stored;
+  }
+  __device__ __forceinline__ Tile at(int t) const {
+    const int group = t / (group_panels * tiles_m), first = group * group_panels;
+    const int panels = min(group_panels, tiles_n - first), rest = t - first * tiles_m;
+    return {rest / panels, first + rest % panels};
+  }
+};
+
+}  // namespace gemmnorm
+// Column statistics of the product: a mean and an M2 (sum of squared deviations) for every group of 64 rows, then
+// their merge, which also updates the running statistics. Mean first, then M2 about that mean, at both levels: safe for
+// |mean| >> std, and the order of every sum is fixed, so the same bits come out of every run.
+
+namespace gemmnorm {
+
+// FOLD: M2 of the product a; the merge multiplies by s^2. Otherwise M2 of the scaled tensor (a + b)*s, whose
+// elements exist only in registers. The mean is that of a in both.
+template <class T, class L, int N, int TX, bool FOLD>
+__device__ __forceinline__ void column_statistics(const T* product /* [batch, features] */,
+                                                  const L* bias /* [features] or null */,
+                                                  const L* scale /* [features] or [1] or null */, int scale_stride,
+                                                  float scale_value, float* group_mean /* [groups, features] */,
+                                                  float* group_m2 /* [groups, features] */,
+                                                  i64* batches_tracked /* [1] or null: incremented */, int batch,
+                                                  int features) {
+  using P = Panel<N, TX, 1, true>;
+  __shared__ float shared[kThreads * N];
+  allow_next();
+  wait_for_previous();
+  const P panel(batch, features);
+  if (batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
+
+  const bool inside = panel.column < features;
+  const T* p = product + panel.first_row * features + (inside ? panel.column : 0);
+  Vec<T, N> a[P::kRows];
+#pragma unroll
+  for (int r = 0; r < P::kRows; ++r) {
+    a[r] = load<T, N>(p + panel.existing(r * P::kLanes + panel.lane) * features);
+  }
+  float mean[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) mean[i] = 0.0f;
+#pragma unroll
+  for (int r = 0; r < P::kRows; ++r) {
+    if (r * P::kLanes + panel.lane < panel.rows) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) mean[i] += to_float(a[r].at[i]);
+    }
+  }
+  sum_over_lanes<N, TX>(mean, shared);
+  float m2[N], s[N], b[N];
+  const float share = 1.0f / panel.rows;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    mean[i] *= share;
+    m2[i] = 0.0f;
+    s[i] = FOLD || !inside ? 1.0f : scale_of(scale, scale_stride, scale_value, panel.column + i);
+    b[i] = FOLD || !inside ? 0.0f : value_or(bias, panel.column + i, 0.0f);
+  }
+#pragma unroll
+  for (int r = 0; r < P::kRows; ++r) {
+    if (r * P::kLanes + panel.lane < panel.rows) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float deviation = FOLD ? to_float(a[r].at[i]) - mean[i]
+                                     : (to_float(a[r].at[i]) + b[i]) * s[i] - (mean[i] + b[i]) * s[i];
+        m2[i] += deviation * deviation;
+      }
+    }
+  }
+  sum_over_lanes<N, TX>(m2, shared);
+  if (inside && panel.lane == 0) {
+    const i64 out = static_cast<i64>(panel.group) * features + panel.column;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      group_mean[out + i] = mean[i];
+      group_m2[out + i] = m2[i];
+    }
+  }
+}
+
+// Threads of a merging block: kMergeColumns features by kMergeLanes lanes that share out the groups.
+constexpr int kMergeColumns = 16;
+constexpr int kMergeLanes = kThreads / kMergeColumns;
+
+// Sum over the lanes of a merging block, in a fixed order.
+__device__ __forceinline__ float sum_over_merge_lanes(float value, float* shared /* [kThreads] */) {
+  __syncthreads();
+  shared[threadIdx.x] = value;
+  __syncthreads();
+  float sum = 0.0f;
+#pragma unroll
+  for (int l = 0; l < kMergeLanes; ++l) sum += shared[l * kMergeColumns + threadIdx.x % kMergeColumns];
+  return sum;
+}
+
+// What the statistics of feature j become: rstd = 1/sqrt(var(z) + eps) and the running statistics,
+//   running_mean <- (1-m)*running_mean + m*s*(mean + b)       running_var <- (1-m)*running_var + m*var(z)*B/(B-1)
+// A negative momentum stands for the cumulative average: m = 1 / batches, the count with this batch in it.
+template <class R>
+__device__ __forceinline__ void finish_feature(int j, float mean_a, float variance, float s, float b, float batches,
+                                               R* running_mean, R* running_var, float momentum, float eps,
+                                               float* mean, float* rstd, int batch) {
+  mean[j] = mean_a;
+  rstd[j] = 1.0f / sqrtf(variance + eps);
+  if (!running_mean) return;
+  const float m = momentum >= 0.0f ? momentum : 1.0f / batches;
+  from_float((1.0f - m) * to_float(running_mean[j]) + m * (s * (mean_a + b)), running_mean[j]);
+  const float unbiased = variance * (static_cast<float>(batch) / (batch - 1));
+  from_float((1.0f - m) * to_float(running_var[j]) + m * unbiased, running_var[j]);
+}
+
+// Merges the groups of each feature. `batches_tracked` has been incremented.
+template <class L, class R, bool FOLD>
+__device__ __forceinline__ void merge_statistics(const float* group_mean /* [groups, features] */,
+                                                 const float* group_m2 /* [groups, features] */,
+                                                 const L* bias /* [features] or null */,
+                                                 const L* scale /* [features] or [1] or null */, int scale_stride,
+                                                 float scale_value, R* running_mean /* [features] or null */,
+                                                 R* running_var /* [features] or null */,
+                                                 const i64* batches_tracked /* [1] or null */, float momentum,
+                                                 float eps, float* mean /* [features] */, float* rstd /* [features] */,
+                                                 int batch, int features) {
+  __shared__ float shared[kThreads];
+  const int j = blockIdx.x * kMergeColumns + threadIdx.x % kMergeColumns;
+  const int lane = threadIdx.x / kMergeColumns;
+  const int groups = (batch + kGroupRows - 1) / kGroupRows;
+  const bool inside = j < features;
+  const float s = inside ? scale_of(scale, scale_stride, scale_value, j) : 1.0f;
+  const float b = inside ? value_or(bias, j, 0.0f) : 0.0f;
+  allow_next();
+  wait_for_previous();
+
+  float sum = 0.0f;
+  if (inside) {
+#pragma unroll 4
+    for (int g = lane; g < groups; g += kMergeLanes) {
+      const int rows = min(kGroupRows, batch - g * kGroupRows);
+      sum += group_mean[static_cast<i64>(g) * features + j] * rows;
+    }
+  }
+  const float mu = sum_over_merge_lanes(sum, shared) / batch;
+  sum = 0.0f;
+  if (inside) {
+#pragma unroll 4
+    for (int g = lane; g < groups; g += kMergeLanes) {
+      const int rows = min(kGroupRows, batch - g * kGroupRows);
+      const i64 at = static_cast<i64>(g) * features + j;
+      const float deviation = FOLD ? group_mean[at] - mu : (group_mean[at] + b) * s - (mu + b) * s;
+      sum += group_m2[at] + deviation * deviation * rows;
+    }
+  }
+  const float m2 = sum_over_merge_lanes(sum, shared);
+  if (!inside || lane != 0) return;
+  const float variance = (FOLD ? s * s * m2 : m2) / batch;
+  const float batches = batches_tracked ? static_cast<float>(*batches_tracked) : 0.0f;
+  finish_feature(j, mu, variance, s, b, batches, running_mean, running_var, momentum, eps, mean, rstd, batch);
+}
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+constexpr int kUnitRows = 16;     // rows that a warp normalises at a time
+constexpr int kMergeWidth = 8;    // features whose groups a warp merges at a time
+constexpr int kDirectGroups = 32;  // as many as a thread merges by itself rather than wait for somebody's merge
+constexpr int kDone = 0, kTicket = 1, kPanels = 2;  // counters: blocks done, next unit, then two numbers per panel
+
+// What decides whether split operands were enough; `flags` is null where the operands are not split.
+struct Guard {
+  const u32* most;                               // over the rows of x: largest magnitude, sum of magnitudes (bits)
+  const float *weight_largest, *weight_total;    // of each row of the weight
+  int* flags;                                    // per feature: to be computed again in float32
+
+  // Whether feature j, whose deviation is given, has to be; says so in `flags`.
+  __device__ __forceinline__ bool raises(int j, float deviation) const {
+    if (!flags) return false;
+    const bool lost = split_loses(__uint_as_float(load_acquire(&most[0])), __uint_as_float(load_acquire(&most[1])),
+                                  weight_largest[j], weight_total[j], deviation);
+    flags[j] = lost;
+    return lost;
+  }
+};
+
+// Everything per feature, and the sizes.
+template <class L, class R>
+struct Features {
+  const L *bias, *scale;
+  int scale_stride;
+  float scale_value;
+  R *running_mean, *running_var;
+  const R *bn_weight, *bn_bias;
+  const i64* batches_tracked;
+  float momentum, eps;
+  float *group_mean, *group_m2, *mean, *rstd, *merged_slope, *merged_shift;
+  Guard guard;
+  int batch, features, groups;
+
+  __device__ __forceinline__ float s(int j) const { return scale_of(scale, scale_stride, scale_value, j); }
+  __device__ __forceinline__ float b(int j) const { return value_or(bias, j, 0.0f); }
+  // y = phi(slope*(a - mean) + shift)
+  __device__ __forceinline__ float slope(int j, float rstd_j) const {
+    return value_or(bn_weight, j, 1.0f) * s(j) * rstd_j;
+  }
+  __device__ __forceinline__ float shift(int j) const { return value_or(bn_bias, j, 0.0f); }
+  __device__ __forceinline__ int rows(int group) const {
+    const int left = batch - group * kGroupRows;
+    return left < 0 ? 0 : left < kGroupRows ? left : kGroupRows;
+  }
+  __device__ __forceinline__ void finish(int j, float mu, float m2) const {
+    const float batches = batches_tracked ? static_cast<float>(*batches_tracked + 1) : 0.0f;
+    const float variance = s(j) * s(j) * m2 / batch;
+    const bool again = guard.raises(j, sqrtf(m2 / batch));  // then the running statistics wait for it
+    finish_feature(j, mu, variance, s(j), b(j), batches, again ? nullptr : running_mean, running_var, momentum, eps, mean,
+                   rstd, batch);
+    if (merged_slope) {
+      merged_slope[j] = slope(j, 1.0f / sqrtf(variance + eps));
+      merged_shift[j] = shift(j);
+    }
+  }
+};
+
+// Mean and M2 of n rows, for four neighbouring features, and their merge (Chan): exact in n, safe for |mean| >> std.
+struct Moments {
+  float n, mean[4], m2[4];
+
+  __device__ __forceinline__ void add(float other_n, const float (&other_mean)[4], const float (&other_m2)[4]) {
+    const float total = n + other_n, share = total > 0.0f ? other_n / total : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float delta = other_mean[i] - mean[i];
+      mean[i] += delta * share;
+      m2[i] += other_m2[i] + delta * delta * (n * share);
+    }
+    n = total;
+  }
+};
+
+// One warp merges the groups of kMergeWidth features: two lanes along the features, sixteen along the groups, of which a
+// lane has AHEAD in flight.
+template <int AHEAD, class L, class R>
+__device__ __forceinline__ void merge_groups(const Features<L, R>& f, int first_feature) {
+  const int lane = threadIdx.x % 32, j = first_feature + (lane % 2) * 4;
+  const bool inside = j < f.features;
+  Moments sum = {};
+#pragma unroll 1
+  for (int g0 = lane / 2; g0 < f.groups; g0 += 16 * AHEAD) {
+    float4 mean[AHEAD], m2[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int g = g0 + 16 * i;
+      const i64 at = static_cast<i64>(g < f.groups ? g : 0) * f.features + (inside ? j : 0);
+      mean[i] = load_l2(reinterpret_cast<const float4*>(f.group_mean + at));
+      m2[i] = load_l2(reinterpret_cast<const float4*>(f.group_m2 + at));
+    }
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const float group_mean[4] = {mean[i].x, mean[i].y, mean[i].z, mean[i].w};
+      const float group_m2[4] = {m2[i].x, m2[i].y, m2[i].z, m2[i].w};
+      if (g0 + 16 * i < f.groups) sum.add(f.rows(g0 + 16 * i), group_mean, group_m2);
+    }
+  }
+#pragma unroll
+  for (int bit = 2; bit < 32; bit *= 2) {  // the lower lane's part is always the left operand: one order, same bits
+    float other_mean[4], other_m2[4];
+    const float other_n = __shfl_down_sync(~0u, sum.n, bit);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      other_mean[i] = __shfl_down_sync(~0u, sum.mean[i], bit);
+      other_m2[i] = __shfl_down_sync(~0u, sum.m2[i], bit);
+    }
+    sum.add(other_n, other_mean, other_m2);
+  }
+  // The two lanes that hold a sum hand it out, so that a lane finishes one feature.
+  float mean = 0.0f, m2 = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float mean_i = __shfl_sync(~0u, sum.mean[i], lane / 4 % 2), m2_i = __shfl_sync(~0u, sum.m2[i], lane / 4 % 2);
+    if (lane % 4 == i) mean = mean_i, m2 = m2_i;
+  }
+  if (lane < kMergeWidth && first_feature + lane < f.features) f.finish(first_feature + lane, mean, m2);
+}
+
+// N numbers of a per-feature vector, from the L2.
+template <int N>
+__device__ __forceinline__ void load_features(const float* vector, float (&out)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    const float4 v = load_l2(reinterpret_cast<const float4*>(vector + i));
+    out[i] = v.x;
+    out[i + 1] = v.y;
+    out[i + 2] = v.z;
+    out[i + 3] = v.w;
+  }
+}
+
+// One warp normalises `kUnitRows` rows of a stored tile: y = phi(slope*(a' + (group mean - mean)) + shift), a' as stored.
+template <class T, class Y, int BN, class Activation, class L, class R>
+__device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T* product, Y* y, int first_row,
+                                               int first_column) {
+  constexpr int N = 16 / sizeof(T);
+  constexpr int kColumns = BN < 32 * N ? BN : 32 * N;  // that the warp covers at once
+  constexpr int kLanes = 32 * N / kColumns;            // rows that it covers at once
+  constexpr int kAtOnce = kUnitRows / kLanes < 2 ? kUnitRows / kLanes : 2;
+  const int lane = threadIdx.x % 32, group = first_row / kGroupRows;
+  const int rows = min(kUnitRows, f.batch - first_row);
+#pragma unroll 1
+  for (int c = 0; c < BN; c += kColumns) {
+    const int column = first_column + c + (lane % (kColumns / N)) * N;
+    if (column >= f.features) continue;
+    float slope[N], shift[N];
+    {
+      float mean[N], own[N];
+      load_features(f.merged_slope + column, slope);
+      load_features(f.merged_shift + column, shift);
+      load_features(f.mean + column, mean);
+      load_features(f.group_mean + static_cast<i64>(group) * f.features + column, own);
+#pragma unroll
+      for (int i = 0; i < N; ++i) shift[i] += slope[i] * (own[i] - mean[i]);
+    }
+    const i64 origin = static_cast<i64>(first_row) * f.features + column;
+#pragma unroll 1
+    for (int r0 = lane / (kColumns / N); r0 < rows; r0 += kLanes * kAtOnce) {
+      Vec<T, N> a[kAtOnce];
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r)
+        if (r0 + r * kLanes < rows)
+          *reinterpret_cast<uint4*>(&a[r]) =
+              load_l2(reinterpret_cast<const uint4*>(product + origin + static_cast<i64>(r0 + r * kLanes) * f.features));
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        float out[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * to_float(a[r].at[i]) + shift[i]);
+        if (r0 + r * kLanes < rows) store<Y, N>(y + origin + static_cast<i64>(r0 + r * kLanes) * f.features, out);
+      }
+    }
+  }
+}
+
+// A warp takes units in order, one at a time, until none is left: first the merges of a group of panels, then the rows
+// of its stored tiles. A unit waits only for tiles that come before it.
+template <class T, class Y, int BN, class Activation, int AHEAD, class L, class R>
+__device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster& raster, const T* product, Y* y,
+                                           u32* counters, int stored) {
+  constexpr int kMerges = BN / kMergeWidth, kUnits = kTileRows / kUnitRows;
+  const int lane = threadIdx.x % 32;
+  const int complete = kPanels, merged = kPanels + raster.tiles_n;  // of the counters
+  const int per_panel = kMerges + kUnits * raster.tiles_m;
+  // Tiles that merge for themselves need no units of their own: the last unit is then in the last group with stored tiles.
+  const bool direct = f.groups <= kDirectGroups;
+  const int group_tiles = raster.group_panels * raster.tiles_m;
+  const int last_panel = direct ? min((stored + group_tiles - 1) / group_tiles * raster.group_panels, raster.tiles_n)
+                                : raster.tiles_n;
+#pragma unroll 1
+  for (;;) {
+    int unit = 0;
+    if (lane == 0) unit = static_cast<int>(atomicAdd(&counters[kTicket], 1u));
+    unit = __shfl_sync(~0u, unit, 0);
+    if (unit >= per_panel * last_panel) return;
+    const int group = unit / (per_panel * raster.group_panels), first = group * raster.group_panels;
+    const int panels = min(raster.group_panels, raster.tiles_n - first);
+    const int rest = unit - first * per_panel;
+    if (rest < kMerges * panels) {
+      const int n = first + rest / kMerges;
+      if (direct && !raster.has_stored(n, stored)) continue;
+      if (lane == 0) wait_until(&counters[complete + n], 2 * raster.tiles_m);
+      __syncwarp();
+      merge_groups<AHEAD>(f, n * BN + (rest % kMerges) * kMergeWidth);
+      __syncwarp();
+      if (lane == 0) add_release(&counters[merged + n], 1);
+    } else {
+      const int t = first * raster.tiles_m + (rest - kMerges * panels) / kUnits;
+      if (t >= stored) continue;
+      const Tile tile = raster.at(t);
+      const int row = tile.m * kTileRows + (rest - kMerges * panels) % kUnits * kUnitRows;
+      if (row >= f.batch) continue;
+      if (lane == 0) wait_until(&counters[merged + tile.n], kMerges);
+      __syncwarp();
+      normalize_unit<T, Y, BN, Activation>(f, product, y, row, tile.n * BN);
+    }
+  }
+}
+
+}  // namespace gemmnorm
+// Splitting rows of x and the weight inside the fused GEMM, ahead of the tiles that need them: the launch before it
+// (split_rows) leaves rows of later waves of tiles to two warps of every block, which work beside the tensor cores.
+
+namespace gemmnorm {
+
+constexpr int kPieceColumns = 512;  // of a row, that the copy engine brings at a time
+constexpr int kPieces = 6;          // in flight, for each warp
+constexpr int kSplitters = 2;       // warps of a block
+constexpr int kHeadroom = 3;        // powers of two that an exponent may exceed what the row needs
+constexpr int kBands = 64;          // of rows of x; each has a counter
+
+struct PieceRing {
+  alignas(128) float pieces[kPieces][kPieceColumns];
+  u64 arrived[kPieces];
+};
+template <bool AHEAD>
+struct PieceRings {};
+template <>
+struct PieceRings<true> {
+  PieceRing rings[kSplitters];
+};
+
+// The operands, and how far they are split already.
+struct Ahead {
+  const float *x, *weight;           // [batch, in_features], [features, in_features]
+  half *split_x, *split_weight;      // as split_rows leaves them
+  int *x_exponents, *weight_exponents;
+  float *weight_largest, *weight_total;
+  u32* most;
+  u32* ready;                        // rows split here: [panels], then [kBands]
+  int x_rows, weight_rows;           // split by the launch before
+  int batch, in_features, features;
+  static constexpr int kAtOnce = 1, kParts = kPieceColumns / 128 / kAtOnce;
+
+  // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
+  template <int BN>
+  __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
+    const int panel_end = min((tile.n + 1) * BN, features), panel = panel_end - max(tile.n * BN, weight_rows);
+    const int rows = band_rows(raster), band = tile.m * kTileRows / rows;
+    const int missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
+    if (panel > 0) wait_until(&ready[tile.n], panel);
+    if (missing > 0) wait_until(&ready[raster.tiles_n + band], missing);
+    if (panel > 0 || missing > 0) fence_async_global();
+  }
+
+  __device__ __forceinline__ static int band_rows(const Raster& raster) {
+    return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
+  }
+
+  // The n-th of the rows that are left: x's, then the weight's.
+  __device__ __forceinline__ const float* row_left(int n) const {
+    const int left_of_x = batch - x_rows;
+    return n < left_of_x ? x + static_cast<i64>(x_rows + n) * in_features
+                         : weight + static_cast<i64>(weight_rows + n - left_of_x) * in_features;
+  }
+
+  // Where the next piece to ask for lies: which of the rows that are left, and the piece's first column.
+  struct Cursor {
+    int row, first;
+  };
+  // Asks the copy engine for a piece, as one thread, and goes on to the next.
+  __device__ __forceinline__ void request(PieceRing& ring, int slot, Cursor& c, int left, int stride) const {
+    if (c.row >= left) return;
+    const u32 bytes = min(kPieceColumns, in_features - c.first) * 4;
+    barrier_expect(&ring.arrived[slot], bytes);
+    copy_bytes_to_shared(ring.pieces[slot], row_left(c.row) + c.first, bytes, &ring.arrived[slot]);
+    c.first += kPieceColumns;
+    if (c.first < in_features) return;
+    c.first = 0;
+    c.row += stride;
+  }
+
+  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4> (&v)[kAtOnce]) {
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
+    return bits;
+  }
+  __device__ __forceinline__ static u32 warp_max(u32 bits) {
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
+    return bits;
+  }
+  __device__ __forceinline__ static void store_scaled(half* row, int column, const Vec<float, 4>& v, PowerOfTwo scale) {
+    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
+    store_split(row, column, scaled);
+  }
+
+  // Part of the lane's share of a piece, zeros beyond the row's end. No load waits for a condition.
+  __device__ __forceinline__ void read_piece(const float* piece, int first, int part, Vec<float, 4> (&v)[kAtOnce]) const {
+    const int column = (part * kAtOnce * 32 + threadIdx.x % 32) * 4;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) v[i] = load<float, 4>(piece + column + i * 128);
+    if (first + kPieceColumns > in_features) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (first + column + i * 128 >= in_features) v[i] = {};
+    }
+  }
+
+  // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
+  // A row is read once: its exponent is guessed from the first piece, kHeadroom above what that needs, and a row that
+  // does not fit, or is far smaller, is split once more.
+  template <int BN>
+  __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
+    const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
+    const int left_of_x = batch - x_rows, left = left_of_x + features - weight_rows;
+    const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+    const int first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
+    Cursor cursor = {first_row, 0};
+    int slot = 0;
+    u32 parity = 0;
+    if (lane == 0)
+      for (int s = 0; s < kPieces; ++s) request(ring, s, cursor, left, stride);
+#pragma unroll 1
+    for (int n = first_row; n < left; n += stride) {
+      const bool of_x = n < left_of_x;
+      const int row = of_x ? x_rows + n : weight_rows + n - left_of_x;
+      half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
+      u32 bits = 0;
+      float sum = 0.0f;
+      int exponent = 0;
+      PowerOfTwo scale = {};
+#pragma unroll 1
+      for (int first = 0; first < in_features; first += kPieceColumns) {
+        const float* piece = ring.pieces[slot];
+        barrier_wait(&ring.arrived[slot], parity);
+        if (first == 0) {
+          u32 begun = 0;
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            Vec<float, 4> v[kAtOnce];
+            read_piece(piece, first, part, v);
+            begun = max(begun, largest_of(v));
+          }
+          exponent = row_exponent(warp_max(begun)) + kHeadroom;
+          scale = power_of_two(-exponent);
+        }
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          Vec<float, 4> v[kAtOnce];
+          read_piece(piece, first, part, v);
+          bits = max(bits, largest_of(v));
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
+            sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
+            if (c < padded) store_scaled(target, c, v[i], scale);
+          }
+        }
+        __syncwarp();  // everybody has read the piece
+        if (lane == 0) request(ring, slot, cursor, left, stride);
+        if (++slot == kPieces) {
+          slot = 0;
+          parity ^= 1;
+        }
+      }
+      bits = warp_max(bits);
+#pragma unroll
+      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+      const int wanted = row_exponent(bits);
+      if (wanted > exponent || wanted < exponent - kHeadroom) {
+        exponent = wanted;
+        scale = power_of_two(-exponent);
+        const float* source = row_left(n);
+#pragma unroll 1
+        for (int c = lane * 4; c < padded; c += 128)
+          store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
+      }
+      if (lane == 0) {
+        (of_x ? x_exponents : weight_exponents)[row] = exponent;
+        if (!of_x) {
+          weight_largest[row] = __uint_as_float(bits);
+          weight_total[row] = sum;
+        } else {
+          atomicMax(&most[0], bits);
+          atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
+        }
+      }
+      fence_async_global();  // the copy engine will read what is written here
+      __syncwarp();
+      if (lane == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+    }
+  }
+};
+
+}  // namespace gemmnorm
+// One stage of K of a product of split operands: three products of float16 for one of float32.
+// Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] * B[N, 32 bytes]^T, both operands in shared
+// memory, swizzled by 128 bytes, along K or, where they are of two bytes, across it. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
+
+namespace gemmnorm {
+
+struct tf32;  // operand type: float32 words of which the tensor cores read the upper 19 bits
+
+// Shared-memory descriptor of a K-major tile whose rows are 128 bytes, 128-byte swizzle, groups of 8 rows 1024 bytes apart.
+__device__ __forceinline__ u64 matrix_descriptor(const void* tile) {
+  return ((shared_address(tile) & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+constexpr int kDescriptorStep = 2;  // the next 32 bytes of K, in the descriptor's units of 16 bytes
+
+// The same of a tile that lies across K (MN-major): 64 rows of K, 128 bytes of each; the next 64 rows or columns of the
+// operand follow after these 8 KiB.
+constexpr int kAcrossBytes = 64 * 128;
+__device__ __forceinline__ u64 across_descriptor(const void* tile) {
+  return ((shared_address(tile) & 0x3FFFF) >> 4) | (u64{kAcrossBytes >> 4} << 16) | (64ull << 32) | (1ull << 62);
+}
+constexpr int kAcrossStep = 16 * 128 / 16;  // the next 16 rows of K
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Operand type and width -> the instruction. `accumulate` 0 starts from zero. A or B may lie across K if of two bytes.
+template <class T, int N>
+struct Wgmma;
+
+// clang-format off
+#define GEMMNORM_WGMMA(N, TYPE, SHAPE, TYPES, REGISTERS, A, B, P, TAIL, ...)                                   \
+  template <>                                                                                                \
+  struct Wgmma<TYPE, N> {                                                                                    \
+    template <int A_ACROSS = 0, int B_ACROSS = 0>                                                            \
+    static __device__ __forceinline__ void run(float (&d)[N / 2], u64 a, u64 b, int accumulate) {            \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." \
+                   TYPES " {" REGISTERS "}, %" A ", %" B ", p, 1, 1" TAIL ";\n}"                               \
+                   : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));            \
+    }                                                                                                        \
+  };
+
+#define GEMMNORM_REGISTERS_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define GEMMNORM_OPERANDS_32 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define GEMMNORM_REGISTERS_64 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15," \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define GEMMNORM_OPERANDS_64 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define GEMMNORM_REGISTERS_128 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15," \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31," \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47," \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define GEMMNORM_OPERANDS_128 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
+  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
+  "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+  "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define GEMMNORM_REGISTERS_256 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15," \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31," \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47," \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63," \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79," \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95," \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111," \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define GEMMNORM_OPERANDS_256 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
+  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
+  "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+  "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), \
+  "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
+  "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), \
+  "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), \
+  "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), \
+  "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), \
+  "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
+  "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
+  "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+
+GEMMNORM_WGMMA(32, half, "m64n32k16", "f16.f16", GEMMNORM_REGISTERS_32, "16", "17", "18", ", %19, %20", GEMMNORM_OPERANDS_32)
+GEMMNORM_WGMMA(32, bfloat16, "m64n32k16", "bf16.bf16", GEMMNORM_REGISTERS_32, "16", "17", "18", ", %19, %20", GEMMNORM_OPERANDS_32)
+GEMMNORM_WGMMA(32, tf32, "m64n32k8", "tf32.tf32", GEMMNORM_REGISTERS_32, "16", "17", "18", "", GEMMNORM_OPERANDS_32)
+GEMMNORM_WGMMA(64, half, "m64n64k16", "f16.f16", GEMMNORM_REGISTERS_64, "32", "33", "34", ", %35, %36", GEMMNORM_OPERANDS_64)
+GEMMNORM_WGMMA(64, bfloat16, "m64n64k16", "bf16.bf16", GEMMNORM_REGISTERS_64, "32", "33", "34", ", %35, %36", GEMMNORM_OPERANDS_64)
+GEMMNORM_WGMMA(64, tf32, "m64n64k8", "tf32.tf32", GEMMNORM_REGISTERS_64, "32", "33", "34", "", GEMMNORM_OPERANDS_64)
+GEMMNORM_WGMMA(128, half, "m64n128k16", "f16.f16", GEMMNORM_REGISTERS_128, "64", "65", "66", ", %67, %68", GEMMNORM_OPERANDS_128)
+GEMMNORM_WGMMA(128, bfloat16, "m64n128k16", "bf16.bf16", GEMMNORM_REGISTERS_128, "64", "65", "66", ", %67, %68", GEMMNORM_OPERANDS_128)
+GEMMNORM_WGMMA(128, tf32, "m64n128k8", "tf32.tf32", GEMMNORM_REGISTERS_128, "64", "65", "66", "", GEMMNORM_OPERANDS_128)
+GEMMNORM_WGMMA(256, half, "m64n256k16", "f16.f16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
+GEMMNORM_WGMMA(256, bfloat16, "m64n256k16", "bf16.bf16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
+GEMMNORM_WGMMA(256, tf32, "m64n256k8", "tf32.tf32", GEMMNORM_REGISTERS_256, "128", "129", "130", "", GEMMNORM_OPERANDS_256)
+// clang-format on
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+// high*high into `part`, which starts from zero, and both products with a low part into `cross`, in units of 2^-11. Two
+// groups of multiplications: the first is for the caller to add up, because the tensor cores truncate, while the second
+// still runs. Operands as descriptors, 64 of K each; `first` where `cross` starts from zero too.
+template <int BN, int A_ACROSS = 0, int B_ACROSS = 0>
+__device__ __forceinline__ void multiply_stage(float (&part)[BN / 2], float (&cross)[BN / 2], u64 a, u64 a_low, u64 b,
+                                               u64 b_low, bool first) {
+  constexpr int kStepA = A_ACROSS ? kAcrossStep : kDescriptorStep, kStepB = B_ACROSS ? kAcrossStep : kDescriptorStep;
+  using Multiply = Wgmma<half, BN>;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    Multiply::template run<A_ACROSS, B_ACROSS>(part, a + i * kStepA, b + i * kStepB, i ? 1 : 0);
+  wgmma_commit();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    Multiply::template run<A_ACROSS, B_ACROSS>(cross, a_low + i * kStepA, b + i * kStepB, first && !i ? 0 : 1);
+    Multiply::template run<A_ACROSS, B_ACROSS>(cross, a + i * kStepA, b_low + i * kStepB, 1);
+  }
+  wgmma_commit();
+}
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+// What happens to a tile once it is multiplied.
+enum class Finish {
+  kEvaluate,    // y = phi(slope*a + shift) with the running statistics, at once
+  kStatistics,  // product and group statistics only; other kernels do the rest
+  kOneBlock,    // training, the batch fits one tile: all of it within the block
+  kOneWave,     // training, every block has one tile: wait for the panel, merge its groups, normalise the registers
+  kPersistent,  // training, any size: as described above
+};
+
+constexpr int kRowBytes = 128;             // of K in one stage: one swizzle row
+constexpr int kGemmThreads = 384;
+
+struct split;  // operand type: float32 as two float16 (split.cuh), three products for one
+
+// Bytes of an element in shared memory, its parts, and the registers of a thread that feeds and normalises.
+template <class T>
+struct Operand {
+  using Element = T;
+  static constexpr int kSize = 2, kPlanes = 1, kFeeder = 104;
+};
+template <>
+struct Operand<tf32> : Operand<half> {
+  using Element = tf32;
+  static constexpr int kSize = 4;
+};
+template <>
+struct Operand<split> : Operand<half> {
+  static constexpr int kPlanes = 2, kFeeder = 56;
+};
+
+template <int BN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
+struct GemmShared : PieceRings<AHEAD> {
+  alignas(1024) unsigned char x[STAGES][PLANES][kTileRows * kRowBytes];
+  alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
+  alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
+  float sums[2][4][BN];   // per consumer and warp
+  float slope[2][BN];     // per consumer: column coefficients, or the group's mean in `slope`
+  float shift[2][BN];
+  float mean[BN], rstd[BN];  // of the tile's columns, for both consumers
+  u64 full[STAGES], empty[STAGES];
+  u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
+  u32 last;
+};
+
+// Two neighbouring values less the mean, as T holds them: statistics and results agree with what is stored, so that the
+// rounding of a value that stands out is normalised away as PyTorch's is.
+template <class T>
+__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
+  const u32 both = pack(a - mean.x, b - mean.y, T{});
+  a = computed_anew(to_float(T{static_cast<u16>(both)}));
+  b = computed_anew(to_float(T{static_cast<u16>(both >> 16)}));
+}
+__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
+  a -= mean.x;
+  b -= mean.y;
+}
+
+// Two neighbouring results of one row, straight to global memory.
+template <class Y>
+__device__ __forceinline__ void store_pair(Y* to, float a, float b) {
+  const float pair[2] = {a, b};
+  store<Y, 2>(to, pair);
+}
+
+template <class OP, class T, class Y, class L, class R, int BN, int STAGES, int SHARED_BYTES, Finish FINISH,
+          class Activation>
+__device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_features] */,
+                                           const TensorMap& map_weight /* [features, in_features] */,
+                                           const TensorMap& map_product /* [batch, features] */,
+                                           const TensorMap& map_y /* [batch, features] */,
+                                           T* product /* [batch, features]: minus its group's mean */,
+                                           Y* y /* [batch, features]; the product's memory where that is not kept */,
+                                           const L* bias /* [features] or null */,
+                                           const L* scale /* [features] or [1] or null */, int scale_stride,
+                                           float scale_value, R* running_mean /* [features] or null */,
+                                           R* running_var /* [features] or null */,
+                                           i64* batches_tracked /* [1] or null */,
+                                           const R* bn_weight /* [features] or null */,
+                                           const R* bn_bias /* [features] or null */, float momentum, float eps,
+                                           float* group_mean /* [groups, features] */,
+                                           float* group_m2 /* [groups, features] */, float* mean /* [features] */,
+                                           float* rstd /* [features] */,
+                                           float* merged_slope /* [features] */, float* merged_shift /* [features] */,
+                                           u32* counters /* zero, and left zero */,
+                                           const float* x /* [batch, in_features], of split operands */,
+                                           const float* weight /* [features, in_features], likewise */,
+                                           half* split_x /* see split_rows, likewise */,
+                                           half* split_weight /* see split_rows, likewise */,
+                                           int* x_exponents /* [batch], likewise */,
+                                           int* weight_exponents /* [features], likewise */,
+                                           float* weight_largest /* [features], likewise */,
+                                           float* weight_total /* [features], likewise */,
+                                           u32* most /* [2], likewise */, int* flags /* [features], likewise */,
+                                           int x_rows, int weight_rows /* split already */, int group_panels, int stream_x, int keep_product, int batch, int in_features,
+                                           int features) {
+  constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
+  constexpr int kAccumulators = BN / 2;
+  constexpr int kAhead = 16;  // partial results in flight
+  constexpr int kPlanes = Operand<OP>::kPlanes;
+  constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
+  // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
+  constexpr bool kAheadToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
+  constexpr int kFeeder = kSplit && !kAheadToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
+  constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
+  constexpr int kMergeAhead = kSplit ? 1 : 4;  // groups in flight while a warp merges
+  using Element = typename Operand<OP>::Element;
+  constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
+  constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
+  using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kAheadToo>;
+  static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+
+  const Features<L, R> f = {bias,      scale,   scale_stride, scale_value,     running_mean, running_var,
+                            bn_weight, bn_bias, batches_tracked, momentum,     eps,          group_mean,
+                            group_m2,  mean,    rstd,         merged_slope,    merged_shift,
+                            {most, weight_largest, weight_total, flags}, batch, features,
+                            (batch + kGroupRows - 1) / kGroupRows};
+  const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
+  const Ahead ahead = {x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, most,
+                       counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features, features};
+  const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
+  // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
+  const int stored = FINISH == Finish::kPersistent ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
+  const int warpgroup = threadIdx.x / 128;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], 2);
+    }
+    for (int c = 0; c < 2; ++c) {
+      barrier_init(&shared.staged[c], 128);
+      barrier_init(&shared.unstaged[c], 1);
+    }
+    if constexpr (kAheadToo)
+      for (int p = 0; p < kSplitters * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
+    fence_barrier_init();
+    fence_async_shared();
+  }
+  __syncthreads();
+  wait_for_previous();
+  allow_next();
+  if (FINISH == Finish::kStatistics && batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
+
+  if (warpgroup == 0) {
+    if (kMoveRegisters) release_registers<kFeeder>();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp == 0 && lane == 0) {  // feeds the ring
+      const u64 x_policy = stream_x ? kEvictFirst : kEvictNormal;
+      int stage = 0;
+      u32 parity = 1;
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+        const Tile tile = raster.at(t);
+        if (kAheadToo) ahead.wait_for<BN>(raster, tile);
+        for (int k = 0; k < steps; ++k) {
+          barrier_wait(&shared.empty[stage], parity);
+          barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);
+#pragma unroll
+          for (int p = 0; p < kPlanes; ++p) {
+            const int column = (k * kPlanes + p) * kTileK;
+            copy_to_shared(shared.x[stage][p], map_x, &shared.full[stage], column, tile.m * kTileRows, x_policy);
+            copy_to_shared(shared.weight[stage][p], map_weight, &shared.full[stage], column, tile.n * BN, kEvictNormal);
+          }
+          if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+          }
+        }
+      }
+    } else if (warp == 1 && lane == 0 && FINISH != Finish::kEvaluate) {  // stores staged tiles, counts complete groups
+      u32 parity = 0;
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
+        const Tile tile = raster.at(t);
+        const bool store_product = FINISH == Finish::kStatistics || t < stored || keep_product;
+        for (int c = 0; c < 2; ++c) {
+          barrier_wait(&shared.staged[c], parity);
+          if (kStaged) {
+            if (store_product) {
+              for (int part = 0; part < BN / 64; ++part)
+                copy_to_global(map_product, shared.staging[c] + part * kGroupRows * kRowBytes, tile.n * BN + part * 64,
+                               tile.m * kTileRows + c * kGroupRows);
+              commit_copies();
+              wait_copies_read();
+            }
+            barrier_arrive(&shared.unstaged[c]);
+            wait_copies();
+            fence_async_global();
+          }
+          if (FINISH == Finish::kOneWave || FINISH == Finish::kPersistent) add_release(&counters[kPanels + tile.n], 1);
+        }
+      }
+    } else if (warp >= 2 && (FINISH == Finish::kPersistent || kAheadToo)) {
+      if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
+      if (FINISH == Finish::kPersistent)
+        take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+    }
+  } else {
+    if (kMoveRegisters) claim_registers<kConsumer>();
+    const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+    const int own_row = warp * 16 + lane / 4;  // of the group; the thread also holds own_row + 8
+    int stage = 0;
+    u32 parity = 0, staging_parity = 1;
+    float acc[kAccumulators];
+    // Of split operands: high*high of one stage, which `acc` adds up because the tensor cores truncate; and both products
+    // with a low part, in units of 2^-11, whose truncation is far below.
+    float part[kSplit ? kAccumulators : 1], cross[kSplit ? kAccumulators : 1];
+
+    for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+      if (kSplit) {
+#pragma unroll
+        for (int i = 0; i < kAccumulators; ++i) acc[i] = 0.0f;
+      }
+      for (int k = 0; k < steps; ++k) {
+        barrier_wait(&shared.full[stage], parity);
+        wgmma_fence();
+        const u64 a = matrix_descriptor(shared.x[stage][0] + consumer * kGroupRows * kRowBytes);
+        const u64 b = matrix_descriptor(shared.weight[stage][0]);
+        if constexpr (kSplit) {
+          const u64 a_low = matrix_descriptor(shared.x[stage][1] + consumer * kGroupRows * kRowBytes);
+          const u64 b_low = matrix_descriptor(shared.weight[stage][1]);
+          multiply_stage<BN>(part, cross, a, a_low, b, b_low, k == 0);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            Wgmma<Element, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
+          wgmma_commit();
+        }
+        if (kSplit && k == 0 && thread < BN) {  // `sums` is free until the statistics are taken
+          const int j = raster.at(t).n * BN + thread;
+          const PowerOfTwo p = power_of_two(j < features ? load_l2(weight_exponents + j) : 0);
+          shared.sums[consumer][0][thread] = p.first;
+          shared.sums[consumer][1][thread] = p.second;
+        }
+        if (FINISH == Finish::kEvaluate && k == 0) {  // in the shadow of the first multiplications
+          const Tile tile = raster.at(t);
+          const int first_column = tile.n * BN;
+          for (int c = thread; c < BN; c += 128) {
+            const int j = first_column + c;
+            if (j >= features) break;
+            const float r = 1.0f / sqrtf(to_float(running_var[j]) + eps), centre = to_float(running_mean[j]);
+            const float slope = f.slope(j, r), q = value_or(bn_weight, j, 1.0f) * r;
+            shared.slope[consumer][c] = slope;
+            shared.shift[consumer][c] = f.shift(j) + q * (f.s(j) * f.b(j) - centre);
+            if (mean && tile.m + consumer == 0) {
+              mean[j] = centre;
+              rstd[j] = r;
+            }
+          }
+        }
+        if (k > 0 || kSplit) wgmma_wait<1>();
+        if constexpr (kSplit) {
+#pragma unroll
+          for (int i = 0; i < kAccumulators; ++i) acc[i] += part[i];
+        }
+        if (k > 0) {
+          if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+        }
+        if (++stage == STAGES) {
+          stage = 0;
+          parity ^= 1;
+        }
+      }
+      wgmma_wait<0>();
+      if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+
+      const Tile tile = raster.at(kSplit ? computed_anew(t) : t);
+      const int group = 2 * tile.m + consumer, rows = f.rows(group);
+      const i64 row = static_cast<i64>(group) * kGroupRows + own_row;
+      const int first_column = tile.n * BN;
+      if constexpr (kSplit) {  // back to the scale of x and W
+        const PowerOfTwo low = power_of_two(row < batch ? load_l2(x_exponents + row) : 0);
+        const PowerOfTwo high = power_of_two(row + 8 < batch ? load_l2(x_exponents + row + 8) : 0);
+        sync_threads(1 + consumer, 128);
+#pragma unroll
+        for (int i = 0; i < BN / 8; ++i) {
+          const int c = i * 8 + (lane % 4) * 2;
+          const float2 first = *reinterpret_cast<const float2*>(&shared.sums[consumer][0][c]);
+          const float2 second = *reinterpret_cast<const float2*>(&shared.sums[consumer][1][c]);
+#pragma unroll
+          for (int q = 0; q < 4; ++q) {
+            const PowerOfTwo column = {q % 2 ? first.y : first.x, q % 2 ? second.y : second.x};
+            acc[4 * i + q] = times(times(acc[4 * i + q] + kLowUnit * cross[4 * i + q], q < 2 ? low : high), column);
+          }
+          if (i % 4 == 3) keep_order();
+        }
+        sync_threads(1 + consumer, 128);
+      }
+
+      bool finish_here = FINISH == Finish::kEvaluate;
+      if (FINISH != Finish::kEvaluate) {
+        // Column means of the group, then M2 about them. Rows beyond the batch are zero in the accumulators.
+        float2 mu = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
+          return acc[(i / 2) * 4 + i % 2] + acc[(i / 2) * 4 + 2 + i % 2];
+        });
+        mu.x = rows ? mu.x / rows : 0.0f;
+        mu.y = rows ? mu.y / rows : 0.0f;
+        if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = mu;
+        sync_threads(1 + consumer, 128);
+        const bool low = own_row < rows, high = own_row + 8 < rows;
+#pragma unroll
+        for (int i = 0; i < BN / 8; ++i) {
+          const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
+          rounded_pair(acc[4 * i], acc[4 * i + 1], m, T{});
+          rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
+          if (i % 4 == 3) keep_order();
+        }
+        if (rows < kGroupRows) {  // rows beyond the batch count for nothing
+#pragma unroll
+          for (int i = 0; i < BN / 8; ++i) {
+            if (!low) acc[4 * i] = acc[4 * i + 1] = 0.0f;
+            if (!high) acc[4 * i + 2] = acc[4 * i + 3] = 0.0f;
+          }
+        }
+        const float2 m2 = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
+          const float a = acc[(i / 2) * 4 + i % 2], b = acc[(i / 2) * 4 + 2 + i % 2];
+          return a * a + b * b;
+        });
+        sync_threads(1 + consumer, 128);  // the sums are read before the next tile's are written
+        const int j = first_column + 2 * thread;
+        if (2 * thread < BN && j < features && rows) {
+          const i64 at = static_cast<i64>(group) * features + j;
+          *reinterpret_cast<float2*>(group_mean + at) = mu;
+          *reinterpret_cast<float2*>(group_m2 + at) = m2;
+        }
+        finish_here = FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave || (FINISH == Finish::kPersistent && t >= stored);
+        const bool store_product = !finish_here || keep_product;
+        if (kStaged) {
+          barrier_wait(&shared.unstaged[consumer], staging_parity);
+          staging_parity ^= 1;
+        }
+        if (store_product) {
+#pragma unroll
+          for (int i = 0; i < BN / 8; ++i) {
+            if (kStaged) {
+              unsigned char* to = shared.staging[consumer] + (i / 8) * kGroupRows * kRowBytes + own_row * kRowBytes +
+                                  (((i % 8) * 16 + (lane % 4) * 4) ^ ((own_row % 8) << 4));
+              if constexpr (kStaged) {
+                *reinterpret_cast<u32*>(to) = pack(acc[4 * i], acc[4 * i + 1], T{});
+                *reinterpret_cast<u32*>(to + 8 * kRowBytes) = pack(acc[4 * i + 2], acc[4 * i + 3], T{});
+              }
+            } else {
+              const int column = first_column + i * 8 + (lane % 4) * 2;
+              if (column < features) {
+                if (low) store_pair(product + row * features + column, acc[4 * i], acc[4 * i + 1]);
+                if (high) store_pair(product + (row + 8) * features + column, acc[4 * i + 2], acc[4 * i + 3]);
+              }
+            }
+          }
+          if (kStaged) fence_async_shared();
+        }
+        barrier_arrive(&shared.staged[consumer]);
+
+        if (finish_here) {
+          // Mean and rstd of the tile's columns: each consumer merges half of them, kLanes threads to a column.
+          constexpr int kLanes = 256 / BN;
+          const int column = consumer * (BN / 2) + thread / kLanes, at_column = first_column + column;
+          const bool mine = at_column < features, direct = FINISH != Finish::kPersistent || f.groups <= kDirectGroups;
+          const bool owner = 2 * thread < BN && j < features;
+          float2 unit_slope = make_float2(0.0f, 0.0f), unit_shift = unit_slope;
+          if (owner) {
+            unit_slope = make_float2(f.slope(j, 1.0f), f.slope(j + 1, 1.0f));
+            unit_shift = make_float2(f.shift(j), f.shift(j + 1));
+          }
+          const float s_column = mine ? f.s(at_column) : 0.0f;
+          if (FINISH == Finish::kOneBlock) {
+            if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
+            sync_threads(3, 256);
+          } else {
+            if (thread == 0) {
+              if (direct) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
+              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], BN / kMergeWidth);
+            }
+            sync_threads(1 + consumer, 128);
+          }
+          float centre = 0.0f, squares = 0.0f, r = 0.0f;
+          if (direct) {
+            // Relative to the mean of a group of the tile, the own one unless it is empty:
+            // M2 = sum  M2_g + n_g*d^2 - (sum  n_g*d)^2/B with d = mean_g - own.
+            const float own = shared.slope[rows ? consumer : 0][column];
+            float sum = 0.0f;
+#pragma unroll kAhead
+            for (int g = thread % kLanes; g < f.groups; g += kLanes) {
+              const i64 at = static_cast<i64>(g) * features + (mine ? at_column : 0);
+              const float mean_g = FINISH == Finish::kOneBlock ? shared.slope[g][column] : load_l2(group_mean + at);
+              const float m2_g = FINISH == Finish::kOneBlock ? shared.shift[g][column] : load_l2(group_m2 + at);
+              const float n = f.rows(g), d = mean_g - own;
+              sum += n * d;
+              squares += m2_g + n * d * d;
+            }
+#pragma unroll
+            for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) {
+              sum += __shfl_xor_sync(~0u, sum, lane_bit);
+              squares += __shfl_xor_sync(~0u, squares, lane_bit);
+            }
+            squares -= sum * sum / batch;
+            centre = own + sum / batch;
+            if (mine) r = 1.0f / sqrtf(s_column * s_column * squares / batch + eps);
+            const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored);
+            if (mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish) f.finish(at_column, centre, squares);
+          } else if (mine) {
+            centre = load_l2(mean + at_column);
+            r = load_l2(rstd + at_column);
+          }
+          if (thread % kLanes == 0) {
+            shared.mean[column] = centre;
+            shared.rstd[column] = r;
+          }
+          sync_threads(3, 256);
+          // Coefficients for values that are stored minus their group's mean.
+          if (owner) {
+            const float2 m = *reinterpret_cast<const float2*>(&shared.mean[2 * thread]);
+            const float2 rr = *reinterpret_cast<const float2*>(&shared.rstd[2 * thread]);
+            const float2 slope = make_float2(unit_slope.x * rr.x, unit_slope.y * rr.y);
+            *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = slope;
+            *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) =
+                make_float2(slope.x * (mu.x - m.x) + unit_shift.x, slope.y * (mu.y - m.y) + unit_shift.y);
+          }
+          if (kStagedY) {  // the product has left the staging memory
+            barrier_wait(&shared.unstaged[consumer], staging_parity);
+            staging_parity ^= 1;
+          }
+        }
+      }
+      if (finish_here) {
+        sync_threads(1 + consumer, 128);  // the coefficients are there; earlier copies out of the staging memory too
+        if (kStagedY && FINISH == Finish::kEvaluate) {
+          if (thread == 0) wait_copies_read();
+          sync_threads(1 + consumer, 128);
+        }
+        const bool low = own_row < rows, high = own_row + 8 < rows;
+#pragma unroll
+        for (int i = 0; i < BN / 8; ++i) {
+          const int c = i * 8 + (lane % 4) * 2;
+          const float2 slope = *reinterpret_cast<const float2*>(&shared.slope[consumer][c]);
+          const float2 shift = *reinterpret_cast<const float2*>(&shared.shift[consumer][c]);
+          if (i % 2 == 1) keep_order();
+          const float v0 = Activation::value(slope.x * acc[4 * i] + shift.x);
+          const float v1 = Activation::value(slope.y * acc[4 * i + 1] + shift.y);
+          const float v2 = Activation::value(slope.x * acc[4 * i + 2] + shift.x);
+          const float v3 = Activation::value(slope.y * acc[4 * i + 3] + shift.y);
+          if constexpr (kStagedY) {
+            unsigned char* to = shared.staging[consumer] + (i / 8) * kGroupRows * kRowBytes + own_row * kRowBytes +
+                                (((i % 8) * 16 + (lane % 4) * 4) ^ ((own_row % 8) << 4));
+            *reinterpret_cast<u32*>(to) = pack(v0, v1, Y{});
+            *reinterpret_cast<u32*>(to + 8 * kRowBytes) = pack(v2, v3, Y{});
+          } else if (first_column + c < features) {
+            if (low) store_pair(y + row * features + first_column + c, v0, v1);
+            if (high) store_pair(y + (row + 8) * features + first_column + c, v2, v3);
+          }
+        }
+        if (kStagedY) fence_async_shared();
+        sync_threads(1 + consumer, 128);
+        if (kStagedY && thread == 0) {
+          for (int part = 0; part < BN / 64; ++part)
+            copy_to_global(map_y, shared.staging[consumer] + part * kGroupRows * kRowBytes, first_column + part * 64,
+                           group * kGroupRows);
+          commit_copies();
+        }
+      }
+    }
+    if (kStagedY && thread == 0) wait_copies();
+    if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+  }
+
+  if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || kAheadToo) {
+    // The last block to get here leaves the counters as it found them, and counts the batch.
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      shared.last = atomicAdd(&counters[kDone], 1u) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (shared.last) {
+      const int used = kPanels + 2 * raster.tiles_n + (kAheadToo ? raster.tiles_n + kBands : 0);
+      for (int i = threadIdx.x; i < used; i += kGemmThreads) counters[i] = 0;
+      if (FINISH != Finish::kEvaluate && threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
+    }
+  }
+}
+
+}  // namespace gemmnorm
+// Features whose split operands were not enough, once more in float32 arithmetic; nothing where there are none.
+
+namespace gemmnorm {
+
+// Sum over a block, in a fixed order, handed to every thread.
+__device__ __forceinline__ float sum_over_block(float value, float* shared /* [kThreads / 32] */) {
+#pragma unroll
+  for (int bit = 16; bit; bit /= 2) value += __shfl_xor_sync(~0u, value, bit);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  float sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) sum += shared[w];
+  return sum;
+}
+
+constexpr int kTogether = 8;  // features whose products share what is read of x
+
+// Products of every row of x with the rows `list` of the weight, a warp to a row of x. Out: their columns of y.
+__device__ __forceinline__ void multiply_features(const float* x, const float* weight, const int (&list)[kThreads],
+                                                  int first, int count, float* y, int batch, int in_features,
+                                                  int features) {
+  const int lane = threadIdx.x % 32;
+  for (int row = threadIdx.x / 32; row < batch; row += kThreads / 32) {
+    float sum[kTogether] = {};
+    for (int c = lane * 4; c < in_features; c += 128) {
+      const Vec<float, 4> a = load<float, 4>(x + static_cast<i64>(row) * in_features + c);
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        if (n >= count) break;
+        const Vec<float, 4> b = load<float, 4>(weight + static_cast<i64>(list[first + n]) * in_features + c);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[n] += a.at[i] * b.at[i];
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+#pragma unroll
+      for (int bit = 16; bit; bit /= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], bit);
+      if (lane == n && n < count) y[static_cast<i64>(row) * features + list[first + n]] = sum[n];
+    }
+  }
+}
+
+// The product's column j, in y -> its statistics, where they are the batch's, and y itself.
+template <bool TRAINING, class Activation, class L, class R>
+__device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j, float* product, float* y,
+                                                 float* shared /* [kThreads / 32] */) {
+  const float s = f.s(j), b = f.b(j);
+  float centre, r;
+  if (TRAINING) {
+    float sum = 0.0f;
+    for (int row = threadIdx.x; row < f.batch; row += kThreads) sum += y[static_cast<i64>(row) * f.features + j];
+    centre = sum_over_block(sum, shared) / f.batch;
+    sum = 0.0f;
+    for (int row = threadIdx.x; row < f.batch; row += kThreads) {
+      const float deviation = y[static_cast<i64>(row) * f.features + j] - centre;
+      sum += deviation * deviation;
+    }
+    const float variance = s * s * sum_over_block(sum, shared) / f.batch;
+    r = 1.0f / sqrtf(variance + f.eps);
+    if (threadIdx.x == 0) {  // the counter counts this batch already
+      const float batches = f.batches_tracked ? static_cast<float>(*f.batches_tracked) : 0.0f;
+      finish_feature(j, centre, variance, s, b, batches, f.running_mean, f.running_var, f.momentum, f.eps, f.mean,
+                     f.rstd, f.batch);
+    }
+    for (int g = threadIdx.x; g < f.groups; g += kThreads) f.group_mean[static_cast<i64>(g) * f.features + j] = 0.0f;
+  } else {
+    centre = to_float(f.running_mean[j]);
+    r = 1.0f / sqrtf(to_float(f.running_var[j]) + f.eps);
+  }
+  const float slope = f.slope(j, r), origin = TRAINING ? centre : 0.0f;
+  const float shift = f.shift(j) + (TRAINING ? 0.0f : value_or(f.bn_weight, j, 1.0f) * r * (s * b - centre));
+  for (int row = threadIdx.x; row < f.batch; row += kThreads) {
+    const i64 at = static_cast<i64>(row) * f.features + j;
+    const float a = y[at];
+    if (product) product[at] = a;
+    y[at] = Activation::value(slope * (a - origin) + shift);
+  }
+}
+
+// A block takes every gridDim-th feature. y serves as memory for the product's columns until their statistics are known.
+template <class L, class R, bool TRAINING, class Activation>
+__device__ __forceinline__ void recompute_features(const float* x /* [batch, in_features] */,
+                                                   const float* weight /* [features, in_features] */,
+                                                   const int* flags /* [features], in training */,
+                                                   const float* weight_largest /* [features] */,
+                                                   const float* weight_total /* [features] */,
+                                                   u32* most /* [3]: left zero */,
+                                                   float* product /* [batch, features] or null */,
+                                                   float* y /* [batch, features] */,
+                                                   const L* bias /* [features] or null */,
+                                                   const L* scale /* [features] or [1] or null */, int scale_stride,
+                                                   float scale_value, R* running_mean /* [features] or null */,
+                                                   R* running_var /* [features] or null */,
+                                                   const i64* batches_tracked /* [1] or null: counts this batch */,
+                                                   const R* bn_weight /* [features] or null */,
+                                                   const R* bn_bias /* [features] or null */, float momentum, float eps,
+                                                   float* group_mean /* [groups, features] */,
+                                                   float* mean /* [features] */, float* rstd /* [features] */,
+                                                   int keep_product, int batch, int in_features, int features) {
+  __shared__ float shared[kThreads / 32], x_largest, x_total;
+  __shared__ int list[kThreads];
+  __shared__ u32 count;
+  const Features<L, R> f = {bias,    scale,   scale_stride, scale_value,     running_mean, running_var,
+                            bn_weight, bn_bias, batches_tracked, momentum,   eps,          group_mean,
+                            nullptr, mean,    rstd,         nullptr,         nullptr,      {},
+                            batch,   features, (batch + kGroupRows - 1) / kGroupRows};
+  allow_next();
+  wait_for_previous();
+  if (threadIdx.x == 0) {
+    x_largest = __uint_as_float(most[0]);
+    x_total = __uint_as_float(most[1]);
+    __threadfence();
+    if (atomicAdd(&most[2], 1u) == gridDim.x - 1) most[0] = most[1] = most[2] = 0;  // everybody has read
+  }
+  // In training whoever merged a feature's statistics has decided. In evaluation its running deviation tells.
+  const auto lost = [&](int j) {
+    if (TRAINING) return flags[j] != 0;
+    const float variance = to_float(running_var[j]) + eps, s = f.s(j);
+    const float deviation = s == 0.0f ? 3e38f : sqrtf(variance) / fabsf(s);
+    return split_loses(x_largest, x_total, weight_largest[j], weight_total[j], deviation);
+  };
+  for (int start = blockIdx.x; start < features; start += gridDim.x * kThreads) {
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    const int mine = start + threadIdx.x * gridDim.x;
+    if (mine < features && lost(mine)) list[atomicAdd(&count, 1u)] = mine;
+    __syncthreads();
+    const int flagged = count;
+    for (int n = 0; n < flagged; ++n) {
+      if (n % kTogether == 0) {
+        multiply_features(x, weight, list, n, min(kTogether, flagged - n), y, batch, in_features, features);
+        __syncthreads();
+      }
+      normalize_column<TRAINING, Activation>(f, list[n], keep_product ? product : nullptr, y, shared);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace gemmnorm
+// The backward of scale -> BatchNorm -> activation with respect to the product a, in two passes over (grad_y, a):
+// column sums of every group of 64 rows, their merge into the gradients of the per-feature parameters, and
+//   training:   da = gamma*s*rstd * ( g - mean(g) - (a - mean)*s^2*rstd^2*h/B )      g = grad_y * phi'    h = sum  g*(a - mean)
+//   evaluation: da = gamma*s*rstd * g
+// The bias has no gradient in training (the mean takes it out again), and the scale acts only through eps.
+
+namespace gemmnorm {
+
+// g = grad_y * phi'(normalised value), recomputed from a so that y need not be kept.
+template <class Activation, Form FORM>
+__device__ __forceinline__ float through_activation(float grad, float a, const Affine<FORM>& affine, float own = 0.0f) {
+  return Activation::identity ? grad : grad * Activation::derivative(affine(a, own));
+}
+
+// Per-feature coefficients from what the forward saved. `mean` is that of a in training, of z in evaluation.
+template <Form FORM>
+struct SavedAffine : Affine<FORM> {
+  template <class L, class R>
+  __device__ __forceinline__ void read(int j, const L* bias_, const L* scale_, int scale_stride, float scale_value,
+                                       const float* mean, const float* rstd, const R* bn_weight, const R* bn_bias) {
+    const float s = scale_of(scale_, scale_stride, scale_value, j);
+    const float gamma = value_or(bn_weight, j, 1.0f);
+    this->shift = value_or(bn_bias, j, 0.0f);
+    this->scale = FORM == Form::kFolded ? 1.0f : s;
+    this->bias = FORM == Form::kFolded ? 0.0f : value_or(bias_, j, 0.0f);
+    this->centre = mean[j];
+    this->slope = FORM == Form::kFolded ? gamma * s * rstd[j] : gamma * rstd[j];
+  }
+};
+
+// sum g and sum  g*(a - mean) of every group; in evaluation sum  g*(z - running_mean) and, for the scale, sum  g*(a + b).
+// `offset` [groups, features] or null is what the forward subtracted from a group of rows before it stored the product.
+template <class T, class Y, class L, class R, int N, int TX, Form FORM, class Activation>
+__device__ __forceinline__ void gradient_sums(const Y* grad_y /* [batch, features] */,
+                                              const T* product /* [batch, features] */,
+                                              const float* offset /* [groups, features] or null */,
+                                              const L* bias /* [features] or null */,
+                                              const L* scale /* [features] or [1] or null */, int scale_stride,
+                                              float scale_value, const float* mean /* [features] */,
+                                              const float* rstd /* [features] */,
+                                              const R* bn_weight /* [features] or null */,
+                                              const R* bn_bias /* [features] or null */,
+                                              float* group_sum /* [groups, features] */,
+                                              float* group_dot /* [groups, features] */,
+                                              float* group_linear /* [groups, features], evaluation only */, int batch,
+                                              int features) {
+  using P = Panel<N, TX>;
+  __shared__ float shared[kThreads * N];
+  allow_next();
+  wait_for_previous();
+  const P panel(batch, features);
+  const bool inside = panel.column < features;
+  const i64 group_row = static_cast<i64>(panel.group) * features + panel.column;
+  SavedAffine<FORM> affine[N];
+  float sum[N], dot[N], linear[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    sum[i] = dot[i] = linear[i] = 0.0f;
+    if (inside) {
+      affine[i].read(panel.column + i, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias);
+      if (FORM == Form::kFolded) affine[i].centre -= value_or(offset, group_row + i, 0.0f);
+    }
+  }
+  constexpr int kAtOnce = P::kRows < 4 ? P::kRows : 4;
+  const i64 origin = panel.first_row * features + (inside ? panel.column : 0);
+#pragma unroll 1
+  for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
+    Vec<T, N> a[kAtOnce];
+    Vec<Y, N> dy[kAtOnce];
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      const i64 at = origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * features;
+      a[r] = load<T, N>(product + at);
+      dy[r] = load<Y, N>(grad_y + at);
+    }
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      const int row = (r0 + r) * P::kLanes + panel.lane;
+      if (inside && row < panel.rows) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const float value = to_float(a[r].at[i]);
+          const float g = through_activation<Activation>(to_float(dy[r].at[i]), value, affine[i]);
+          const float lin = FORM == Form::kFolded ? value : value + affine[i].bias;
+          sum[i] += g;
+          dot[i] += g * (FORM == Form::kFolded ? value - affine[i].centre : lin * affine[i].scale - affine[i].centre);
+          if (FORM == Form::kRunning) linear[i] += g * lin;
+        }
+      }
+    }
+  }
+  sum_over_lanes<N, TX>(sum, shared);
+  sum_over_lanes<N, TX>(dot, shared);
+  if (FORM == Form::kRunning) sum_over_lanes<N, TX>(linear, shared);
+  if (inside && panel.lane == 0) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      group_sum[group_row + i] = sum[i];
+      group_dot[group_row + i] = dot[i];
+      if (FORM == Form::kRunning) group_linear[group_row + i] = linear[i];
+    }
+  }
+}
+
+// The groups' sums, added up in a fixed order, become the parameters' gradients, and the two numbers per feature that
+// the last kernel needs: mean_grad = sum g/B and slope_grad = s^2*rstd^2*h/B. Each gradient may be null.
+template <class L, class R, Form FORM>
+__device__ __forceinline__ void merge_gradients(const float* group_sum /* [groups, features] */,
+                                                const float* group_dot /* [groups, features] */,
+                                                const float* group_linear /* [groups, features] or null */,
+                                                const L* scale /* [features] or [1] or null */, int scale_stride,
+                                                float scale_value, const float* rstd /* [features] */,
+                                                const R* bn_weight /* [features] or null */, float eps,
+                                                float* mean_grad /* [features] */, float* slope_grad /* [features] */,
+                                                int* column_exponents /* [features] or null: made ready */,
+                                                L* grad_bias /* [features] or null */,
+                                                float* grad_scale /* [features] or null */,
+                                                R* grad_bn_weight /* [features] or null */,
+                                                R* grad_bn_bias /* [features] or null */, int batch, int features) {
+  __shared__ float shared[kThreads];
+  const int j = blockIdx.x * kMergeColumns + threadIdx.x % kMergeColumns;
+  const int lane = threadIdx.x / kMergeColumns;
+  const int groups = (batch + kGroupRows - 1) / kGroupRows;
+  const bool inside = j < features;
+  allow_next();
+  wait_for_previous();
+  float sum = 0.0f, dot = 0.0f, linear = 0.0f;
+  if (inside) {
+#pragma unroll 4
+    for (int g = lane; g < groups; g += kMergeLanes) {
+      const i64 at = static_cast<i64>(g) * features + j;
+      sum += group_sum[at];
+      dot += group_dot[at];
+      if (FORM == Form::kRunning) linear += group_linear[at];
+    }
+  }
+  sum = sum_over_merge_lanes(sum, shared);
+  dot = sum_over_merge_lanes(dot, shared);
+  if (FORM == Form::kRunning) linear = sum_over_merge_lanes(linear, shared);
+  if (!inside || lane != 0) return;
+  const float s = scale_of(scale, scale_stride, scale_value, j);
+  const float r = rstd[j], gamma = value_or(bn_weight, j, 1.0f);
+  const bool training = FORM == Form::kFolded;
+  if (column_exponents) column_exponents[j] = kLeastExponent;
+  if (grad_bn_bias) from_float(sum, grad_bn_bias[j]);
+  if (grad_bn_weight) from_float(training ? s * r * dot : r * dot, grad_bn_weight[j]);
+  if (grad_scale) grad_scale[j] = training ? gamma * eps * r * r * r * dot : gamma * r * linear;
+  if (grad_bias) from_float(training ? 0.0f : gamma * s * r * sum, grad_bias[j]);
+  if (training) {
+    mean_grad[j] = sum / batch;
+    slope_grad[j] = s * s * r * r * dot / batch;
+  }
+}
+
+// dL/da, in the product's type. For split operands also the largest exponent of each of its columns, every row
+// multiplied by x's power of two.
+template <class T, class Y, class L, class R, int N, int TX, int GROUPS, Form FORM, class Activation>
+__device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, features] */,
+                                                 const T* product /* [batch, features] */,
+                                                 const float* offset /* [groups, features] or null */,
+                                                 const L* bias /* [features] or null */,
+                                                 const L* scale /* [features] or [1] or null */, int scale_stride,
+                                                 float scale_value, const float* mean /* [features] */,
+                                                 const float* rstd /* [features] */,
+                                                 const R* bn_weight /* [features] or null */,
+                                                 const R* bn_bias /* [features] or null */,
+                                                 const float* mean_grad /* [features], training only */,
+                                                 const float* slope_grad /* [features], training only */,
+                                                 const int* x_exponents /* [batch] or null */,
+                                                 int* column_exponents /* [features] or null */,
+                                                 T* grad_product /* [batch, features] */, int batch, int features) {
+  using P = Panel<N, TX, GROUPS, true>;
+  P panel(batch, features);
+  allow_next();
+  if (panel.column >= features) return;
+  wait_for_previous();
+  SavedAffine<FORM> affine[N];
+  float slope[N], constant[N], linear[N];
+  int most[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int j = panel.column + i;
+    most[i] = kLeastExponent;
+    affine[i].read(j, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias);
+    if (FORM == Form::kFolded) {
+      slope[i] = affine[i].slope;
+      constant[i] = mean_grad[j];
+      linear[i] = slope_grad[j];
+    } else {
+      slope[i] = affine[i].slope * affine[i].scale;
+    }
+  }
+  // As many rows in flight as the registers hold beside the activation's.
+  constexpr int kMost = Activation::identity && sizeof(T) == sizeof(Y) ? 8 : 4;
+  constexpr int kAtOnce = P::kRows < kMost ? P::kRows : kMost;
+  const int first_group = panel.group;
+#pragma unroll 1
+  for (int g = 0; g < GROUPS; ++g) {
+    panel.at(first_group + g);
+    if (panel.rows == 0) break;
+    const i64 origin = panel.first_row * features + panel.column;
+    float own[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      own[i] = FORM == Form::kFolded && offset
+                   ? offset[static_cast<i64>(panel.group) * features + panel.column + i]
+                   : 0.0f;
+#pragma unroll 1
+    for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
+      Vec<T, N> a[kAtOnce];
+      Vec<Y, N> dy[kAtOnce];
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        const i64 at = origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * features;
+        a[r] = load<T, N>(product + at);
+        dy[r] = load<Y, N>(grad_y + at);
+      }
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        const int row = (r0 + r) * P::kLanes + panel.lane;
+        float out[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const float value = to_float(a[r].at[i]);
+          const float grad = through_activation<Activation>(to_float(dy[r].at[i]), value, affine[i], own[i]);
+          out[i] = FORM == Form::kFolded
+                       ? slope[i] * (grad - constant[i] - (value + (own[i] - affine[i].centre)) * linear[i])
+                       : slope[i] * grad;
+        }
+        if (row < panel.rows) {
+          store<T, N>(grad_product + origin + static_cast<i64>(row) * features, out);
+          if (column_exponents) {
+            const int exponent = x_exponents[panel.first_row + row];
+#pragma unroll
+            for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
+          }
+        }
+      }
+    }
+  }
+  if (column_exponents) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) atomicMax(&column_exponents[panel.column + i], most[i]);
+  }
+}
+
+}  // namespace gemmnorm
+// A product of split operands by itself, for the gradients of a float32 chain (sm_90a): out = A*B, scaled back by A's
+// exponents. B lies across K in memory, and so may A; nothing is transposed beforehand.
+//
+// A persistent block is one warpgroup that feeds a ring of shared-memory stages and two that multiply, 64 of the tile's
+// 128 rows each.
+
+namespace gemmnorm {
+
+constexpr int kSplitTile = 128;  // rows and columns of the tile
+
+template <int STAGES>
+struct SplitShared {
+  alignas(1024) unsigned char a[STAGES][2][kSplitTile * 128];  // of each stage high, then low
+  alignas(1024) unsigned char b[STAGES][2][kSplitTile * 128];
+  u64 full[STAGES], empty[STAGES];
+};
+
+template <bool A_ACROSS, int STAGES, int SHARED_BYTES>
+__device__ __forceinline__ void split_gemm(const TensorMap& map_a /* split [rows, inner], or [inner, rows] if across */,
+                                           const TensorMap& map_b /* split [inner, columns] */,
+                                           const int* exponents /* [rows] */, float* out /* [rows, columns] */,
+                                           int group_panels, int rows, int inner, int columns) {
+  using Shared = SplitShared<STAGES>;
+  static_assert(sizeof(Shared) == SHARED_BYTES, "the planner and SplitShared disagree");
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+  const Raster raster = {(rows + kSplitTile - 1) / kSplitTile, (columns + kSplitTile - 1) / kSplitTile, group_panels};
+  const int tiles = raster.tiles(), steps = (inner + kSplitColumns - 1) / kSplitColumns;
+  const int warpgroup = threadIdx.x / 128;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], 2);
+    }
+    fence_barrier_init();
+    fence_async_shared();
+  }
+  __syncthreads();
+  wait_for_previous();
+  allow_next();
+
+  int stage = 0;
+  if (warpgroup == 0) {
+    release_registers<40>();
+    if (threadIdx.x != 0) return;
+    u32 parity = 1;
+    // Copies the 128 columns from `column` on, of 64 rows of a split matrix: 64 columns at a time, high and low.
+    const auto copy_across = [&](unsigned char (&to)[2][kSplitTile * 128], const TensorMap& map, int column, int row) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        copy_to_shared(to[i % 2] + i / 2 * kAcrossBytes, map, &shared.full[stage], column * 2 + i * 64, row,
+                       kEvictNormal);
+    };
+    for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+      const Tile tile = raster.at(t);
+      for (int k = 0; k < steps; ++k) {
+        barrier_wait(&shared.empty[stage], parity);
+        barrier_expect(&shared.full[stage], 4 * kSplitTile * 128);
+        if (A_ACROSS) {
+          copy_across(shared.a[stage], map_a, tile.m * kSplitTile, k * 64);
+        } else {
+#pragma unroll
+          for (int p = 0; p < 2; ++p)
+            copy_to_shared(shared.a[stage][p], map_a, &shared.full[stage], (2 * k + p) * 64, tile.m * kSplitTile,
+                           kEvictNormal);
+        }
+        copy_across(shared.b[stage], map_b, tile.n * kSplitTile, k * 64);
+        if (++stage == STAGES) {
+          stage = 0;
+          parity ^= 1;
+        }
+      }
+    }
+  } else {
+    claim_registers<232>();
+    const int consumer = warpgroup - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    u32 parity = 0;
+    float acc[kSplitTile / 2], part[kSplitTile / 2], cross[kSplitTile / 2];
+    for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+#pragma unroll
+      for (int i = 0; i < kSplitTile / 2; ++i) acc[i] = 0.0f;
+      for (int k = 0; k < steps; ++k) {
+        const auto descriptor_a = [&](int plane) {
+          const unsigned char* tile = shared.a[stage][plane] + consumer * 64 * 128;
+          return A_ACROSS ? across_descriptor(tile) : matrix_descriptor(tile);
+        };
+        barrier_wait(&shared.full[stage], parity);
+        wgmma_fence();
+        multiply_stage<kSplitTile, A_ACROSS, 1>(part, cross, descriptor_a(0), descriptor_a(1),
+                                                across_descriptor(shared.b[stage][0]),
+                                                across_descriptor(shared.b[stage][1]), k == 0);
+        wgmma_wait<1>();
+#pragma unroll
+        for (int i = 0; i < kSplitTile / 2; ++i) acc[i] += part[i];
+        if (k > 0 && threadIdx.x % 128 == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+        if (++stage == STAGES) {
+          stage = 0;
+          parity ^= 1;
+        }
+      }
+      wgmma_wait<0>();
+      if (threadIdx.x % 128 == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+
+      const Tile tile = raster.at(t);
+      const int row = tile.m * kSplitTile + consumer * 64 + warp * 16 + lane / 4;
+      const int first_column = tile.n * kSplitTile + lane % 4 * 2;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (row + 8 * h >= rows) continue;
+        const PowerOfTwo scale = power_of_two(exponents[row + 8 * h]);
+        float* to = out + static_cast<i64>(row + 8 * h) * columns;
+#pragma unroll
+        for (int i = 0; i < kSplitTile / 8; ++i) {
+          const int column = first_column + i * 8;
+          const float pair[2] = {times(acc[4 * i + 2 * h] + kLowUnit * cross[4 * i + 2 * h], scale),
+                                 times(acc[4 * i + 2 * h + 1] + kLowUnit * cross[4 * i + 2 * h + 1], scale)};
+          if (column < columns) store<float, 2>(to + column, pair);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace gemmnorm
+
+struct Identity {
+  static constexpr bool identity = true;
+  static __device__ __forceinline__ float value(float z) { return z; }
+  static __device__ __forceinline__ float derivative(float z) { return 1.0f; }
+};
+
+extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands(
+    const float* x /* [batch, in_features] */,
+    const float* weight /* [features, in_features] */,
+    gemmnorm::half* split_x /* [batch, ceil(in_features/64), 2, 64] */,
+    gemmnorm::half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
+    int* x_exponents /* [batch] */,
+    int* weight_exponents /* [features] */,
+    float* weight_largest /* [features] */,
+    float* weight_total /* [features] */,
+    unsigned int* most /* [3]: zero, and left zero */,
+    int weight_rows /* of the weight, that are split already */,
+    int in_features) {
+  gemmnorm::split_rows(
+      x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, most,
+      weight_rows, in_features);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
+    const __grid_constant__ gemmnorm::TensorMap map_x /* [batch, in_features] */,
+    const __grid_constant__ gemmnorm::TensorMap map_weight /* [features, in_features] */,
+    const __grid_constant__ gemmnorm::TensorMap map_product /* [batch, features] */,
+    const __grid_constant__ gemmnorm::TensorMap map_y /* [batch, features] */,
+    float* stored_product /* [batch, features] */,
+    float* y /* [batch, features] */,
+    const float* bias /* [features] or null */,
+    const float* scale /* [features] or [1] or null */,
+    int scale_stride /* 1 for a vector, 0 for one number */,
+    float scale_value /* the scale where it is a plain number */,
+    float* running_mean /* [features] or null */,
+    float* running_var /* [features] or null */,
+    long long* num_batches_tracked /* [1] or null */,
+    const float* bn_weight /* [features] or null */,
+    const float* bn_bias /* [features] or null */,
+    float momentum /* negative for the cumulative average */,
+    float eps,
+    float* group_mean /* [groups, features] */,
+    float* group_m2 /* [groups, features] */,
+    float* mean /* [features] */,
+    float* rstd /* [features] */,
+    float* merged_slope /* [features] */,
+    float* merged_shift /* [features] */,
+    unsigned int* counters /* zero, and left zero */,
+    const float* x /* [batch, in_features] */,
+    const float* weight /* [features, in_features] */,
+    gemmnorm::half* split_x /* [batch, ceil(in_features/64), 2, 64] */,
+    gemmnorm::half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
+    int* x_exponents /* [batch] */,
+    int* weight_exponents /* [features] */,
+    float* weight_largest /* [features] */,
+    float* weight_total /* [features] */,
+    unsigned int* most /* [3]: zero, and left zero */,
+    int* flags /* [features] */,
+    int x_rows /* of x, that are split already */,
+    int weight_rows /* of the weight, that are split already */,
+    int group_panels /* panels that are worked on together */,
+    int stream_x /* whether the L2 should let go of x first */,
+    int keep_product /* whether the product has memory of its own */,
+    int batch,
+    int in_features,
+    int features) {
+  gemmnorm::fused_gemm<gemmnorm::split, float, float, float, float, 128, 3, 232448, gemmnorm::Finish::kPersistent, Identity>(
+      map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
+      running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
+      rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
+      weight_largest, weight_total, most, flags, x_rows, weight_rows, group_panels, stream_x, keep_product, batch,
+      in_features, features);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompute(
+    const float* x /* [batch, in_features] */,
+    const float* weight /* [features, in_features] */,
+    int* flags /* [features] */,
+    float* weight_largest /* [features] */,
+    float* weight_total /* [features] */,
+    unsigned int* most /* [3]: zero, and left zero */,
+    float* stored_product /* [batch, features] */,
+    float* y /* [batch, features] */,
+    const float* bias /* [features] or null */,
+    const float* scale /* [features] or [1] or null */,
+    int scale_stride /* 1 for a vector, 0 for one number */,
+    float scale_value /* the scale where it is a plain number */,
+    float* running_mean /* [features] or null */,
+    float* running_var /* [features] or null */,
+    long long* num_batches_tracked /* [1] or null */,
+    const float* bn_weight /* [features] or null */,
+    const float* bn_bias /* [features] or null */,
+    float momentum /* negative for the cumulative average */,
+    float eps,
+    float* group_mean /* [groups, features] */,
+    float* mean /* [features] */,
+    float* rstd /* [features] */,
+    int keep_product /* whether the product has memory of its own */,
+    int batch,
+    int in_features,
+    int features) {
+  gemmnorm::recompute_features<float, float, true, Identity>(
+      x, weight, flags, weight_largest, weight_total, most, stored_product, y, bias, scale, scale_stride,
+      scale_value, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean,
+      mean, rstd, keep_product, batch, in_features, features);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluate(
+    const __grid_constant__ gemmnorm::TensorMap map_x /* [batch, in_features] */,
+    const __grid_constant__ gemmnorm::TensorMap map_weight /* [features, in_features] */,
+    const __grid_constant__ gemmnorm::TensorMap map_product /* [batch, features] */,
+    const __grid_constant__ gemmnorm::TensorMap map_y /* [batch, features] */,
+    float* stored_product /* [batch, features] */,
+    float* y /* [batch, features] */,
+    const float* bias /* [features] or null */,
+    const float* scale /* [features] or [1] or null */,
+    int scale_stride /* 1 for a vector, 0 for one number */,
+    float scale_value /* the scale where it is a plain number */,
+    float* running_mean /* [features] or null */,
+    float* running_var /* [features] or null */,
+    long long* num_batches_tracked /* [1] or null */,
+    const float* bn_weight /* [features] or null */,
+    const float* bn_bias /* [features] or null */,
+    float momentum /* negative for the cumulative average */,
+    float eps,
+    float* group_mean /* [groups, features] */,
+    float* group_m2 /* [groups, features] */,
+    float* mean /* [features] */,
+    float* rstd /* [features] */,
+    float* merged_slope /* [features] */,
+    float* merged_shift /* [features] */,
+    unsigned int* counters /* zero, and left zero */,
+    const float* x /* [batch, in_features] */,
+    const float* weight /* [features, in_features] */,
+    gemmnorm::half* split_x /* [batch, ceil(in_features/64), 2, 64] */,
+    gemmnorm::half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
+    int* x_exponents /* [batch] */,
+    int* weight_exponents /* [features] */,
+    float* weight_largest /* [features] */,
+    float* weight_total /* [features] */,
+    unsigned int* most /* [3]: zero, and left zero */,
+    int* flags /* [features] */,
+    int x_rows /* of x, that are split already */,
+    int weight_rows /* of the weight, that are split already */,
+    int group_panels /* panels that are worked on together */,
+    int stream_x /* whether the L2 should let go of x first */,
+    int keep_product /* whether the product has memory of its own */,
+    int batch,
+    int in_features,
+    int features) {
+  gemmnorm::fused_gemm<gemmnorm::split, float, float, float, float, 128, 3, 232448, gemmnorm::Finish::kEvaluate, Identity>(
+      map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
+      running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
+      rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
+      weight_largest, weight_total, most, flags, x_rows, weight_rows, group_panels, stream_x, keep_product, batch,
+      in_features, features);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompute_evaluation(
+    const float* x /* [batch, in_features] */,
+    const float* weight /* [features, in_features] */,
+    float* weight_largest /* [features] */,
+    float* weight_total /* [features] */,
+    unsigned int* most /* [3]: zero, and left zero */,
+    float* stored_product /* [batch, features] */,
+    float* y /* [batch, features] */,
+    const float* bias /* [features] or null */,
+    const float* scale /* [features] or [1] or null */,
+    int scale_stride /* 1 for a vector, 0 for one number */,
+    float scale_value /* the scale where it is a plain number */,
+    float* running_mean /* [features] or null */,
+    float* running_var /* [features] or null */,
+    long long* num_batches_tracked /* [1] or null */,
+    const float* bn_weight /* [features] or null */,
+    const float* bn_bias /* [features] or null */,
+    float momentum /* negative for the cumulative average */,
+    float eps,
+    float* group_mean /* [groups, features] */,
+    float* mean /* [features] */,
+    float* rstd /* [features] */,
+    int keep_product /* whether the product has memory of its own */,
+    int batch,
+    int in_features,
+    int features) {
+  gemmnorm::recompute_features<float, float, false, Identity>(
+      x, weight, nullptr, weight_largest, weight_total, most, stored_product, y, bias, scale, scale_stride,
+      scale_value, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean,
+      mean, rstd, keep_product, batch, in_features, features);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_evaluate_evaluation(
+    const float* product /* [batch, features] */,
+    const float* offset /* [groups, features] or null */,
+    const float* bias /* [features] or null */,
+    const float* scale /* [features] or [1] or null */,
+    int scale_stride /* 1 for a vector, 0 for one number */,
+    float scale_value /* the scale where it is a plain number */,
+    float* mean /* [features] */,
+    float* rstd /* [features] */,
+    float* running_mean /* [features] or null */,
+    float* running_var /* [features] or null */,
+    const float* bn_weight /* [features] or null */,
+    const float* bn_bias /* [features] or null */,
+    float eps,
+    float* y /* [batch, features] */,
+    int batch,
+    int features) {
+  gemmnorm::normalize<float, float, float, float, 4, 32, 4, gemmnorm::Form::kRunning, Identity>(
+      product, offset, bias, scale, scale_stride, scale_value, mean, rstd, running_mean, running_var, bn_weight,
+      bn_bias, eps, y, batch, features);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands_2(
+    const float* x /* [batch, in_features] */,
+    const float* weight /* [features, in_features] */,
+    gemmnorm::half* split_x /* [batch, ceil(in_features/64), 2, 64] */,
+    gemmnorm::half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
+    int* x_exponents /* [batch] */,
+    int* weight_exponents /* [features] */,
+    int weight_rows /* of the weight, that are split already */,
+    int in_features) {
+  gemmnorm::split_rows(
+      x, weight, split_x, split_weight, x_exponents, weight_exponents, nullptr, nullptr, nullptr, weight_rows,
+      in_features);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_sums(
+    const float* grad_y /* [batch, features] */,
+    const float* product /* [batch, features] */,
+    const float* offset /* [groups, features] or null */,
+    const float* bias /* [features] or null */,
+    const float* scale /* [features] or [1] or null */,
+    int scale_stride /* 1 for a vector, 0 for one number */,
+    float scale_value /* the scale where it is a plain number */,
+    float* mean /* [features] */,
+    float* rstd /* [features] */,
+    const float* bn_weight /* [features] or null */,
+    const float* bn_bias /* [features] or null */,
+    float* group_sum /* [groups, features] */,
+    float* group_dot /* [groups, features] */,
+    float* group_linear /* [groups, features] or null */,
+    int batch,
+    int features) {
+  gemmnorm::gradient_sums<float, float, float, float, 4, 32, gemmnorm::Form::kFolded, Identity>(
+      grad_y, product, offset, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias, group_sum,
+      group_dot, group_linear, batch, features);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_merge(
+    float* group_sum /* [groups, features] */,
+    float* group_dot /* [groups, features] */,
+    float* group_linear /* [groups, features] or null */,
+    const float* scale /* [features] or [1] or null */,
+    int scale_stride /* 1 for a vector, 0 for one number */,
+    float scale_value /* the scale where it is a plain number */,
+    float* rstd /* [features] */,
+    const float* bn_weight /* [features] or null */,
+    float eps,
+    float* mean_grad /* [features] */,
+    float* slope_grad /* [features] */,
+    int* column_exponents /* [features] */,
+    float* grad_bias /* [features] or null */,
+    float* grad_scale /* [features] or null */,
+    float* grad_bn_weight /* [features] or null */,
+    float* grad_bn_bias /* [features] or null */,
+    int batch,
+    int features) {
+  gemmnorm::merge_gradients<float, float, gemmnorm::Form::kFolded>(
+      group_sum, group_dot, group_linear, scale, scale_stride, scale_value, rstd, bn_weight, eps, mean_grad,
+      slope_grad, column_exponents, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias, batch, features);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_apply(
+    const float* grad_y /* [batch, features] */,
+    const float* product /* [batch, features] */,
+    const float* offset /* [groups, features] or null */,
+    const float* bias /* [features] or null */,
+    const float* scale /* [features] or [1] or null */,
+    int scale_stride /* 1 for a vector, 0 for one number */,
+    float scale_value /* the scale where it is a plain number */,
+    float* mean /* [features] */,
+    float* rstd /* [features] */,
+    const float* bn_weight /* [features] or null */,
+    const float* bn_bias /* [features] or null */,
+    float* mean_grad /* [features] */,
+    float* slope_grad /* [features] */,
+    int* x_exponents /* [batch] */,
+    int* column_exponents /* [features] */,
+    float* grad_product /* [batch, features] */,
+    int batch,
+    int features) {
+  gemmnorm::product_gradient<float, float, float, float, 4, 32, 4, gemmnorm::Form::kFolded, Identity>(
+      grad_y, product, offset, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias, mean_grad,
+      slope_grad, x_exponents, column_exponents, grad_product, batch, features);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_split_gradient(
+    float* grad_product /* [batch, features] */,
+    int* x_exponents /* [batch] */,
+    int* weight_exponents /* [features] */,
+    int* column_exponents /* [features] */,
+    gemmnorm::half* split_by_rows /* [batch, ceil(features/64), 2, 64] */,
+    gemmnorm::half* split_by_columns /* [batch, ceil(features/64), 2, 64] */,
+    int* row_exponents /* [batch] */,
+    int features) {
+  gemmnorm::split_gradient(
+      grad_product, x_exponents, weight_exponents, column_exponents, split_by_rows, split_by_columns, row_exponents,
+      features);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_split_grad_x(
+    const __grid_constant__ gemmnorm::TensorMap map_a /* left operand, split */,
+    const __grid_constant__ gemmnorm::TensorMap map_b /* right operand, split */,
+    int* row_exponents /* [batch] */,
+    float* grad_x /* [batch, in_features] */,
+    int group_panels /* panels that are worked on together */,
+    int batch,
+    int features,
+    int in_features) {
+  gemmnorm::split_gemm<false, 3, 197632>(
+      map_a, map_b, row_exponents, grad_x, group_panels, batch, features, in_features);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_split_grad_weight(
+    const __grid_constant__ gemmnorm::TensorMap map_a /* left operand, split */,
+    const __grid_constant__ gemmnorm::TensorMap map_b /* right operand, split */,
+    int* column_exponents /* [features] */,
+    float* grad_weight /* [features, in_features] */,
+    int group_panels /* panels that are worked on together */,
+    int features,
+    int batch,
+    int in_features) {
+  gemmnorm::split_gemm<true, 3, 197632>(
+      map_a, map_b, column_exponents, grad_weight, group_panels, features, batch, in_features);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1) fused_gemm_scale_bn_gradient_sums_evaluation(
+    const float* grad_y /* [batch, features] */,
+    const float* product /* [batch, features] */,
+    const float* offset /* [groups, features] or null */,
+    const float* bias /* [features] or null */,
+    const float* scale /* [features] or [1] or null */,
+    int scale_stride /* 1 for a vector, 0 for one number */,
+    float scale_value /* the scale where it is a plain number */,
+    float* mean /* [features] */,
+    float* rstd /* [features] */,
+    const float* bn_weight /* [features] or null */,
+    const float* bn_bias /* [features] or null */,
+    float* group_sum /* [groups, features] */,
+    float* group_dot /* [groups, features] */,
+    float* group_linear /* [groups, features] or null */,
+    int batch,
+    int features) {
+  gemmnorm::gradient_sums<float, float, float, float, 4, 32, gemmnorm::Form::kRunning, Identity>(
+      grad_y, product, offset, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias, group_sum,
+      group_dot, group_linear, batch, features);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_merge_evaluation(
+    float* group_sum /* [groups, features] */,
+    float* group_dot /* [groups, features] */,
+    float* group_linear /* [groups, features] or null */,
+    const float* scale /* [features] or [1] or null */,
+    int scale_stride /* 1 for a vector, 0 for one number */,
+    float scale_value /* the scale where it is a plain number */,
+    float* rstd /* [features] */,
+    const float* bn_weight /* [features] or null */,
+    float eps,
+    float* mean_grad /* [features] */,
+    float* slope_grad /* [features] */,
+    float* grad_bias /* [features] or null */,
+    float* grad_scale /* [features] or null */,
+    float* grad_bn_weight /* [features] or null */,
+    float* grad_bn_bias /* [features] or null */,
+    int batch,
+    int features) {
+  gemmnorm::merge_gradients<float, float, gemmnorm::Form::kRunning>(
+      group_sum, group_dot, group_linear, scale, scale_stride, scale_value, rstd, bn_weight, eps, mean_grad,
+      slope_grad, nullptr, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias, batch, features);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_apply_evaluation(
+    const float* grad_y /* [batch, features] */,
+    const float* product /* [batch, features] */,
+    const float* offset /* [groups, features] or null */,
+    const float* bias /* [features] or null */,
+    const float* scale /* [features] or [1] or null */,
+    int scale_stride /* 1 for a vector, 0 for one number */,
+    float scale_value /* the scale where it is a plain number */,
+    float* mean /* [features] */,
+    float* rstd /* [features] */,
+    const float* bn_weight /* [features] or null */,
+    const float* bn_bias /* [features] or null */,
+    float* mean_grad /* [features] */,
+    float* slope_grad /* [features] */,
+    float* grad_product /* [batch, features] */,
+    int batch,
+    int features) {
+  gemmnorm::product_gradient<float, float, float, float, 4, 32, 4, gemmnorm::Form::kRunning, Identity>(
+      grad_y, product, offset, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias, mean_grad,
+      slope_grad, nullptr, nullptr, grad_product, batch, features);
+}
+"""
+
+_HOST = r"""
+// Host side: one function for each direction and mode allocates, runs the products and launches the kernels.
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+namespace {
+
+// The elements of a tensor as the kernels call their type; null for a tensor that is not there.
+template <class T>
+T* pointer(const torch::Tensor& tensor) {
+  return tensor.defined() ? static_cast<T*>(tensor.data_ptr()) : nullptr;
+}
+template <class T>
+T* pointer(const MaybeTensor& tensor) {
+  return tensor ? pointer<T>(*tensor) : nullptr;
+}
+
+torch::Tensor empty(const torch::Tensor& like, torch::ScalarType type, at::IntArrayRef shape) {
+  return torch::empty(shape, like.options().dtype(type));
+}
+
+// Contiguous, and aligned to the 16 bytes that a thread reads at once.
+torch::Tensor dense(const torch::Tensor& tensor) {
+  const torch::Tensor result = tensor.contiguous();
+  return reinterpret_cast<uintptr_t>(result.data_ptr()) % 16 ? result.clone() : result;
+}
+
+// Memory that dies with the call: one allocation, cut into pieces of the given numbers of bytes.
+class Scratch {
+ public:
+  Scratch(const torch::Tensor& like, std::initializer_list<int64_t> bytes) {
+    int64_t total = 0;
+    for (const int64_t piece : bytes) {
+      offsets_.push_back(total);
+      total += (piece + 255) / 256 * 256;
+    }
+    memory_ = empty(like, torch::kUInt8, {total});
+  }
+  template <class T>
+  T* piece(size_t index) const {
+    return reinterpret_cast<T*>(pointer<uint8_t>(memory_) + offsets_[index]);
+  }
+
+ private:
+  torch::Tensor memory_;
+  std::vector<int64_t> offsets_;
+};
+
+// From Hopper on, a kernel may start while the one before it still runs; it waits for that one itself, before it reads
+// (`wait_for_previous`).
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream, Arguments... arguments) {
+#if CUDART_VERSION >= 11080
+  int device = 0, major = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+#else
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(static_cast<Parameters>(arguments)...);
+#endif
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+
+// What the kernels with Hopper's own product ask of the host besides: tensor maps, counters, and larger launches.
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <tuple>
+#include <cuda.h>  // types only: the one function of the driver is looked up at run time
+
+namespace {
+
+int64_t multiprocessors() {
+  int device = 0, count = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's own function, through the runtime, so that nothing is linked against the driver.
+EncodeTiled find_encode_tiled() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult status = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+  C10_CUDA_CHECK(
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status));
+#else
+  C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &status));
+#endif
+  TORCH_CHECK(status == cudaDriverEntryPointSuccess && found, "the driver has no cuTensorMapEncodeTiled");
+  return reinterpret_cast<EncodeTiled>(found);
+}
+
+// The copy engine's view of a contiguous [rows, columns] matrix, cut into boxes, swizzled over 128 bytes as the tensor
+// cores read it; zero beyond the matrix. It holds an address and sizes, nothing of the contents.
+template <class T>
+gemmnorm::TensorMap tensor_map(const T* matrix, CUtensorMapDataType type, int64_t rows, int64_t columns, int box_rows,
+                               int box_columns) {
+  static const EncodeTiled encode = find_encode_tiled();
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t row_bytes[] = {static_cast<cuuint64_t>(columns * sizeof(T))};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, type, 2, const_cast<T*>(matrix), sizes, row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refuses a [", rows, ", ", columns, "] matrix: error ",
+              static_cast<int>(result));
+  gemmnorm::TensorMap opaque;
+  static_assert(sizeof(opaque) == sizeof(map), "the kernels and cuda.h disagree about a tensor map");
+  std::memcpy(&opaque, &map, sizeof(map));
+  return opaque;
+}
+
+// Numbers that are zero whenever no kernel runs on them: the kernels leave them as they found them. Calls on one stream
+// follow each other and share theirs. A captured call may be replayed at any time, beside anything: it gets numbers of
+// its own, out of its graph's memory, which the graph sets to zero at each replay.
+torch::Tensor take_counters(const torch::Tensor& like, cudaStream_t stream, int64_t count) {
+  const auto zeros = [&] { return torch::zeros({count}, like.options().dtype(torch::kInt32).requires_grad(false)); };
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
+  if (capture != cudaStreamCaptureStatusNone) return zeros();
+  static std::mutex mutex;
+  // Never destroyed: when the process ends, CUDA may have gone before.
+  static auto& known = *new std::map<std::tuple<int, cudaStream_t, int64_t>, torch::Tensor>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  torch::Tensor& found = known[{static_cast<int>(like.device().index()), stream, count}];
+  if (!found.defined()) found = zeros();
+  return found;
+}
+
+// Lifts the limit of 48 KB on a kernel's dynamic shared memory, once for each device.
+void allow_shared(const void* kernel, int bytes) {
+  if (bytes <= 48 * 1024) return;
+  static std::mutex mutex;
+  static std::set<std::pair<const void*, int>> done;
+  int device = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (done.count({kernel, device})) return;
+  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  done.insert({kernel, device});
+}
+
+// With dynamic shared memory; and `cooperative` where blocks wait for each other, so that all of them must run at once.
+// Else the kernel may start early, as `launch` has it.
+template <class... Parameters, class... Arguments>
+void launch_hopper(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, bool cooperative,
+                   cudaStream_t stream, Arguments... arguments) {
+  allow_shared(reinterpret_cast<const void*>(kernel), shared);
+  cudaLaunchAttribute attribute = {};
+  if (cooperative) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+
+// y alone: one_kernel.
+Tensors forward_training_alone(const torch::Tensor& x /* [batch, 4096] */,
+                               const torch::Tensor& weight /* [4096, 4096] */, const MaybeTensor& bias /* [4096] */,
+                               const MaybeTensor& scale /* [4096] or [1] */, double scale_value,
+                               const MaybeTensor& running_mean /* [4096] */,
+                               const MaybeTensor& running_var /* [4096] */, const MaybeTensor& num_batches_tracked,
+                               const MaybeTensor& bn_weight /* [4096] */, const MaybeTensor& bn_bias /* [4096] */,
+                               double momentum, double eps, bool save) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const int64_t batch = x.size(0);
+  const int64_t groups = (batch + 63) / 64;
+  const int64_t tiles_of_128 = (batch + 127) / 128;
+  torch::Tensor y = empty(x, torch::kFloat32, {batch, 4096});
+  const Scratch scratch(x, {4 * 4096, 4 * 4096, 4 * groups * 4096, 4 * groups * 4096, 4 * 4096, 4 * 4096,
+                            2 * batch * 8192, 2 * 4096 * 8192, 4 * batch, 4 * 4096, 4 * 4096, 4 * 4096, 4 * 4096});
+  float* merged_slope = scratch.piece<float>(0);
+  float* merged_shift = scratch.piece<float>(1);
+  float* group_mean = scratch.piece<float>(2);
+  float* group_m2 = scratch.piece<float>(3);
+  float* mean = scratch.piece<float>(4);
+  float* rstd = scratch.piece<float>(5);
+  gemmnorm::half* split_x = scratch.piece<gemmnorm::half>(6);
+  gemmnorm::half* split_weight = scratch.piece<gemmnorm::half>(7);
+  int* x_exponents = scratch.piece<int>(8);
+  int* weight_exponents = scratch.piece<int>(9);
+  int* flags = scratch.piece<int>(10);
+  float* weight_largest = scratch.piece<float>(11);
+  float* weight_total = scratch.piece<float>(12);
+  torch::Tensor product = y;
+  const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
+  const torch::Tensor counters = take_counters(x, stream, 165);
+
+  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2304, 12672), 256, stream, pointer<float>(x),
+         pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
+         pointer<unsigned int>(counters) + 162, 2304 /* weight_rows */, 4096);
+  launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
+                232448 /* shared */, true /* cooperative */, stream,
+                tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
+                tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
+                pointer<float>(product), pointer<float>(y), pointer<float>(bias), pointer<float>(scale),
+                scale_stride, scale_value, pointer<float>(running_mean), pointer<float>(running_var),
+                pointer<long long>(num_batches_tracked), pointer<float>(bn_weight), pointer<float>(bn_bias),
+                momentum, eps, group_mean, group_m2, mean, rstd, merged_slope, merged_shift,
+                pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
+                x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 162,
+                flags, 10368 /* x_rows */, 2304 /* weight_rows */, 4 /* group_panels */, 1 /* stream_x */,
+                0 /* keep_product */, batch, 4096, 4096);
+  launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flags,
+         weight_largest, weight_total, pointer<unsigned int>(counters) + 162, pointer<float>(product),
+         pointer<float>(y), pointer<float>(bias), pointer<float>(scale), scale_stride, scale_value,
+         pointer<float>(running_mean), pointer<float>(running_var), pointer<long long>(num_batches_tracked),
+         pointer<float>(bn_weight), pointer<float>(bn_bias), momentum, eps, group_mean, mean, rstd,
+         0 /* keep_product */, batch, 4096, 4096);
+
+  return {y};
+}
+
+// y, and for the backward product, group_mean, mean, rstd: one_kernel.
+Tensors forward_training_saving(const torch::Tensor& x /* [batch, 4096] */,
+                                const torch::Tensor& weight /* [4096, 4096] */,
+                                const MaybeTensor& bias /* [4096] */, const MaybeTensor& scale /* [4096] or [1] */,
+                                double scale_value, const MaybeTensor& running_mean /* [4096] */,
+                                const MaybeTensor& running_var /* [4096] */, const MaybeTensor& num_batches_tracked,
+                                const MaybeTensor& bn_weight /* [4096] */, const MaybeTensor& bn_bias /* [4096] */,
+                                double momentum, double eps, bool save) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const int64_t batch = x.size(0);
+  const int64_t groups = (batch + 63) / 64;
+  const int64_t tiles_of_128 = (batch + 127) / 128;
+  torch::Tensor y = empty(x, torch::kFloat32, {batch, 4096});
+  torch::Tensor product = empty(x, torch::kFloat32, {batch, 4096});
+  torch::Tensor group_mean = empty(x, torch::kFloat32, {groups, 4096});
+  torch::Tensor mean = empty(x, torch::kFloat32, {4096});
+  torch::Tensor rstd = empty(x, torch::kFloat32, {4096});
+  const Scratch scratch(x, {4 * 4096, 4 * 4096, 4 * groups * 4096, 2 * batch * 8192, 2 * 4096 * 8192, 4 * batch,
+                            4 * 4096, 4 * 4096, 4 * 4096, 4 * 4096});
+  float* merged_slope = scratch.piece<float>(0);
+  float* merged_shift = scratch.piece<float>(1);
+  float* group_m2 = scratch.piece<float>(2);
+  gemmnorm::half* split_x = scratch.piece<gemmnorm::half>(3);
+  gemmnorm::half* split_weight = scratch.piece<gemmnorm::half>(4);
+  int* x_exponents = scratch.piece<int>(5);
+  int* weight_exponents = scratch.piece<int>(6);
+  int* flags = scratch.piece<int>(7);
+  float* weight_largest = scratch.piece<float>(8);
+  float* weight_total = scratch.piece<float>(9);
+  const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
+  const torch::Tensor counters = take_counters(x, stream, 165);
+
+  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2304, 12672), 256, stream, pointer<float>(x),
+         pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
+         pointer<unsigned int>(counters) + 162, 2304 /* weight_rows */, 4096);
+  launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
+                232448 /* shared */, true /* cooperative */, stream,
+                tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
+                tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
+                tensor_map(pointer<float>(product), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
+                pointer<float>(product), pointer<float>(y), pointer<float>(bias), pointer<float>(scale),
+                scale_stride, scale_value, pointer<float>(running_mean), pointer<float>(running_var),
+                pointer<long long>(num_batches_tracked), pointer<float>(bn_weight), pointer<float>(bn_bias),
+                momentum, eps, pointer<float>(group_mean), group_m2, pointer<float>(mean), pointer<float>(rstd),
+                merged_slope, merged_shift, pointer<unsigned int>(counters), pointer<float>(x),
+                pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest,
+                weight_total, pointer<unsigned int>(counters) + 162, flags, 10368 /* x_rows */,
+                2304 /* weight_rows */, 4 /* group_panels */, 1 /* stream_x */, 1 /* keep_product */, batch, 4096,
+                4096);
+  launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flags,
+         weight_largest, weight_total, pointer<unsigned int>(counters) + 162, pointer<float>(product),
+         pointer<float>(y), pointer<float>(bias), pointer<float>(scale), scale_stride, scale_value,
+         pointer<float>(running_mean), pointer<float>(running_var), pointer<long long>(num_batches_tracked),
+         pointer<float>(bn_weight), pointer<float>(bn_bias), momentum, eps, pointer<float>(group_mean),
+         pointer<float>(mean), pointer<float>(rstd), 1 /* keep_product */, batch, 4096, 4096);
+
+  return {y, product, group_mean, mean, rstd};
+}
+
+// Chooses by whether something is kept for the backward.
+Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch::Tensor& weight /* [4096, 4096] */,
+                         const MaybeTensor& bias /* [4096] */, const MaybeTensor& scale /* [4096] or [1] */,
+                         double scale_value, const MaybeTensor& running_mean /* [4096] */,
+                         const MaybeTensor& running_var /* [4096] */, const MaybeTensor& num_batches_tracked,
+                         const MaybeTensor& bn_weight /* [4096] */, const MaybeTensor& bn_bias /* [4096] */,
+                         double momentum, double eps, bool save) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  auto run = save ? forward_training_saving : forward_training_alone;
+  return run(x, weight, bias, scale, scale_value, running_mean, running_var, num_batches_tracked, bn_weight,
+             bn_bias, momentum, eps, save);
+}
+
+// y alone: one_kernel.
+Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 4096] */,
+                                 const torch::Tensor& weight /* [4096, 4096] */,
+                                 const MaybeTensor& bias /* [4096] */, const MaybeTensor& scale /* [4096] or [1] */,
+                                 double scale_value, const MaybeTensor& running_mean /* [4096] */,
+                                 const MaybeTensor& running_var /* [4096] */,
+                                 const MaybeTensor& num_batches_tracked, const MaybeTensor& bn_weight /* [4096] */,
+                                 const MaybeTensor& bn_bias /* [4096] */, double momentum, double eps, bool save) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const int64_t batch = x.size(0);
+  const int64_t tiles_of_128 = (batch + 127) / 128;
+  torch::Tensor y = empty(x, torch::kFloat32, {batch, 4096});
+  const Scratch scratch(x, {2 * batch * 8192, 2 * 4096 * 8192, 4 * batch, 4 * 4096, 4 * 4096, 4 * 4096, 4 * 4096});
+  gemmnorm::half* split_x = scratch.piece<gemmnorm::half>(0);
+  gemmnorm::half* split_weight = scratch.piece<gemmnorm::half>(1);
+  int* x_exponents = scratch.piece<int>(2);
+  int* weight_exponents = scratch.piece<int>(3);
+  int* flags = scratch.piece<int>(4);
+  float* weight_largest = scratch.piece<float>(5);
+  float* weight_total = scratch.piece<float>(6);
+  torch::Tensor product = y;
+  const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
+  const torch::Tensor counters = take_counters(x, stream, 165);
+
+  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2304, 12672), 256, stream, pointer<float>(x),
+         pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
+         pointer<unsigned int>(counters) + 162, 2304 /* weight_rows */, 4096);
+  launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
+                232448 /* shared */, false /* cooperative */, stream,
+                tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
+                tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
+                pointer<float>(product), pointer<float>(y), pointer<float>(bias), pointer<float>(scale),
+                scale_stride, scale_value, pointer<float>(running_mean), pointer<float>(running_var),
+                pointer<long long>(num_batches_tracked), pointer<float>(bn_weight), pointer<float>(bn_bias),
+                momentum, eps, nullptr /* group_mean */, nullptr /* group_m2 */, nullptr /* mean */,
+                nullptr /* rstd */, nullptr /* merged_slope */, nullptr /* merged_shift */,
+                pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
+                x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 162,
+                flags, 10368 /* x_rows */, 2304 /* weight_rows */, 4 /* group_panels */, 1 /* stream_x */,
+                0 /* keep_product */, batch, 4096, 4096);
+  launch(fused_gemm_scale_bn_recompute_evaluation, 264, 256, stream, pointer<float>(x), pointer<float>(weight),
+         weight_largest, weight_total, pointer<unsigned int>(counters) + 162, pointer<float>(product),
+         pointer<float>(y), pointer<float>(bias), pointer<float>(scale), scale_stride, scale_value,
+         pointer<float>(running_mean), pointer<float>(running_var), pointer<long long>(num_batches_tracked),
+         pointer<float>(bn_weight), pointer<float>(bn_bias), momentum, eps, nullptr /* group_mean */,
+         nullptr /* mean */, nullptr /* rstd */, 0 /* keep_product */, batch, 4096, 4096);
+
+  return {y};
+}
+
+// y, and for the backward product, mean, rstd: cublas_folded_bn.
+Tensors forward_evaluation_saving(const torch::Tensor& x /* [batch, 4096] */,
+                                  const torch::Tensor& weight /* [4096, 4096] */,
+                                  const MaybeTensor& bias /* [4096] */,
+                                  const MaybeTensor& scale /* [4096] or [1] */, double scale_value,
+                                  const MaybeTensor& running_mean /* [4096] */,
+                                  const MaybeTensor& running_var /* [4096] */,
+                                  const MaybeTensor& num_batches_tracked, const MaybeTensor& bn_weight /* [4096] */,
+                                  const MaybeTensor& bn_bias /* [4096] */, double momentum, double eps, bool save) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const int64_t batch = x.size(0);
+  const int64_t tiles_of_256 = (batch + 255) / 256;
+  torch::Tensor y = empty(x, torch::kFloat32, {batch, 4096});
+  torch::Tensor product = empty(x, torch::kFloat32, {batch, 4096});
+  torch::Tensor mean = empty(x, torch::kFloat32, {4096});
+  torch::Tensor rstd = empty(x, torch::kFloat32, {4096});
+  const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
+
+  at::mm_out(product, x, weight.t());  // by the library
+  launch(fused_gemm_scale_bn_evaluate_evaluation, 32 * tiles_of_256, 256, stream, pointer<float>(product),
+         nullptr /* offset */, pointer<float>(bias), pointer<float>(scale), scale_stride, scale_value,
+         pointer<float>(mean), pointer<float>(rstd), pointer<float>(running_mean), pointer<float>(running_var),
+         pointer<float>(bn_weight), pointer<float>(bn_bias), eps, pointer<float>(y), batch, 4096);
+
+  return {y, product, mean, rstd};
+}
+
+// Chooses by whether something is kept for the backward.
+Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
+                           const torch::Tensor& weight /* [4096, 4096] */, const MaybeTensor& bias /* [4096] */,
+                           const MaybeTensor& scale /* [4096] or [1] */, double scale_value,
+                           const MaybeTensor& running_mean /* [4096] */,
+                           const MaybeTensor& running_var /* [4096] */, const MaybeTensor& num_batches_tracked,
+                           const MaybeTensor& bn_weight /* [4096] */, const MaybeTensor& bn_bias /* [4096] */,
+                           double momentum, double eps, bool save) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  auto run = save ? forward_evaluation_saving : forward_evaluation_alone;
+  return run(x, weight, bias, scale, scale_value, running_mean, running_var, num_batches_tracked, bn_weight,
+             bn_bias, momentum, eps, save);
+}
+
+// Through batch statistics. Returns the gradients of x, weight, bias, scale, bn_weight and bn_bias; those
+// that `needs` leaves out are undefined.
+Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const torch::Tensor& x /* [batch, 4096] */,
+                          const torch::Tensor& weight /* [4096, 4096] */, const MaybeTensor& bias /* [4096] */,
+                          const MaybeTensor& scale /* [4096] or [1] */, double scale_value,
+                          const MaybeTensor& bn_weight /* [4096] */, const MaybeTensor& bn_bias /* [4096] */,
+                          const torch::Tensor& product, const torch::Tensor& group_mean, const torch::Tensor& mean,
+                          const torch::Tensor& rstd, double eps, const std::vector<bool>& needs) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const int64_t batch = x.size(0);
+  const int64_t groups = (batch + 63) / 64;
+  const int64_t tiles_of_256 = (batch + 255) / 256;
+  const int64_t tiles_of_128 = (batch + 127) / 128;
+  const torch::Tensor grad_y = dense(grad);
+  torch::Tensor grad_x = needs[0] ? empty(x, torch::kFloat32, {batch, 4096}) : torch::Tensor();
+  torch::Tensor grad_weight = needs[1] ? empty(x, torch::kFloat32, {4096, 4096}) : torch::Tensor();
+  torch::Tensor grad_bias = needs[2] ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
+  torch::Tensor grad_scale = needs[3] ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
+  torch::Tensor grad_bn_weight = needs[4] ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
+  torch::Tensor grad_bn_bias = needs[5] ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
+  const Scratch scratch(x, {4 * groups * 4096, 4 * groups * 4096, 4 * 4096, 4 * 4096, 4 * batch * 4096,
+                            2 * batch * 8192, 2 * 4096 * 8192, 4 * batch, 4 * 4096, 2 * batch * 8192,
+                            2 * batch * 8192, 4 * batch, 4 * 4096});
+  float* group_sum = scratch.piece<float>(0);
+  float* group_dot = scratch.piece<float>(1);
+  float* mean_grad = scratch.piece<float>(2);
+  float* slope_grad = scratch.piece<float>(3);
+  float* grad_product = scratch.piece<float>(4);
+  gemmnorm::half* split_x = scratch.piece<gemmnorm::half>(5);
+  gemmnorm::half* split_weight = scratch.piece<gemmnorm::half>(6);
+  int* x_exponents = scratch.piece<int>(7);
+  int* weight_exponents = scratch.piece<int>(8);
+  gemmnorm::half* split_by_rows = scratch.piece<gemmnorm::half>(9);
+  gemmnorm::half* split_by_columns = scratch.piece<gemmnorm::half>(10);
+  int* row_exponents = scratch.piece<int>(11);
+  int* column_exponents = scratch.piece<int>(12);
+  const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
+
+  launch(fused_gemm_split_operands_2, batch + 4096, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
+         split_weight, x_exponents, weight_exponents, 4096 /* weight_rows */, 4096);
+  launch(fused_gemm_scale_bn_gradient_sums, 32 * groups, 256, stream, pointer<float>(grad_y),
+         pointer<float>(product), pointer<float>(group_mean), pointer<float>(bias), pointer<float>(scale),
+         scale_stride, scale_value, pointer<float>(mean), pointer<float>(rstd), pointer<float>(bn_weight),
+         pointer<float>(bn_bias), group_sum, group_dot, nullptr /* group_linear */, batch, 4096);
+  launch(fused_gemm_scale_bn_gradient_merge, 256, 256, stream, group_sum, group_dot, nullptr /* group_linear */,
+         pointer<float>(scale), scale_stride, scale_value, pointer<float>(rstd), pointer<float>(bn_weight), eps,
+         mean_grad, slope_grad, column_exponents, pointer<float>(grad_bias), pointer<float>(grad_scale),
+         pointer<float>(grad_bn_weight), pointer<float>(grad_bn_bias), batch, 4096);
+  launch(fused_gemm_scale_bn_gradient_apply, 32 * tiles_of_256, 256, stream, pointer<float>(grad_y),
+         pointer<float>(product), pointer<float>(group_mean), pointer<float>(bias), pointer<float>(scale),
+         scale_stride, scale_value, pointer<float>(mean), pointer<float>(rstd), pointer<float>(bn_weight),
+         pointer<float>(bn_bias), mean_grad, slope_grad, x_exponents, column_exponents, grad_product, batch, 4096);
+  launch(fused_gemm_split_gradient, batch, 256, stream, grad_product, x_exponents, weight_exponents,
+         column_exponents, split_by_rows, split_by_columns, row_exponents, 4096);
+  if (grad_x.defined()) launch_hopper(fused_gemm_split_grad_x,
+                                      std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
+                                      197632 /* shared */, false /* cooperative */, stream,
+                                      tensor_map(split_by_rows, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
+                                      tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 64, 64),
+                                      row_exponents, pointer<float>(grad_x), 12 /* group_panels */, batch, 4096,
+                                      4096);
+  if (grad_weight.defined()) launch_hopper(fused_gemm_split_grad_weight, 132, 384, 197632 /* shared */,
+                                           false /* cooperative */, stream,
+                                           tensor_map(split_by_columns, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 64, 64),
+                                           tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 64, 64),
+                                           column_exponents, pointer<float>(grad_weight), 12 /* group_panels */,
+                                           4096, batch, 4096);
+
+  return {grad_x, grad_weight, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias};
+}
+
+// Through running statistics. Returns the gradients of x, weight, bias, scale, bn_weight and bn_bias; those
+// that `needs` leaves out are undefined.
+Tensors backward_evaluation(const torch::Tensor& grad /* [batch, 4096] */,
+                            const torch::Tensor& x /* [batch, 4096] */,
+                            const torch::Tensor& weight /* [4096, 4096] */, const MaybeTensor& bias /* [4096] */,
+                            const MaybeTensor& scale /* [4096] or [1] */, double scale_value,
+                            const MaybeTensor& bn_weight /* [4096] */, const MaybeTensor& bn_bias /* [4096] */,
+                            const torch::Tensor& product, const torch::Tensor& mean, const torch::Tensor& rstd,
+                            double eps, const std::vector<bool>& needs) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const int64_t batch = x.size(0);
+  const int64_t groups = (batch + 63) / 64;
+  const int64_t tiles_of_256 = (batch + 255) / 256;
+  const torch::Tensor grad_y = dense(grad);
+  torch::Tensor grad_x = needs[0] ? empty(x, torch::kFloat32, {batch, 4096}) : torch::Tensor();
+  torch::Tensor grad_weight = needs[1] ? empty(x, torch::kFloat32, {4096, 4096}) : torch::Tensor();
+  torch::Tensor grad_bias = needs[2] ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
+  torch::Tensor grad_scale = needs[3] ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
+  torch::Tensor grad_bn_weight = needs[4] ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
+  torch::Tensor grad_bn_bias = needs[5] ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
+  torch::Tensor grad_product = empty(x, torch::kFloat32, {batch, 4096});
+  const Scratch scratch(x, {4 * groups * 4096, 4 * groups * 4096, 4 * groups * 4096, 4 * 4096, 4 * 4096});
+  float* group_sum = scratch.piece<float>(0);
+  float* group_dot = scratch.piece<float>(1);
+  float* group_linear = scratch.piece<float>(2);
+  float* mean_grad = scratch.piece<float>(3);
+  float* slope_grad = scratch.piece<float>(4);
+  const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
+
+  launch(fused_gemm_scale_bn_gradient_sums_evaluation, 32 * groups, 256, stream, pointer<float>(grad_y),
+         pointer<float>(product), nullptr /* offset */, pointer<float>(bias), pointer<float>(scale), scale_stride,
+         scale_value, pointer<float>(mean), pointer<float>(rstd), pointer<float>(bn_weight),
+         pointer<float>(bn_bias), group_sum, group_dot, group_linear, batch, 4096);
+  launch(fused_gemm_scale_bn_gradient_merge_evaluation, 256, 256, stream, group_sum, group_dot, group_linear,
+         pointer<float>(scale), scale_stride, scale_value, pointer<float>(rstd), pointer<float>(bn_weight), eps,
+         mean_grad, slope_grad, pointer<float>(grad_bias), pointer<float>(grad_scale),
+         pointer<float>(grad_bn_weight), pointer<float>(grad_bn_bias), batch, 4096);
+  launch(fused_gemm_scale_bn_gradient_apply_evaluation, 32 * tiles_of_256, 256, stream, pointer<float>(grad_y),
+         pointer<float>(product), nullptr /* offset */, pointer<float>(bias), pointer<float>(scale), scale_stride,
+         scale_value, pointer<float>(mean), pointer<float>(rstd), pointer<float>(bn_weight),
+         pointer<float>(bn_bias), mean_grad, slope_grad, pointer<float>(grad_product), batch, 4096);
+  if (grad_x.defined()) at::mm_out(grad_x, grad_product, weight);  // by the library
+  if (grad_weight.defined()) at::mm_out(grad_weight, grad_product.t(), x);  // by the library
+
+  return {grad_x, grad_weight, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias};
+}
+"""
+
+
+@_functools.lru_cache(maxsize=None)
+def _extension(capability):
+    """The compiled kernels for one compute capability; a build that fails raises."""
+    major, minor = capability
+    arch = f"{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+    source = _DECLARATIONS + _KERNELS + _HOST
+    return _load_inline(
+        name="gemmnorm_" + _hashlib.sha256((source + arch).encode()).hexdigest()[:16],
+        cpp_sources=[_DECLARATIONS],
+        cuda_sources=[_DECLARATIONS + _KERNELS + _HOST],
+        functions=['forward_training', 'forward_evaluation', 'backward_training', 'backward_evaluation'],
+        extra_cflags=["-O3"],
+        extra_cuda_cflags=["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"],
+    )
+
+
+@_functools.lru_cache(maxsize=None)
+def _kernels_for(device):
+    """The compiled kernels for a device, or None (with one warning) where they cannot be built."""
+    capability = torch.cuda.get_device_capability(device)
+    if _CUDA_HOME is None or torch.version.cuda is None:
+        _warnings.warn("gemmnorm: no CUDA toolkit was found (CUDA_HOME); plain PyTorch operations run instead")
+        return None
+    if capability != (9, 0):
+        _warnings.warn("gemmnorm: the kernels need compute capability 9.0 and no other; plain PyTorch operations run instead")
+        return None
+    return _extension(capability)
+
+
+# Activations that the model applies as functions, by gemmnorm's names: what runs where the kernels do not.
+_ACTIVATIONS = {}
+
+
+class _FusedChain(torch.autograd.Function):
+    """Linear, scale, BatchNorm and activation as one operation. Saved: x, the weight, the product, mean and rstd."""
+
+    @staticmethod
+    def forward(ctx, kernels, suffix, x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias,
+                scale_value, training, momentum, eps, save):
+        mode = ("training" if training else "evaluation") + suffix
+        y, *saved = getattr(kernels, "forward_" + mode)(
+            x, weight, bias, scale, scale_value, running_mean, running_var, counter, bn_weight, bn_bias, momentum, eps,
+            save,
+        )
+        ctx.save_for_backward(x, weight, bias, scale, bn_weight, bn_bias, *saved)
+        ctx.run = getattr(kernels, "backward_" + mode)
+        ctx.numbers = (scale_value, eps)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight, bias, scale, bn_weight, bn_bias, *saved = ctx.saved_tensors
+        scale_value, eps = ctx.numbers
+        operands = (x, weight, bias, scale, bn_weight, bn_bias)
+        wanted = [ctx.needs_input_grad[i] for i in (2, 3, 4, 5, 9, 10)]
+        found = ctx.run(grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, *saved, eps, wanted)
+        found = [g if want else None for g, want in zip(found, wanted)]
+        if found[3] is not None:  # one scale for all features: the sum of their gradients
+            found[3] = found[3].sum() if scale.numel() == 1 else found[3]
+            found[3] = found[3].reshape(scale.shape).to(scale.dtype)
+        gx, gw, gb, gs, gg, gt = found
+        return None, None, gx, gw, gb, gs, None, None, None, gg, gt, None, None, None, None, None
+
+
+def _chain(problem, x, linear, bn, scale, activation):
+    """activation(bn(linear(x) * scale)): by the kernels where they serve, else module by module."""
+    in_features, out_features, dtype, fused_activation, suffix = problem
+    activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    tensors = [linear.weight, linear.bias, bn.weight, bn.bias, bn.running_mean, bn.running_var]
+    tensors += [scale] if isinstance(scale, torch.Tensor) else []
+    serves = (
+        x.is_cuda and x.dim() == 2 and x.shape[0] > 0 and x.dtype == dtype
+        and type(linear) is torch.nn.Linear and type(bn) is torch.nn.BatchNorm1d
+        and tuple(linear.weight.shape) == (out_features, in_features) and x.shape[1] == in_features
+        and all(t is None or (t.device == x.device and t.dtype == dtype and t.is_contiguous()) for t in tensors)
+        and not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in (linear, bn))
+        and not torch.is_autocast_enabled()
+    )
+    kernels = _kernels_for(x.device) if serves else None
+    if kernels is None:
+        y = linear(x)
+        y = bn(y if scale is None else y * scale)
+        return y if activation is None else activation(y)
+    training = bn.training or bn.running_mean is None
+    if training and x.shape[0] == 1:
+        size = torch.Size([1, out_features])
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
+    counter = bn.num_batches_tracked if bn.training and bn.track_running_stats else None
+    momentum = bn.momentum if bn.momentum is not None else (0.0 if counter is None else -1.0)
+    weight = linear.weight.contiguous()
+    weight = weight.clone() if weight.data_ptr() % 16 else weight
+    x = x.contiguous()
+    x = x.clone() if x.data_ptr() % 16 else x
+    learned = (x, weight, linear.bias, bn.weight, bn.bias, scale if isinstance(scale, torch.Tensor) else None)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
+    is_tensor = isinstance(scale, torch.Tensor)
+    y = _FusedChain.apply(
+        kernels, suffix, x, weight, linear.bias, scale if is_tensor else None, bn.running_mean, bn.running_var, counter,
+        bn.weight, bn.bias, 1.0 if is_tensor or scale is None else float(scale), training, momentum, bn.eps, save,
+    )
+    return y if activation is None or fused_activation else activation(y)
+
+
+def fused_linear_scale_batch_norm(x, linear, bn, scale=None, activation=None):
+    """Linear(4096, 4096) -> scale -> BatchNorm1d."""
+    return _chain((4096, 4096, torch.float32, False, ''), x, linear, bn, scale, activation)
+
+
+class ModelNew(Model):
+    """`Model` with its chains fused."""
+
+    def forward(self, x):
+        return fused_linear_scale_batch_norm(x, self.gemm, self.bn, scale=self.scale)
+

@@ -1,0 +1,82 @@
+"""float32 by split operands on a GPU: never worse than float32, over random shapes and families of inputs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from gpu_support import poisoned_memory, precision
+
+from gemmnorm import linear_scale_batch_norm, runtime
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+DRAWS, PER_TEST = 240, 20
+
+
+def graded(n: int, decades: int) -> torch.Tensor:
+    return (10.0 ** torch.linspace(-decades, decades, n, device="cuda", dtype=torch.float64))[torch.randperm(n)].float()
+
+
+# name → x and the weight, from a batch, in_features and out_features.
+FAMILIES = {
+    "gaussian": lambda x, w: (x, w),
+    "uniform": lambda x, w: (torch.rand_like(x), torch.rand_like(w) - 0.5),
+    "relu": lambda x, w: (x.relu(), w),
+    "image": lambda x, w: (torch.randint_like(x, 256) / 255, w),
+    "mostly zero": lambda x, w: (x * (torch.rand_like(x) < 0.02), w),
+    "mean far from zero": lambda x, w: (x + 100, w),
+    "rows graded": lambda x, w: (x, w * graded(len(w), 6).unsqueeze(1)),
+    "columns graded": lambda x, w: (x * graded(x.shape[1], 6), w / graded(x.shape[1], 3)),
+    "columns graded inversely": lambda x, w: ((g := graded(x.shape[1], 6)) * x, w / g),
+    "one outlier": lambda x, w: (
+        x.index_put((torch.tensor(len(x) // 2), torch.tensor(3)), torch.tensor(1e6).cuda()),
+        w,
+    ),
+    "outlier column": lambda x, w: (x * torch.where(torch.arange(x.shape[1]).cuda() == 5, 1e6, 1.0), w),
+    "denormal rows": lambda x, w: (torch.where(torch.arange(len(x)).cuda().unsqueeze(1) % 5 > 0, x, x * 1e-41), w),
+    "begins small": lambda x, w: (x * torch.where(torch.arange(x.shape[1]).cuda() < 512, 1e-5, 1.0), w),
+}
+
+
+def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """The worst column's error; columns that are (nearly) constant are judged against the average one."""
+    norms = exact.norm(dim=0)
+    return float(((got.double() - exact).norm(dim=0) / norms.clamp_min(1e-3 * float(norms.mean()) + 1e-30)).max())
+
+
+@pytest.mark.parametrize("seed", range(DRAWS // PER_TEST))
+def test_never_worse_than_float32(seed: int) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("split operands need compute capability 9.0")
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    for draw in range(PER_TEST):
+        family = choose.choice(list(FAMILIES))
+        batch = choose.choice([64, 130, 257, 1000, choose.randint(64, 3000)])
+        inner, features = (4 * choose.randint(16, 700) for _ in range(2))
+        training = choose.random() < 0.7
+        x, weight = FAMILIES[family](
+            torch.randn(batch, inner, device="cuda"), torch.randn(features, inner, device="cuda") / inner**0.5
+        )
+        exact_product = x.double() @ weight.double().t()
+        running = exact_product.mean(0).float(), exact_product.var(0).clamp_min(1e-20).float()
+
+        def call(dtype: torch.dtype, strategy: str) -> torch.Tensor:
+            return linear_scale_batch_norm(
+                x.to(dtype), weight.to(dtype), None, None, *(r.to(dtype) for r in running), training=training,  # noqa: B023
+                eps=1e-30, strategy=strategy,
+            )  # fmt: skip
+
+        with precision("fp32"), torch.no_grad():
+            exact, eager = call(torch.float64, "reference"), call(torch.float32, "reference")
+            with poisoned_memory(), runtime.recording() as plans:
+                ours = call(torch.float32, "one_kernel")
+        assert plans[0].strategy == "one_kernel"
+        case = f"draw {draw}: {family}, {batch} × {inner} → {features}, {'training' if training else 'evaluation'}"
+        assert bool(ours.isfinite().all()) or not bool(eager.isfinite().all()), case
+        assert worst(ours, exact) <= 1.02 * worst(eager, exact) + 2.0**-21, (
+            case,
+            worst(ours, exact),
+            worst(eager, exact),
+        )
