@@ -944,7 +944,7 @@ namespace gemmnorm {
 
 constexpr int kUnitRows = 16;     // rows that a warp normalises at a time
 constexpr int kMergeWidth = 8;    // features whose groups a warp merges at a time
-constexpr int kDirectGroups = 32;  // as many as a thread merges by itself rather than wait for somebody's merge
+constexpr int kDirectGroups = 128;  // as many as a thread merges by itself rather than wait for somebody's merge
 constexpr int kDone = 0, kTicket = 1, kPanels = 2;  // counters: blocks done, next unit, then two numbers per panel
 
 // What decides whether split operands were enough; `flags` is null where the operands are not split.

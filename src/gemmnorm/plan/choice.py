@@ -76,26 +76,27 @@ def applicable(problem: Problem) -> dict[str, str | None]:
     }
 
 
-# What the planner prefers after one_kernel, first the best.
-_PREFERENCE = ("cublas_folded_bn", "cublas_bn", "reference")
+# What the planner prefers, first the best, unless `hopper.better_served` knows better.
+_PREFERENCE = ("one_kernel", "cublas_folded_bn", "cublas_bn", "reference")
 
 
 def preference(problem: Problem, strategy: str | None) -> tuple[str, ...]:
     """The strategies in the order in which they are tried: the one asked for, then the planner's own."""
-    own = () if _disadvantage(problem) else ("one_kernel",)
-    return ((strategy,) if strategy else ()) + own + _PREFERENCE
+    better = _better_than_one_kernel(problem)
+    return ((strategy,) if strategy else ()) + ((better[0],) if better else ()) + _PREFERENCE
 
 
-def _disadvantage(problem: Problem) -> str | None:
-    """Why the planner passes over `one_kernel` where it could serve, or None."""
-    return None if hopper.refusal(problem, "one_kernel") else hopper.disadvantage(problem)
+def _better_than_one_kernel(problem: Problem) -> tuple[str, str] | None:
+    """What the planner prefers to `one_kernel` where that could serve, and why."""
+    return None if applicable(problem)["one_kernel"] else hopper.better_served(problem)
 
 
 def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forward") -> Plan:
     """The plan for `problem`: that of `strategy` where it applies, else the planner's choice, with the reasons."""
     verdicts = applicable(problem)
     chosen = next(name for name in preference(problem, strategy) if verdicts[name] is None)
-    passed_over = {**verdicts, "one_kernel": verdicts["one_kernel"] or _disadvantage(problem)}
+    better = _better_than_one_kernel(problem)
+    passed_over = {**verdicts, **({"one_kernel": better[1]} if better else {})}
     reasons = tuple((name, reason) for name, reason in passed_over.items() if reason is not None and name != chosen)
     if chosen == "reference":
         return Plan(problem, phase, chosen, reasons=reasons)

@@ -72,18 +72,18 @@ def refusal(problem: Problem, strategy: str) -> str | None:
     return None
 
 
-def disadvantage(problem: Problem) -> str | None:
-    """Why the library's product should be preferred although the own one could serve, or None.
-
-    By the times of `lab/grid.py` on an H200: with few tiles and a long K, most multiprocessors have nothing to do, and
-    the library splits K.
-    """
+def better_served(problem: Problem) -> tuple[str, str] | None:
+    """A strategy that is faster than `one_kernel` where that could serve, and why: `lab/grid.py` on an H200."""
+    if problem.split:
+        return None
     tile, chip = choose_tile(problem), problem.chip or CHIPS[90]
     rows, panels = tile.counts(problem)
     idle = rows * panels <= chip.multiprocessors / 2 and problem.in_features >= 64 * tile.k
     narrow = tile.columns * tile.size <= 128 and problem.in_features >= 4096
-    if not problem.split and (idle or narrow):
-        return "few tiles with a long K leave most multiprocessors idle; the library splits K"
+    if idle or narrow:
+        return "cublas_folded_bn", "few tiles with a long K leave most multiprocessors idle; the library splits K"
+    if problem.training and rows * 2 > MOST_GROUPS_IN_ONE_WAVE and problem.in_features <= 16 * tile.k:
+        return "gemm_stats_apply", "K is too short for the normalisation of earlier tiles to hide behind it"
     return None
 
 
