@@ -124,6 +124,19 @@ def test_never_worse_than_float32(name: str, flagged: list[int]) -> None:
         assert 60 <= flagged[0] < FEATURES
 
 
+@pytest.mark.parametrize("batch", [65, 129, 193, 257])
+def test_a_last_row_that_stands_out(batch: int) -> None:
+    """The only row of its statistics group, far from the mean: statistics are not to be taken relative to it."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(batch, INNER), torch.randn(FEATURES, INNER) / 16
+    x[-1] *= 8
+    exact, eager = chain(x.double(), weight.double()), chain(x, weight)
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        got = chain(x, weight, strategy="one_kernel")
+    errors = [float((y[-1].double() - exact[-1]).abs().max()) for y in (got, eager)]
+    assert errors[0] <= 1.5 * errors[1], errors
+
+
 def summed_in_order(x: Tensor, weight: Tensor) -> Tensor:
     """x Wᵀ in float32, added up along K one after the other: cuBLAS' float32 product on an H200 has the same error."""
     total = torch.zeros(x.shape[0], weight.shape[0])

@@ -1871,16 +1871,22 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
           float centre = 0.0f, squares = 0.0f, r = 0.0f;
           if (direct) {
-            // Relative to the mean of a group of the tile, the own one unless it is empty:
-            // M2 = sum  M2_g + n_g*d^2 - (sum  n_g*d)^2/B with d = mean_g - own.
-            const float own = shared.slope[rows ? consumer : 0][column];
-            float sum = 0.0f;
+            // Relative to the mean of a few groups, spread over the batch and full if any is:
+            // M2 = sum  M2_g + n_g*d^2 - (sum  n_g*d)^2/B with d = mean_g - near.
+            constexpr int kSpread = 4;
+            const int full = max(batch / kGroupRows, 1);
+            float near = 0.0f, sum = 0.0f;
+#pragma unroll
+            for (int q = 0; q < kSpread; ++q) {
+              const i64 at = static_cast<i64>(q * full / kSpread) * features + (mine ? at_column : 0);
+              near += (FINISH == Finish::kOneBlock ? shared.slope[q * full / kSpread][column] : load_l2(group_mean + at)) / kSpread;
+            }
 #pragma unroll kAhead
             for (int g = thread % kLanes; g < f.groups; g += kLanes) {
               const i64 at = static_cast<i64>(g) * features + (mine ? at_column : 0);
               const float mean_g = FINISH == Finish::kOneBlock ? shared.slope[g][column] : load_l2(group_mean + at);
               const float m2_g = FINISH == Finish::kOneBlock ? shared.shift[g][column] : load_l2(group_m2 + at);
-              const float n = f.rows(g), d = mean_g - own;
+              const float n = f.rows(g), d = mean_g - near;
               sum += n * d;
               squares += m2_g + n * d * d;
             }
@@ -1890,7 +1896,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
               squares += __shfl_xor_sync(~0u, squares, lane_bit);
             }
             squares -= sum * sum / batch;
-            centre = own + sum / batch;
+            centre = near + sum / batch;
             if (mine) r = 1.0f / sqrtf(s_column * s_column * squares / batch + eps);
             const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored);
             if (mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish) f.finish(at_column, centre, squares);
