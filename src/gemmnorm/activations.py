@@ -111,7 +111,8 @@ TABLE: tuple[Activation, ...] = (
         torch.tanh,
         lambda g, z: aten.tanh_backward(g, torch.tanh(z)),
         "tanhf(z)",
-        "1.0f - tanhf(z) * tanhf(z)",
+        # 1 - tanh², which has no digits left where tanh is near 1
+        "4.0f * expf(-2.0f * fabsf(z)) / ((1.0f + expf(-2.0f * fabsf(z))) * (1.0f + expf(-2.0f * fabsf(z))))",
     ),
     Activation(
         "sigmoid",
