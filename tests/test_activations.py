@@ -62,7 +62,13 @@ def _translated(text: str, which: str):
     """The body of `float which(float z) { return …; }` as a Python function."""
     body = re.search(rf"float {which}\(float z\) {{ return (.*?); }}", text).group(1)
     body = _conditional(re.sub(r"(?<=[0-9.])f\b", "", body)).replace("||", " or ")
-    names = {"erff": math.erf, "expf": lambda v: math.exp(min(v, 700.0)), "tanhf": math.tanh, "fabsf": abs}
+    names = {
+        "erff": math.erf,
+        "erfcf": math.erfc,
+        "expf": lambda v: math.exp(min(v, 700.0)),
+        "tanhf": math.tanh,
+        "fabsf": abs,
+    }
     return lambda z: eval(body, {"__builtins__": {}}, {**names, "z": z})
 
 

@@ -70,7 +70,7 @@ TABLE: tuple[Activation, ...] = (
         (F.gelu,),
         F.gelu,
         lambda g, z: aten.gelu_backward(g, z, approximate="none"),
-        "0.5f * z * (1.0f + erff(0.7071067811865476f * z))",
+        "0.5f * z * erfcf(-0.7071067811865476f * z)",  # 1 + erf, which has no digits left where erf is near -1
         "0.5f * (1.0f + erff(0.7071067811865476f * z)) + 0.3989422804014327f * z * expf(-0.5f * z * z)",
         matches=(("approximate", "none"),),
     ),
