@@ -4,8 +4,9 @@
 // shared-memory stages; each consumer warpgroup multiplies 64 of the tile's 128 rows by all of its BN columns, takes the
 // statistics of its rows from the accumulators (one statistics group: a column mean, then M2 about it) and stores the
 // product minus that mean; warp 1 stores staged tiles and counts, panel by panel (a panel is one column of tiles), what
-// is complete. Warps 2 and 3 normalise complete panels out of the L2 while the tensor cores work on later ones. The last
-// tile of every block never leaves the registers before it is normalised.
+// is complete. Warps 2 and 3 normalise complete panels out of the L2 while the tensor cores work on later ones; before
+// that, of split operands, they split rows that later tiles need (split_ahead.cuh). The last tile of every block never
+// leaves the registers before it is normalised.
 #pragma once
 #include "column_sums.cuh"
 #include "panel_units.cuh"
@@ -59,7 +60,8 @@ struct GemmShared : PieceRings<AHEAD> {
 };
 
 // Two neighbouring values less the mean, as T holds them: statistics and results agree with what is stored, so that the
-// rounding of a value that stands out is normalised away as PyTorch's is.
+// rounding of a value that stands out is normalised away as PyTorch's is. Without computed_anew ptxas finds that these
+// writes reach the next wgmma and puts all of them in series (C7520).
 template <class T>
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
   const u32 both = pack(a - mean.x, b - mean.y, T{});
