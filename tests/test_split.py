@@ -237,6 +237,21 @@ def test_gradients_by_split_products(batch: int, in_features: int, out_features:
     check(SMALL_HOPPER, "one_kernel", "fp32", batch, in_features, out_features, **options)
 
 
+@pytest.mark.parametrize("wanted", ["x", "weight"])
+@pytest.mark.usefixtures("small_gradients")
+def test_only_one_gradient_is_wanted(wanted: str) -> None:
+    tensors = {"x": torch.randn(200, 136), "weight": torch.randn(40, 136)}
+    grads = []
+    for dtype in (torch.float64, torch.float32):
+        leaves = {name: t.to(dtype, copy=True).requires_grad_(name == wanted) for name, t in tensors.items()}
+        with emulated(SMALL_HOPPER), poisoned_memory():
+            y = chain(**leaves, strategy="reference" if dtype == torch.float64 else "one_kernel")
+            (y * torch.linspace(-1, 1, 200, dtype=dtype).unsqueeze(1).sin()).sum().backward()
+        grads.append(leaves[wanted].grad.double())
+        assert all(leaves[name].grad is None for name in leaves if name != wanted)
+    assert float((grads[1] - grads[0]).norm() / grads[0].norm()) < 1e-6
+
+
 def gradient_families() -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     x, weight, grad = torch.randn(BATCH, INNER), torch.randn(FEATURES, INNER) / 16, torch.randn(BATCH, FEATURES)
     rows, features = (10.0 ** torch.linspace(-6, 6, n)[torch.randperm(n)].unsqueeze(1) for n in (BATCH, FEATURES))
