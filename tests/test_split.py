@@ -307,6 +307,6 @@ def test_rows_whose_exponent_is_guessed_wrong(training: bool, monkeypatch: pytes
     monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (hopper.TILE_ROWS, tile.columns))
     plan.cached_plan.cache_clear()
     with emulated(SMALL_HOPPER), poisoned_memory():
-        got = linear_scale_batch_norm(x, weight, None, None, *running, training=training)
+        got = linear_scale_batch_norm(x, weight, None, None, *running, training=training, strategy="one_kernel")
     plan.cached_plan.cache_clear()
     assert column_error(got, want) <= 1.02 * column_error(eager, want) + 2.0**-22
