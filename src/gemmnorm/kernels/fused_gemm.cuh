@@ -51,11 +51,12 @@ struct GemmShared : PieceRings<AHEAD> {
   alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
   alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
   float sums[2][4][BN];   // per consumer and warp
-  float slope[2][BN];     // per consumer: column coefficients, or the group's mean in `slope`
+  float slope[2][BN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
   float shift[2][BN];
   float mean[BN], rstd[BN];  // of the tile's columns, for both consumers
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
+  u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
   u32 last;
 };
 
@@ -71,6 +72,44 @@ __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T)
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
   a -= mean.x;
   b -= mean.y;
+}
+
+// A thread's two neighbouring results (the i-th such pair) of row own_row, and of own_row + 8, to where the copy engine
+// will fetch them as T.
+template <class T>
+__device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row, int i, float2 low, float2 high) {
+  if constexpr (sizeof(T) == 2) {
+    unsigned char* to = staging + (i / 8) * kGroupRows * kRowBytes + own_row * kRowBytes +
+                        (((i % 8) * 16 + (threadIdx.x % 4) * 4) ^ ((own_row % 8) << 4));
+    *reinterpret_cast<u32*>(to) = pack(low.x, low.y, T{});
+    *reinterpret_cast<u32*>(to + 8 * kRowBytes) = pack(high.x, high.y, T{});
+  }
+}
+
+// One warp sums up the squares of a staged group, column by column: M2, because its mean is taken off.
+template <class T, int BN, class L, class R>
+__device__ __forceinline__ void store_squares(const Features<L, R>& f, const unsigned char* staging, int group,
+                                              int first_column) {
+  constexpr int kLanes = BN / 8, kAtOnce = 32 / kLanes;  // lanes to a row, of eight columns each; rows at once
+  const int lane = threadIdx.x % 32, column = lane % kLanes, rows = f.rows(group);
+  const unsigned char* of_lane = staging + column / 8 * kGroupRows * kRowBytes;
+  float sum[8] = {};
+#pragma unroll 4
+  for (int row = lane / kLanes; row < rows; row += kAtOnce) {
+    const Vec<T, 8> v = *reinterpret_cast<const Vec<T, 8>*>(of_lane + row * kRowBytes + ((column ^ row) % 8) * 16);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += to_float(v.at[i]) * to_float(v.at[i]);
+  }
+#pragma unroll
+  for (int bit = kLanes; bit < 32; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], bit);
+  const int j = first_column + 8 * column;
+  if (lane < kLanes && j < f.features && rows) {
+    float4* to = reinterpret_cast<float4*>(f.group_m2 + static_cast<i64>(group) * f.features + j);
+    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+  }
 }
 
 // Two neighbouring results of one row, straight to global memory.
@@ -108,7 +147,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   constexpr bool kAheadToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
   constexpr int kFeeder = kSplit && !kAheadToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
-  constexpr int kMergeAhead = kSplit ? 1 : 4;  // groups in flight while a warp merges
+  constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
   using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
   constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
@@ -131,6 +170,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   const int warpgroup = threadIdx.x / 128;
 
   if (threadIdx.x == 0) {
+    prefetch_map(map_x);
+    prefetch_map(map_weight);
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(&shared.full[s], 1);
       barrier_init(&shared.empty[s], 2);
@@ -138,6 +179,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     for (int c = 0; c < 2; ++c) {
       barrier_init(&shared.staged[c], 128);
       barrier_init(&shared.unstaged[c], 1);
+      barrier_init(&shared.known[c], 32);
+      barrier_init(&shared.used[c], 2);
     }
     if constexpr (kAheadToo)
       for (int p = 0; p < kSplitters * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
@@ -174,29 +217,59 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
         }
       }
-    } else if (warp == 1 && lane == 0 && FINISH != Finish::kEvaluate) {  // stores staged tiles, counts complete groups
+    } else if (warp == 1 && FINISH == Finish::kEvaluate) {  // computes coefficients, a tile ahead of the multiplications
+      int buffer = 0;
+      u32 parity = 1;
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+        const Tile tile = raster.at(t);
+        barrier_wait(&shared.used[buffer], parity);
+#pragma unroll 2
+        for (int c = lane; c < BN; c += 32) {
+          const int j = min(tile.n * BN + c, features - 1);
+          const float r = 1.0f / sqrtf(to_float(running_var[j]) + eps), centre = to_float(running_mean[j]);
+          const float slope = f.slope(j, r), q = value_or(bn_weight, j, 1.0f) * r;
+          shared.slope[buffer][c] = slope;
+          shared.shift[buffer][c] = f.shift(j) + q * (f.s(j) * f.b(j) - centre);
+          if (mean && tile.m == 0) {
+            mean[j] = centre;
+            rstd[j] = r;
+          }
+        }
+        barrier_arrive(&shared.known[buffer]);
+        buffer ^= 1;
+        if (buffer == 0) parity ^= 1;
+      }
+    } else if (warp == 1) {  // stores staged tiles, sums up the squares of most, counts complete groups
       u32 parity = 0;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
         const Tile tile = raster.at(t);
-        const bool store_product = FINISH == Finish::kStatistics || t < stored || keep_product;
+        const bool later = FINISH == Finish::kStatistics || t < stored;
         for (int c = 0; c < 2; ++c) {
           barrier_wait(&shared.staged[c], parity);
-          if (kStaged) {
-            if (store_product) {
-              for (int part = 0; part < BN / 64; ++part)
-                copy_to_global(map_product, shared.staging[c] + part * kGroupRows * kRowBytes, tile.n * BN + part * 64,
-                               tile.m * kTileRows + c * kGroupRows);
-              commit_copies();
-              wait_copies_read();
-            }
-            barrier_arrive(&shared.unstaged[c]);
-            wait_copies();
-            fence_async_global();
+          if (kStaged && (later || keep_product) && lane == 0) {
+            for (int part = 0; part < BN / 64; ++part)
+              copy_to_global(map_product, shared.staging[c] + part * kGroupRows * kRowBytes, tile.n * BN + part * 64,
+                             tile.m * kTileRows + c * kGroupRows);
+            commit_copies();
           }
-          if (FINISH == Finish::kOneWave || FINISH == Finish::kPersistent) add_release(&counters[kPanels + tile.n], 1);
+          if constexpr (kStaged) {
+            if (later) store_squares<T, BN>(f, shared.staging[c], 2 * tile.m + c, tile.n * BN);
+          }
+          __syncwarp();
+          if (lane == 0) {
+            if (kStaged) {
+              wait_copies_read();
+              barrier_arrive(&shared.unstaged[c]);
+              wait_copies();
+              fence_async_global();
+            }
+            if (FINISH == Finish::kOneWave || FINISH == Finish::kPersistent) add_release(&counters[kPanels + tile.n], 1);
+          }
         }
       }
-    } else if (warp >= 2 && (FINISH == Finish::kPersistent || kAheadToo)) {
+    } else if (warp >= 2 && (FINISH != Finish::kEvaluate || kAheadToo)) {
+      const int last = (tiles - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) * gridDim.x + blockIdx.x;
+      if (FINISH != Finish::kStatistics && warp == 2) f.prefetch(raster.at(last).n * BN, BN);
       if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
       if (FINISH == Finish::kPersistent)
         take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
@@ -207,6 +280,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     const int own_row = warp * 16 + lane / 4;  // of the group; the thread also holds own_row + 8
     int stage = 0;
     u32 parity = 0, staging_parity = 1;
+    int buffer = 0;
+    u32 known_parity = 0;
     float acc[kAccumulators];
     // Of split operands: high·high of one stage, which `acc` adds up because the tensor cores truncate; and both products
     // with a low part, in units of 2^-11, whose truncation is far below.
@@ -237,22 +312,6 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           const PowerOfTwo p = power_of_two(j < features ? load_l2(weight_exponents + j) : 0);
           shared.sums[consumer][0][thread] = p.first;
           shared.sums[consumer][1][thread] = p.second;
-        }
-        if (FINISH == Finish::kEvaluate && k == 0) {  // in the shadow of the first multiplications
-          const Tile tile = raster.at(t);
-          const int first_column = tile.n * BN;
-          for (int c = thread; c < BN; c += 128) {
-            const int j = first_column + c;
-            if (j >= features) break;
-            const float r = 1.0f / sqrtf(to_float(running_var[j]) + eps), centre = to_float(running_mean[j]);
-            const float slope = f.slope(j, r), q = value_or(bn_weight, j, 1.0f) * r;
-            shared.slope[consumer][c] = slope;
-            shared.shift[consumer][c] = f.shift(j) + q * (f.s(j) * f.b(j) - centre);
-            if (mean && tile.m + consumer == 0) {
-              mean[j] = centre;
-              rstd[j] = r;
-            }
-          }
         }
         if (k > 0 || kSplit) wgmma_wait<1>();
         if constexpr (kSplit) {
@@ -293,7 +352,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         sync_threads(1 + consumer, 128);
       }
 
-      bool finish_here = FINISH == Finish::kEvaluate;
+      bool finish_here = FINISH == Finish::kEvaluate, finish_feature_here = false;
+      float centre = 0.0f, squares = 0.0f;
+      int at_column = 0;
       if (FINISH != Finish::kEvaluate) {
         // Column means of the group, then M2 about them. Rows beyond the batch are zero in the accumulators.
         float2 mu = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
@@ -304,65 +365,72 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = mu;
         sync_threads(1 + consumer, 128);
         const bool low = own_row < rows, high = own_row + 8 < rows;
-#pragma unroll
-        for (int i = 0; i < BN / 8; ++i) {
-          const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
-          rounded_pair(acc[4 * i], acc[4 * i + 1], m, T{});
-          rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
-          if (i % 4 == 3) keep_order();
-        }
-        if (rows < kGroupRows) {  // rows beyond the batch count for nothing
-#pragma unroll
-          for (int i = 0; i < BN / 8; ++i) {
-            if (!low) acc[4 * i] = acc[4 * i + 1] = 0.0f;
-            if (!high) acc[4 * i + 2] = acc[4 * i + 3] = 0.0f;
-          }
-        }
-        const float2 m2 = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
-          const float a = acc[(i / 2) * 4 + i % 2], b = acc[(i / 2) * 4 + 2 + i % 2];
-          return a * a + b * b;
-        });
-        sync_threads(1 + consumer, 128);  // the sums are read before the next tile's are written
         const int j = first_column + 2 * thread;
-        if (2 * thread < BN && j < features && rows) {
-          const i64 at = static_cast<i64>(group) * features + j;
-          *reinterpret_cast<float2*>(group_mean + at) = mu;
-          *reinterpret_cast<float2*>(group_m2 + at) = m2;
-        }
+        const bool owner = 2 * thread < BN && j < features;
+        const i64 at_group = static_cast<i64>(group) * features + j;
+        if (owner && rows) *reinterpret_cast<float2*>(group_mean + at_group) = mu;
         finish_here = FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave || (FINISH == Finish::kPersistent && t >= stored);
-        const bool store_product = !finish_here || keep_product;
-        if (kStaged) {
+        float2 m2 = mu;
+        if (kStaged && !finish_here) {  // out of the registers at once: another warp sums up the squares
           barrier_wait(&shared.unstaged[consumer], staging_parity);
           staging_parity ^= 1;
-        }
-        if (store_product) {
 #pragma unroll
           for (int i = 0; i < BN / 8; ++i) {
-            if (kStaged) {
-              unsigned char* to = shared.staging[consumer] + (i / 8) * kGroupRows * kRowBytes + own_row * kRowBytes +
-                                  (((i % 8) * 16 + (lane % 4) * 4) ^ ((own_row % 8) << 4));
-              if constexpr (kStaged) {
-                *reinterpret_cast<u32*>(to) = pack(acc[4 * i], acc[4 * i + 1], T{});
-                *reinterpret_cast<u32*>(to + 8 * kRowBytes) = pack(acc[4 * i + 2], acc[4 * i + 3], T{});
-              }
-            } else {
-              const int column = first_column + i * 8 + (lane % 4) * 2;
-              if (column < features) {
-                if (low) store_pair(product + row * features + column, acc[4 * i], acc[4 * i + 1]);
-                if (high) store_pair(product + (row + 8) * features + column, acc[4 * i + 2], acc[4 * i + 3]);
+            const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
+            stage_pairs<T>(shared.staging[consumer], own_row, i, make_float2(acc[4 * i] - m.x, acc[4 * i + 1] - m.y),
+                           make_float2(acc[4 * i + 2] - m.x, acc[4 * i + 3] - m.y));
+            if (i % 4 == 3) keep_order();
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < BN / 8; ++i) {
+            const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
+            rounded_pair(acc[4 * i], acc[4 * i + 1], m, T{});
+            rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
+            if (i % 4 == 3) keep_order();
+          }
+          if (rows < kGroupRows) {  // rows beyond the batch count for nothing
+#pragma unroll
+            for (int i = 0; i < BN / 8; ++i) {
+              if (!low) acc[4 * i] = acc[4 * i + 1] = 0.0f;
+              if (!high) acc[4 * i + 2] = acc[4 * i + 3] = 0.0f;
+            }
+          }
+          m2 = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
+            const float a = acc[(i / 2) * 4 + i % 2], b = acc[(i / 2) * 4 + 2 + i % 2];
+            return a * a + b * b;
+          });
+          sync_threads(1 + consumer, 128);  // the sums are read before the next tile's are written
+          if (owner && rows) *reinterpret_cast<float2*>(group_m2 + at_group) = m2;
+          if (kStaged) {
+            barrier_wait(&shared.unstaged[consumer], staging_parity);
+            staging_parity ^= 1;
+          }
+          if (!finish_here || keep_product) {
+#pragma unroll
+            for (int i = 0; i < BN / 8; ++i) {
+              if (kStaged) {
+                stage_pairs<T>(shared.staging[consumer], own_row, i, make_float2(acc[4 * i], acc[4 * i + 1]),
+                               make_float2(acc[4 * i + 2], acc[4 * i + 3]));
+              } else {
+                const int column = first_column + i * 8 + (lane % 4) * 2;
+                if (column < features) {
+                  if (low) store_pair(product + row * features + column, acc[4 * i], acc[4 * i + 1]);
+                  if (high) store_pair(product + (row + 8) * features + column, acc[4 * i + 2], acc[4 * i + 3]);
+                }
               }
             }
           }
-          if (kStaged) fence_async_shared();
         }
+        if (kStaged) fence_async_shared();
         barrier_arrive(&shared.staged[consumer]);
 
         if (finish_here) {
           // Mean and rstd of the tile's columns: each consumer merges half of them, kLanes threads to a column.
           constexpr int kLanes = 256 / BN;
-          const int column = consumer * (BN / 2) + thread / kLanes, at_column = first_column + column;
+          const int column = consumer * (BN / 2) + thread / kLanes;
+          at_column = first_column + column;
           const bool mine = at_column < features, direct = FINISH != Finish::kPersistent || f.groups <= kDirectGroups;
-          const bool owner = 2 * thread < BN && j < features;
           float2 unit_slope = make_float2(0.0f, 0.0f), unit_shift = unit_slope;
           if (owner) {
             unit_slope = make_float2(f.slope(j, 1.0f), f.slope(j + 1, 1.0f));
@@ -379,27 +447,36 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             }
             sync_threads(1 + consumer, 128);
           }
-          float centre = 0.0f, squares = 0.0f, r = 0.0f;
+          float r = 0.0f;
           if (direct) {
             // Relative to the mean of a few groups, spread over the batch and full if any is:
             // M2 = Σ M2_g + n_g·d² - (Σ n_g·d)²/B with d = mean_g - near.
             constexpr int kSpread = 4;
             const int full = max(batch / kGroupRows, 1);
-            float near = 0.0f, sum = 0.0f;
+            float near = 0.0f, sum = 0.0f, spread[kSpread];
+            const auto load_group = [&](const float (*here)[BN], const float* vector, int g) {
+              return FINISH == Finish::kOneBlock ? here[g][column]
+                                                 : load_l2(vector + static_cast<i64>(g) * features + (mine ? at_column : 0));
+            };
 #pragma unroll
-            for (int q = 0; q < kSpread; ++q) {
-              const i64 at = static_cast<i64>(q * full / kSpread) * features + (mine ? at_column : 0);
-              near += (FINISH == Finish::kOneBlock ? shared.slope[q * full / kSpread][column] : load_l2(group_mean + at)) / kSpread;
+            for (int q = 0; q < kSpread; ++q) spread[q] = load_group(shared.slope, group_mean, q * full / kSpread);
+            for (int g0 = thread % kLanes; g0 < f.groups; g0 += kLanes * kAhead) {
+              float means[kAhead], squared[kAhead];
+#pragma unroll
+              for (int i = 0; i < kAhead; ++i) {
+                const int g = min(g0 + i * kLanes, f.groups - 1);
+                means[i] = load_group(shared.slope, group_mean, g);
+                squared[i] = load_group(shared.shift, group_m2, g);
+              }
+              if (g0 < kLanes) near = ((spread[0] + spread[1]) + (spread[2] + spread[3])) / kSpread;
+#pragma unroll
+              for (int i = 0; i < kAhead; ++i) {
+                const float n = g0 + i * kLanes < f.groups ? f.rows(g0 + i * kLanes) : 0, d = means[i] - near;
+                sum += n * d;
+                squares += (n > 0.0f ? squared[i] : 0.0f) + n * d * d;
+              }
             }
-#pragma unroll kAhead
-            for (int g = thread % kLanes; g < f.groups; g += kLanes) {
-              const i64 at = static_cast<i64>(g) * features + (mine ? at_column : 0);
-              const float mean_g = FINISH == Finish::kOneBlock ? shared.slope[g][column] : load_l2(group_mean + at);
-              const float m2_g = FINISH == Finish::kOneBlock ? shared.shift[g][column] : load_l2(group_m2 + at);
-              const float n = f.rows(g), d = mean_g - near;
-              sum += n * d;
-              squares += m2_g + n * d * d;
-            }
+            near = ((spread[0] + spread[1]) + (spread[2] + spread[3])) / kSpread;  // of lanes without groups too
 #pragma unroll
             for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) {
               sum += __shfl_xor_sync(~0u, sum, lane_bit);
@@ -409,7 +486,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             centre = near + sum / batch;
             if (mine) r = 1.0f / sqrtf(s_column * s_column * squares / batch + eps);
             const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored);
-            if (mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish) f.finish(at_column, centre, squares);
+            finish_feature_here = mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish;
           } else if (mine) {
             centre = load_l2(mean + at_column);
             r = load_l2(rstd + at_column);
@@ -435,27 +512,27 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
       }
       if (finish_here) {
-        sync_threads(1 + consumer, 128);  // the coefficients are there; earlier copies out of the staging memory too
-        if (kStagedY && FINISH == Finish::kEvaluate) {
-          if (thread == 0) wait_copies_read();
-          sync_threads(1 + consumer, 128);
+        const int at = FINISH == Finish::kEvaluate ? buffer : consumer;
+        if (FINISH == Finish::kEvaluate) {
+          barrier_wait(&shared.known[buffer], known_parity);
+          buffer ^= 1;
+          if (buffer == 0) known_parity ^= 1;
+          if (kStagedY && thread == 0) wait_copies_read();
         }
+        sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
         const bool low = own_row < rows, high = own_row + 8 < rows;
 #pragma unroll
         for (int i = 0; i < BN / 8; ++i) {
           const int c = i * 8 + (lane % 4) * 2;
-          const float2 slope = *reinterpret_cast<const float2*>(&shared.slope[consumer][c]);
-          const float2 shift = *reinterpret_cast<const float2*>(&shared.shift[consumer][c]);
+          const float2 slope = *reinterpret_cast<const float2*>(&shared.slope[at][c]);
+          const float2 shift = *reinterpret_cast<const float2*>(&shared.shift[at][c]);
           if (i % 2 == 1) keep_order();
           const float v0 = Activation::value(slope.x * acc[4 * i] + shift.x);
           const float v1 = Activation::value(slope.y * acc[4 * i + 1] + shift.y);
           const float v2 = Activation::value(slope.x * acc[4 * i + 2] + shift.x);
           const float v3 = Activation::value(slope.y * acc[4 * i + 3] + shift.y);
           if constexpr (kStagedY) {
-            unsigned char* to = shared.staging[consumer] + (i / 8) * kGroupRows * kRowBytes + own_row * kRowBytes +
-                                (((i % 8) * 16 + (lane % 4) * 4) ^ ((own_row % 8) << 4));
-            *reinterpret_cast<u32*>(to) = pack(v0, v1, Y{});
-            *reinterpret_cast<u32*>(to + 8 * kRowBytes) = pack(v2, v3, Y{});
+            stage_pairs<Y>(shared.staging[consumer], own_row, i, make_float2(v0, v1), make_float2(v2, v3));
           } else if (first_column + c < features) {
             if (low) store_pair(y + row * features + first_column + c, v0, v1);
             if (high) store_pair(y + (row + 8) * features + first_column + c, v2, v3);
@@ -463,12 +540,14 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
         if (kStagedY) fence_async_shared();
         sync_threads(1 + consumer, 128);
+        if (FINISH == Finish::kEvaluate && thread == 0) barrier_arrive(&shared.used[at]);
         if (kStagedY && thread == 0) {
           for (int part = 0; part < BN / 64; ++part)
             copy_to_global(map_y, shared.staging[consumer] + part * kGroupRows * kRowBytes, first_column + part * 64,
                            group * kGroupRows);
           commit_copies();
         }
+        if (finish_feature_here) f.finish(at_column, centre, squares);  // nobody waits for it
       }
     }
     if (kStagedY && thread == 0) wait_copies();

@@ -51,6 +51,21 @@ struct Features {
     return value_or(bn_weight, j, 1.0f) * s(j) * rstd_j;
   }
   __device__ __forceinline__ float shift(int j) const { return value_or(bn_bias, j, 0.0f); }
+  // Brings what `count` features need from memory into the L2, as one warp.
+  template <class V>
+  __device__ __forceinline__ void prefetch(const V* vector, int first, int count) const {
+    constexpr int kLine = 128 / sizeof(V);
+    const int at = first + static_cast<int>(threadIdx.x % 32) * kLine;
+    if (vector && at < min(first + count, features)) prefetch_l2(vector + at);
+  }
+  __device__ __forceinline__ void prefetch(int first, int count) const {
+    prefetch(bias, first, count);
+    if (scale_stride) prefetch(scale, first, count);
+    prefetch(running_mean, first, count);
+    prefetch(running_var, first, count);
+    prefetch(bn_weight, first, count);
+    prefetch(bn_bias, first, count);
+  }
   __device__ __forceinline__ int rows(int group) const {
     const int left = batch - group * kGroupRows;
     return left < 0 ? 0 : left < kGroupRows ? left : kGroupRows;
@@ -142,14 +157,14 @@ __device__ __forceinline__ void load_features(const float* vector, float (&out)[
   }
 }
 
-// One warp normalises `kUnitRows` rows of a stored tile: y = φ(slope·(a' + (group mean - mean)) + shift), a' as stored.
-template <class T, class Y, int BN, class Activation, class L, class R>
+// One warp normalises `kUnitRows` rows of a stored tile, ROWS in flight: y = φ(slope·(a' + (group mean - mean)) + shift), a' as stored.
+template <class T, class Y, int BN, class Activation, int ROWS, class L, class R>
 __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T* product, Y* y, int first_row,
                                                int first_column) {
   constexpr int N = 16 / sizeof(T);
   constexpr int kColumns = BN < 32 * N ? BN : 32 * N;  // that the warp covers at once
   constexpr int kLanes = 32 * N / kColumns;            // rows that it covers at once
-  constexpr int kAtOnce = kUnitRows / kLanes < 2 ? kUnitRows / kLanes : 2;
+  constexpr int kAtOnce = kUnitRows / kLanes < ROWS ? kUnitRows / kLanes : ROWS;
   const int lane = threadIdx.x % 32, group = first_row / kGroupRows;
   const int rows = min(kUnitRows, f.batch - first_row);
 #pragma unroll 1
@@ -169,12 +184,11 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
     const i64 origin = static_cast<i64>(first_row) * f.features + column;
 #pragma unroll 1
     for (int r0 = lane / (kColumns / N); r0 < rows; r0 += kLanes * kAtOnce) {
-      Vec<T, N> a[kAtOnce];
+      Vec<T, N> a[kAtOnce];  // loads without conditions are all in flight at once
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r)
-        if (r0 + r * kLanes < rows)
-          *reinterpret_cast<uint4*>(&a[r]) =
-              load_l2(reinterpret_cast<const uint4*>(product + origin + static_cast<i64>(r0 + r * kLanes) * f.features));
+        *reinterpret_cast<uint4*>(&a[r]) = load_l2(
+            reinterpret_cast<const uint4*>(product + origin + static_cast<i64>(min(r0 + r * kLanes, rows - 1)) * f.features));
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
         float out[N];
@@ -225,7 +239,7 @@ __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster
       if (row >= f.batch) continue;
       if (lane == 0) wait_until(&counters[merged + tile.n], kMerges);
       __syncwarp();
-      normalize_unit<T, Y, BN, Activation>(f, product, y, row, tile.n * BN);
+      normalize_unit<T, Y, BN, Activation, 2 * AHEAD>(f, product, y, row, tile.n * BN);
     }
   }
 }

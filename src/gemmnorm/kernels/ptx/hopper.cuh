@@ -46,6 +46,10 @@ __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// Lets the others of `threads` pass that barrier, without waiting for them.
+__device__ __forceinline__ void arrive_threads(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 // Copy engine: #data-movement-and-conversion-instructions-cp-async-bulk-tensor. x counts along a row, y the rows.
 // A policy says what the L2 should rather keep: #createpolicy; these are its encodings of two whole-access policies.
@@ -74,6 +78,12 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.bulk.co
 __device__ __forceinline__ void wait_copies_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // All of this thread's copies are complete and visible to it.
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Brings a line of memory, or a map, closer: #data-movement-and-conversion-instructions-prefetch-prefetchu
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 
 // Moves registers between the warpgroups of a block: #miscellaneous-instructions-setmaxnreg
 template <int COUNT>
