@@ -74,6 +74,13 @@ __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, fl
   b -= mean.y;
 }
 
+// Per-column numbers of a thread's next N pairs of columns, all in flight at once.
+template <int N>
+__device__ __forceinline__ void load_pairs(const float* columns, float2 (&out)[N]) {
+#pragma unroll
+  for (int q = 0; q < N; ++q) out[q] = *reinterpret_cast<const float2*>(columns + q * 8 + (threadIdx.x % 4) * 2);
+}
+
 // A thread's two neighbouring results (the i-th such pair) of row own_row, and of own_row + 8, to where the copy engine
 // will fetch them as T.
 template <class T>
@@ -114,8 +121,8 @@ __device__ __forceinline__ void store_squares(const Features<L, R>& f, const uns
 
 // Two neighbouring results of one row, straight to global memory.
 template <class Y>
-__device__ __forceinline__ void store_pair(Y* to, float a, float b) {
-  const float pair[2] = {a, b};
+__device__ __forceinline__ void store_pair(Y* to, float2 v) {
+  const float pair[2] = {v.x, v.y};
   store<Y, 2>(to, pair);
 }
 
@@ -140,7 +147,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
-  constexpr int kAhead = 16;  // partial results in flight
+  constexpr int kAhead = 16, kPairs = FINISH == Finish::kPersistent ? 2 : 4;  // partial results in flight, pairs of columns
   constexpr int kPlanes = Operand<OP>::kPlanes;
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
@@ -375,11 +382,17 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           barrier_wait(&shared.unstaged[consumer], staging_parity);
           staging_parity ^= 1;
 #pragma unroll
-          for (int i = 0; i < BN / 8; ++i) {
-            const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
-            stage_pairs<T>(shared.staging[consumer], own_row, i, make_float2(acc[4 * i] - m.x, acc[4 * i + 1] - m.y),
-                           make_float2(acc[4 * i + 2] - m.x, acc[4 * i + 3] - m.y));
-            if (i % 4 == 3) keep_order();
+          for (int i0 = 0; i0 < BN / 8; i0 += kPairs) {
+            float2 m[kPairs];
+            load_pairs(&shared.slope[consumer][i0 * 8], m);
+#pragma unroll
+            for (int q = 0; q < kPairs; ++q) {
+              const int i = i0 + q;
+              stage_pairs<T>(shared.staging[consumer], own_row, i,
+                             make_float2(acc[4 * i] - m[q].x, acc[4 * i + 1] - m[q].y),
+                             make_float2(acc[4 * i + 2] - m[q].x, acc[4 * i + 3] - m[q].y));
+            }
+            keep_order();
           }
         } else {
 #pragma unroll
@@ -387,7 +400,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
             rounded_pair(acc[4 * i], acc[4 * i + 1], m, T{});
             rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
-            if (i % 4 == 3) keep_order();
+            if (i % 8 == 7) keep_order();
           }
           if (rows < kGroupRows) {  // rows beyond the batch count for nothing
 #pragma unroll
@@ -415,8 +428,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
               } else {
                 const int column = first_column + i * 8 + (lane % 4) * 2;
                 if (column < features) {
-                  if (low) store_pair(product + row * features + column, acc[4 * i], acc[4 * i + 1]);
-                  if (high) store_pair(product + (row + 8) * features + column, acc[4 * i + 2], acc[4 * i + 3]);
+                  if (low) store_pair(product + row * features + column, make_float2(acc[4 * i], acc[4 * i + 1]));
+                  if (high) store_pair(product + (row + 8) * features + column, make_float2(acc[4 * i + 2], acc[4 * i + 3]));
                 }
               }
             }
@@ -522,21 +535,25 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
         const bool low = own_row < rows, high = own_row + 8 < rows;
 #pragma unroll
-        for (int i = 0; i < BN / 8; ++i) {
-          const int c = i * 8 + (lane % 4) * 2;
-          const float2 slope = *reinterpret_cast<const float2*>(&shared.slope[at][c]);
-          const float2 shift = *reinterpret_cast<const float2*>(&shared.shift[at][c]);
-          if (i % 2 == 1) keep_order();
-          const float v0 = Activation::value(slope.x * acc[4 * i] + shift.x);
-          const float v1 = Activation::value(slope.y * acc[4 * i + 1] + shift.y);
-          const float v2 = Activation::value(slope.x * acc[4 * i + 2] + shift.x);
-          const float v3 = Activation::value(slope.y * acc[4 * i + 3] + shift.y);
-          if constexpr (kStagedY) {
-            stage_pairs<Y>(shared.staging[consumer], own_row, i, make_float2(v0, v1), make_float2(v2, v3));
-          } else if (first_column + c < features) {
-            if (low) store_pair(y + row * features + first_column + c, v0, v1);
-            if (high) store_pair(y + (row + 8) * features + first_column + c, v2, v3);
+        for (int i0 = 0; i0 < BN / 8; i0 += kPairs) {
+          float2 slope[kPairs], shift[kPairs];
+          load_pairs(&shared.slope[at][i0 * 8], slope);
+          load_pairs(&shared.shift[at][i0 * 8], shift);
+#pragma unroll
+          for (int q = 0; q < kPairs; ++q) {
+            const int i = i0 + q, column = first_column + i * 8 + (lane % 4) * 2;
+            const float2 a = make_float2(Activation::value(slope[q].x * acc[4 * i] + shift[q].x),
+                                         Activation::value(slope[q].y * acc[4 * i + 1] + shift[q].y));
+            const float2 b = make_float2(Activation::value(slope[q].x * acc[4 * i + 2] + shift[q].x),
+                                         Activation::value(slope[q].y * acc[4 * i + 3] + shift[q].y));
+            if (kStagedY) {
+              stage_pairs<Y>(shared.staging[consumer], own_row, i, a, b);
+            } else if (column < features) {
+              if (low) store_pair(y + row * features + column, a);
+              if (high) store_pair(y + (row + 8) * features + column, b);
+            }
           }
+          keep_order();
         }
         if (kStagedY) fence_async_shared();
         sync_threads(1 + consumer, 128);

@@ -65,6 +65,7 @@ struct Features {
     prefetch(running_var, first, count);
     prefetch(bn_weight, first, count);
     prefetch(bn_bias, first, count);
+    prefetch(batches_tracked, 0, 1);
   }
   __device__ __forceinline__ int rows(int group) const {
     const int left = batch - group * kGroupRows;
@@ -74,12 +75,11 @@ struct Features {
     const float batches = batches_tracked ? static_cast<float>(*batches_tracked + 1) : 0.0f;
     const float variance = s(j) * s(j) * m2 / batch;
     const bool again = guard.raises(j, sqrtf(m2 / batch));  // then the running statistics wait for it
+    float slope_j = 0.0f, shift_j = 0.0f;  // read before anything is stored
+    if (merged_slope) slope_j = slope(j, 1.0f / sqrtf(variance + eps)), shift_j = shift(j);
     finish_feature(j, mu, variance, s(j), b(j), batches, again ? nullptr : running_mean, running_var, momentum, eps, mean,
                    rstd, batch);
-    if (merged_slope) {
-      merged_slope[j] = slope(j, 1.0f / sqrtf(variance + eps));
-      merged_shift[j] = shift(j);
-    }
+    if (merged_slope) merged_slope[j] = slope_j, merged_shift[j] = shift_j;
   }
 };
 

@@ -94,13 +94,15 @@ template <class R>
 __device__ __forceinline__ void finish_feature(int j, float mean_a, float variance, float s, float b, float batches,
                                                R* running_mean, R* running_var, float momentum, float eps,
                                                float* mean, float* rstd, int batch) {
+  const float old_mean = running_mean ? to_float(running_mean[j]) : 0.0f;  // both in flight before anything is stored
+  const float old_var = running_mean ? to_float(running_var[j]) : 0.0f;
   mean[j] = mean_a;
   rstd[j] = 1.0f / sqrtf(variance + eps);
   if (!running_mean) return;
   const float m = momentum >= 0.0f ? momentum : 1.0f / batches;
-  from_float((1.0f - m) * to_float(running_mean[j]) + m * (s * (mean_a + b)), running_mean[j]);
+  from_float((1.0f - m) * old_mean + m * (s * (mean_a + b)), running_mean[j]);
   const float unbiased = variance * (static_cast<float>(batch) / (batch - 1));
-  from_float((1.0f - m) * to_float(running_var[j]) + m * unbiased, running_var[j]);
+  from_float((1.0f - m) * old_var + m * unbiased, running_var[j]);
 }
 
 // Merges the groups of each feature. `batches_tracked` has been incremented.
