@@ -52,6 +52,15 @@ __device__ __forceinline__ void load_fragments(const unsigned char* box, int fro
   }
 }
 
+// Of a tile's 128 features a consumer thread has this one and the one 8 further on; of its rows 8·i + 2·(lane % 4) and the
+// next, for i in 0 … 15. Row g = lane / 4 of a fragment is g / 2 + g % 2 · 4 of eight in memory: the eight lanes whose 16
+// bytes are read at once then have rows 4 apart, which the swizzle puts at the two halves of the 128 bytes
+// (tests/test_split_fused.py).
+__device__ __forceinline__ int own_feature(int thread /* of both consumers */) {
+  const int lane = thread % 32;
+  return thread / 32 * 16 + lane / 8 + lane / 4 % 2 * 4;
+}
+
 // Over the four lanes that hold a feature, the same bits in all of them.
 __device__ __forceinline__ float sum_of_four(float v) {
   v += __shfl_xor_sync(~0u, v, 1);
@@ -95,7 +104,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
   constexpr int BN = kTileFeatures, kAhead = 4;  // partial results in flight
   // Each of the 384 threads starts with 168 registers; the consumers need more.
   constexpr bool kAheadToo = FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate;
-  constexpr int kFeeder = kAheadToo ? 56 : 40, kConsumer = (3 * 168 - kFeeder) / 16 * 8;
+  constexpr int kFeeder = kAheadToo ? 64 : 40, kConsumer = (3 * 168 - kFeeder) / 16 * 8;
   using Shared = SplitFusedShared<STAGES, kAheadToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and SplitFusedShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
@@ -161,13 +170,12 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
     }
   } else {
     claim_registers<kConsumer>();
-    const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32, q = lane % 4;
-    // Of the tile's features the thread has `own` and own + 8; of its rows 8·i + 2·q and the next, for i in 0 … 15. Row
-    // g = lane / 4 of a fragment is g / 2 + g % 2 · 4 of eight in memory: the eight lanes whose 16 bytes are read at once
-    // then have rows 4 apart, which the swizzle puts at the two halves of the 128 bytes (tests/test_split_fused.py).
-    const int own = consumer * kConsumerFeatures + thread / 32 * 16 + lane / 8 + lane / 4 % 2 * 4;
-    const int from = own * kRowBytes + ((q * 16) ^ (own % 8 * 16));
-    int stage = 0;
+    const int consumer = warpgroup - 1;
+    int from, stage = 0;
+    {
+      const int own = own_feature(threadIdx.x - 128);
+      from = own * kRowBytes + ((threadIdx.x % 4 * 16) ^ (own % 8 * 16));
+    }
     u32 parity = 0;
     // `part`: high·high of one stage and half of the rows, which `acc` adds up because the tensor cores truncate. `cross`:
     // both products with a low part, in units of 2^-11, whose truncation is far below.
@@ -177,7 +185,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
       float w_scale[2], w_total[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int j = raster.at(t).n * BN + own + 8 * r;
+        const int j = raster.at(t).n * BN + own_feature(computed_anew(static_cast<int>(threadIdx.x)) - 128) + 8 * r;
         w_scale[r] = __uint_as_float(static_cast<u32>(127 - (j < features ? weight_exponents[j] : 0)) << 23);
       }
 #pragma unroll
@@ -198,22 +206,6 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
         for (int i = 0; i < 4; ++i)
           WgmmaOfRegisters<128>::run(cross, low[i], x_high + i * kDescriptorStep, (k | i) ? 1 : 0);
         wgmma_commit();
-        if (k == 0) {  // in the shadow of the first multiplications
-          const Tile tile = raster.at(t);
-          const int row = tile.m * kTileRows + thread;
-          const PowerOfTwo p = power_of_two(row < batch ? load_l2(x_exponents + row) : 0);
-          shared.x_scale[consumer][thread] = make_float2(p.first, p.second);
-          const int j = tile.n * BN + consumer * kConsumerFeatures + thread;
-          if (FINISH == Finish::kEvaluate && thread < kConsumerFeatures && j < features) {
-            const float r = 1.0f / sqrtf(to_float(running_var[j]) + eps), centre = to_float(running_mean[j]);
-            shared.slope[consumer][thread] = f.slope(j, r);
-            shared.shift[consumer][thread] = f.shift(j) + value_or(bn_weight, j, 1.0f) * r * (f.s(j) * f.b(j) - centre);
-            if (mean && tile.m == 0) {
-              mean[j] = centre;
-              rstd[j] = r;
-            }
-          }
-        }
         wgmma_wait<1>();
 #pragma unroll
         for (int i = 0; i < 32; ++i) acc[i] += computed_anew(part[i]);
@@ -228,9 +220,25 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
         wgmma_wait<1>();
 #pragma unroll
         for (int i = 0; i < 32; ++i) acc[32 + i] += computed_anew(part[i]);
+        if (k == 0) {  // in the shadow of multiplications, where most registers are free
+          const Tile tile = raster.at(t);
+          const int thread = computed_anew(static_cast<int>(threadIdx.x)) % 128, row = tile.m * kTileRows + thread;
+          const PowerOfTwo p = power_of_two(row < batch ? load_l2(x_exponents + row) : 0);
+          shared.x_scale[consumer][thread] = make_float2(p.first, p.second);
+          const int j = tile.n * BN + consumer * kConsumerFeatures + thread;
+          if (FINISH == Finish::kEvaluate && thread < kConsumerFeatures && j < features) {
+            const float r = 1.0f / sqrtf(to_float(running_var[j]) + eps), centre = to_float(running_mean[j]);
+            shared.slope[consumer][thread] = f.slope(j, r);
+            shared.shift[consumer][thread] = f.shift(j) + value_or(bn_weight, j, 1.0f) * r * (f.s(j) * f.b(j) - centre);
+            if (mean && tile.m == 0) {
+              mean[j] = centre;
+              rstd[j] = r;
+            }
+          }
+        }
         wgmma_wait<0>();
         __syncwarp();
-        if (lane == 0) barrier_arrive(&shared.empty[stage]);
+        if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
         if (++stage == STAGES) {
           stage = 0;
           parity ^= 1;
@@ -238,6 +246,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
       }
 
       const Tile tile = raster.at(computed_anew(t));
+      const int thread = computed_anew(static_cast<int>(threadIdx.x)) - 128, q = thread % 4, own = own_feature(thread);
       const int j0 = tile.n * BN + own, rows_left = batch - tile.m * kTileRows;
       const i64 origin = static_cast<i64>(tile.m) * kTileRows * features + j0;
       if (tile.m == 0) {  // a weight that did not fit is infinite, and so are all results of its feature, or NaN
@@ -309,7 +318,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
           store_tile(product + origin, acc, rows_left, features - j0, features, [](float a, int, int) { return a; });
         if (FINISH != Finish::kOneBlock) {  // everybody's writes, of `weight_total` too, are released with the panel
           sync_threads(1 + consumer, 128);
-          if (thread == 0) add_release(&counters[kPanels + tile.n], 1);
+          if (thread % 128 == 0) add_release(&counters[kPanels + tile.n], 1);
         }
 
         if (finish_here) {
@@ -323,7 +332,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
             s_feature[r] = f.s(j);
           }
           if (FINISH != Finish::kOneBlock) {
-            if (thread == 0) {
+            if (thread % 128 == 0) {
               if (direct) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
               else wait_until(&counters[kPanels + raster.tiles_n + tile.n], BN / kMergeWidth);
             }
