@@ -190,4 +190,137 @@ struct Ahead {
   }
 };
 
+// The same of x alone, for split_fused_gemm.cuh.
+struct XAhead {
+  const float* x;     // [batch, in_features]
+  half* split_x;      // as the launch before leaves it
+  int* x_exponents;   // [batch]
+  u32* most;
+  u32* ready;         // rows split here, of each band
+  int x_rows;         // split by the launch before
+  int batch, in_features;
+  static constexpr int kParts = kPieceColumns / 128;
+
+  __device__ __forceinline__ static int band_rows(const Raster& raster) {
+    return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
+  }
+
+  // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
+  __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
+    const int rows = band_rows(raster), band = tile.m * kTileRows / rows;
+    const int missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
+    if (missing <= 0) return;
+    wait_until(&ready[band], missing);
+    fence_async_global();
+  }
+
+  // Where the next piece to ask for lies.
+  struct Cursor {
+    int row, first;
+  };
+  // Asks the copy engine for a piece, as one thread, and goes on to the next.
+  __device__ __forceinline__ void request(PieceRing& ring, int slot, Cursor& c, int stride) const {
+    if (c.row >= batch) return;
+    const u32 bytes = min(kPieceColumns, in_features - c.first) * 4;
+    barrier_expect(&ring.arrived[slot], bytes);
+    copy_bytes_to_shared(ring.pieces[slot], x + static_cast<i64>(c.row) * in_features + c.first, bytes, &ring.arrived[slot]);
+    c.first += kPieceColumns;
+    if (c.first < in_features) return;
+    c.first = 0;
+    c.row += stride;
+  }
+
+  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4>& v) {
+    u32 bits = 0;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v.at[q]) & 0x7FFFFFFFu);
+    return bits;
+  }
+  __device__ __forceinline__ static u32 warp_max(u32 bits) {
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
+    return bits;
+  }
+  __device__ __forceinline__ static void store_scaled(half* row, int column, const Vec<float, 4>& v, PowerOfTwo scale) {
+    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
+    store_split<true>(row, column, scaled);
+  }
+
+  // Part of the lane's share of a piece, zeros beyond the row's end. No load waits for a condition.
+  __device__ __forceinline__ Vec<float, 4> read_piece(const float* piece, int first, int part) const {
+    const int column = (part * 32 + threadIdx.x % 32) * 4;
+    Vec<float, 4> v = load<float, 4>(piece + column);
+    if (first + column >= in_features) v = {};
+    return v;
+  }
+
+  // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
+  // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
+  // zeros and is small, is split once more.
+  __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
+    const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
+    const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+    const int first_row = x_rows + static_cast<int>(kSplitters * blockIdx.x) + splitter;
+    Cursor cursor = {first_row, 0};
+    int slot = 0;
+    u32 parity = 0;
+    if (lane == 0)
+      for (int s = 0; s < kPieces; ++s) request(ring, s, cursor, stride);
+#pragma unroll 1
+    for (int row = first_row; row < batch; row += stride) {
+      half* target = split_x + static_cast<i64>(row) * 2 * padded;
+      u32 bits = 0;
+      float sum = 0.0f;
+      int exponent = 0;
+      PowerOfTwo scale = {};
+#pragma unroll 1
+      for (int first = 0; first < in_features; first += kPieceColumns) {
+        const float* piece = ring.pieces[slot];
+        barrier_wait(&ring.arrived[slot], parity);
+        if (first == 0) {
+          u32 begun = 0;
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) begun = max(begun, largest_of(read_piece(piece, first, part)));
+          exponent = row_exponent(warp_max(begun));
+          scale = power_of_two(-exponent);
+        }
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          const Vec<float, 4> v = read_piece(piece, first, part);
+          const int c = first + (part * 32 + lane) * 4;
+          bits = max(bits, largest_of(v));
+          sum += (fabsf(v.at[0]) + fabsf(v.at[1])) + (fabsf(v.at[2]) + fabsf(v.at[3]));
+          if (c < padded) store_scaled(target, c, v, scale);
+        }
+        __syncwarp();  // everybody has read the piece
+        if (lane == 0) request(ring, slot, cursor, stride);
+        if (++slot == kPieces) {
+          slot = 0;
+          parity ^= 1;
+        }
+      }
+      bits = warp_max(bits);
+#pragma unroll
+      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+      const int wanted = row_exponent(bits);
+      if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
+        exponent = wanted;
+        scale = power_of_two(-exponent);
+        const float* source = x + static_cast<i64>(row) * in_features;
+#pragma unroll 1
+        for (int c = lane * 4; c < padded; c += 128)
+          store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
+      }
+      if (lane == 0) {
+        x_exponents[row] = exponent;
+        atomicMax(&most[0], bits);
+        atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
+      }
+      fence_async_global();  // the copy engine will read what is written here
+      __syncwarp();
+      if (lane == 0) add_release(&ready[row / band_rows(raster)], 1);
+    }
+  }
+};
+
 }  // namespace gemmnorm

@@ -55,12 +55,16 @@ class Product:
 
 @dataclass(frozen=True)
 class Map:
-    """A tensor map for the copy engine: argument role, the tensor's role, box rows and columns; 128-byte swizzle."""
+    """A tensor map for the copy engine: argument role, the tensor's role, box rows and columns; 128-byte swizzle.
+
+    float32 is rounded to TF32 on the way in unless it is `exact`.
+    """
 
     role: str
     tensor: str
     rows: int
     columns: int
+    exact: bool = False
 
 
 @dataclass(frozen=True)
