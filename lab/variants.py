@@ -1,5 +1,7 @@
 """Times the fused GEMM with pieces exchanged, beside the bare GEMM: PYTHONPATH=src python lab/variants.py, on a GPU.
 
+Arguments: case=kb33,… precision=bf16,tf32 variant="as it is,…"
+
 A variant is a list of (file, old text, new text) in the kernels' sources; every old text must occur. Microseconds.
 """
 
@@ -66,6 +68,8 @@ def main():
         name = str(dtype)[6:]
         calls = {"GEMM": lambda: torch.mm(x, w.t())}  # noqa: B023
         for phase, variant in itertools.product(("eval", "stats", "train"), VARIANTS):
+            if variant not in arguments.get("variant", variant).split(","):
+                continue
             if (phase == "eval" and variant != "as it is") or (phase == "stats" and variant in ONLY_TRAINING):
                 continue
             problem = Problem(batch, wide, out, name, name, name, name, precision, activation, phase != "eval", False, scale, runtime.chip(x.device))

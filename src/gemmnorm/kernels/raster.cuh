@@ -1,10 +1,22 @@
-// The order in which the tiles of a product are worked on.
+// The tiles of a product: in which order they are worked on, and what happens to them then.
 #pragma once
 #include "common.cuh"
 
 namespace gemmnorm {
 
 constexpr int kTileRows = 2 * kGroupRows;  // a statistics group for each of two consumer warpgroups
+
+// What happens to a tile once it is multiplied.
+enum class Finish {
+  kEvaluate,    // y = φ(slope·a + shift) with the running statistics, at once
+  kStatistics,  // product and group statistics only; other kernels do the rest
+  kOneBlock,    // training, the batch fits one tile: all of it within the block
+  kOneWave,     // training, every block has one tile: wait for the panel, merge its groups, normalise the registers
+  kPersistent,  // training, any size: tiles are stored and normalised later, but for the last of every block
+};
+
+constexpr int kRowBytes = 128;     // of K in one stage: one swizzle row
+constexpr int kGemmThreads = 384;  // a warpgroup that feeds and two that multiply
 
 struct Tile {
   int m, n;

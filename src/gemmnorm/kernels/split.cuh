@@ -173,7 +173,7 @@ __device__ __forceinline__ void sample_weight(const float* weight /* [features, 
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int run = i * (kRuns / kEach) + lane / 4, column = run * stride / kSampledRun * kSampledRun + lane % 4 * 4;
-    v[i] = column < in_features ? load<float, 4>(source + column) : Vec<float, 4>{};
+    v[i] = load<float, 4>(source + min(column, in_features - 4));  // no load waits for a condition
   }
   u32 bits = 0;
 #pragma unroll

@@ -10,7 +10,9 @@
 // a tile, panels counted as they are completed, warps 2 and 3 splitting rows of x for later tiles (split_ahead.cuh) and
 // then normalising complete panels, the last tile of every block normalised before it leaves the registers.
 #pragma once
-#include "fused_gemm.cuh"
+#include "panel_units.cuh"
+#include "ptx/wgmma.cuh"
+#include "split_ahead.cuh"
 
 namespace gemmnorm {
 
@@ -116,7 +118,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
                             {most, weight_largest, weight_total, flags}, batch, features,
                             (batch + kGroupRows - 1) / kGroupRows};
   const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
-  const XAhead ahead = {x, split_x, x_exponents, most, counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), batch,
+  const Ahead ahead = {x, split_x, x_exponents, most, counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), batch,
                         in_features};
   const int tiles = raster.tiles(), steps = (in_features + kSplitColumns - 1) / kSplitColumns;
   // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
@@ -124,6 +126,8 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
   const int warpgroup = threadIdx.x / 128;
 
   if (threadIdx.x == 0) {
+    prefetch_map(map_x);
+    prefetch_map(map_weight);
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(&shared.full[s], 1);
       barrier_init(&shared.empty[s], 8);  // every consumer warp: each reads shared memory for itself

@@ -9,7 +9,7 @@ from .cost import gemm_seconds, split_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
 from .split import ALL_ROWS, ROW_BYTES, SPLIT_COLUMNS, operands, recompute, split_x
-from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan, Step
+from .steps import Buffer, Extent, Launch, Map, Plan, Step
 
 TILE_ROWS = 2 * GROUP_ROWS
 # Bytes of an element, columns of the tile → stages of the ring.
@@ -161,7 +161,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         launch = _split_product(problem, tile, finish, tile.shared + (RING_BYTES if ahead else 0))
         launch = replace(launch, numbers=(("x_rows", x_rows), *numbers))
     else:
-        launch = replace(_product(problem, tile, finish), numbers=(("x_rows", 0), ("weight_rows", 0), *numbers))
+        launch = replace(_product(problem, tile, finish), numbers=numbers)
     steps: tuple[Step, ...] = (launch,)
     product = Buffer("product", problem.dtype, (ROWS, features))
     y = Buffer("y", problem.out_dtype, (ROWS, features))
@@ -208,7 +208,6 @@ def _product(problem: Problem, tile: Tile, finish: str) -> Launch:
     """The launch of fused_gemm, but for the numbers that the plan decides."""
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
     types = c_types(problem)
-    of_split = (NOTHING,) * 10  # operands
     return Launch(
         {"kEvaluate": "fused_gemm_scale_bn_evaluate", "kStatistics": "fused_gemm_statistics"}.get(
             finish, "fused_gemm_scale_bn"
@@ -224,8 +223,7 @@ def _product(problem: Problem, tile: Tile, finish: str) -> Launch:
             f"gemmnorm::Finish::{finish}",
             "Activation",
         ),
-        ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *_CHAIN, *of_split, "x_rows",
-         "weight_rows", *_SIZES),
+        ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *_CHAIN, *_SIZES),
         _blocks(problem, tile),
         block=384,
         resident=1,

@@ -154,7 +154,6 @@ ROLES: dict[str, tuple[str, str]] = {
     "weight_total": ("float*", "[features]"),
     "most": ("unsigned int*", "[3]: zero, and left zero"),
     "x_rows": ("int", "of x, that are split already"),
-    "weight_rows": ("int", "of the weight, that are split already"),
     "flags": ("int*", "[features]"),
     "map_a": ("const __grid_constant__ gemmnorm::TensorMap", "left operand, split"),
     "map_b": ("const __grid_constant__ gemmnorm::TensorMap", "right operand, split"),
