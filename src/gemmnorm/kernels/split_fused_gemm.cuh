@@ -3,7 +3,8 @@
 // A tile is 128 features by 128 rows of the batch. The copy engine brings W as it is, float32, and x as the two float16
 // planes that it was split into before (split.cuh). Each of two consumer warpgroups takes 64 features: its threads load
 // their fragments of W from shared memory, split them on the way, and multiply by both planes of x. So W is read once and
-// written nowhere. While one consumer converts, the other's products keep the tensor cores busy.
+// written nowhere. The consumers take turns: while one converts, the other has the tensor cores to itself. Left alone
+// they fall into step, and the tensor cores idle while both convert.
 //
 // Features are the accumulator's rows, so that what belongs to a feature is a number in a thread's registers, and its
 // sums over the batch are shuffles between four lanes. Everything else is as in fused_gemm.cuh: two statistics groups to
@@ -17,6 +18,7 @@
 namespace gemmnorm {
 
 constexpr int kTileFeatures = 128, kConsumerFeatures = 64;
+constexpr int kTurn = 4;  // named barriers, one for each consumer: its turn to multiply
 
 template <int STAGES, bool AHEAD>
 struct SplitFusedShared : PieceRings<AHEAD> {
@@ -184,6 +186,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
     // `part`: high·high of one stage and half of the rows, which `acc` adds up because the tensor cores truncate. `cross`:
     // both products with a low part, in units of 2^-11, whose truncation is far below.
     float acc[64], part[32], cross[64];
+    bool begun = false;
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
       float w_scale[2], w_total[2] = {0.0f, 0.0f};
@@ -199,6 +202,8 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
         barrier_wait(&shared.full[stage], parity);
         u32 high[4][4], low[4][4];
         load_fragments(shared.weight[stage][0], from, w_scale, high, low, w_total);
+        if (consumer == 1 || begun) sync_threads(kTurn + consumer, 256);
+        begun = true;
         wgmma_fence();
         const u64 x_high = matrix_descriptor(shared.x[stage][0]), x_low = matrix_descriptor(shared.x[stage][1]);
         constexpr int kHalf = kGroupRows * kRowBytes / 16;  // the next 64 rows, in the descriptor's units
@@ -222,6 +227,8 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
         for (int i = 0; i < 4; ++i) WgmmaOfRegisters<128>::run(cross, high[i], x_low + i * kDescriptorStep, 1);
         wgmma_commit();
         wgmma_wait<1>();
+        if (consumer == 0 || k + 1 < steps || t + static_cast<int>(gridDim.x) < tiles)
+          arrive_threads(kTurn + 1 - consumer, 256);
 #pragma unroll
         for (int i = 0; i < 32; ++i) acc[32 + i] += computed_anew(part[i]);
         if (k == 0) {  // in the shadow of multiplications, where most registers are free
