@@ -54,7 +54,7 @@ def test_every_feature_and_every_k_has_its_place():
     owned = [own_feature(thread) + 8 * r for thread in range(0, 256, 4) for r in range(2)]
     assert sorted(owned) == list(range(128))
     assert sorted(map(place_of, range(16))) == list(range(16))
-    for q in range(4):  # a lane's float4, in the order of its fragment's registers: wgmma has 2q, 2q + 1, 2q + 8, 2q + 9
+    for q in range(4):  # a lane's float4 in memory is its fragment's 2q, 2q + 1, 2q + 8 and 2q + 9
         assert [place_of(4 * q + e) for e in range(4)] == [2 * q, 2 * q + 1, 2 * q + 8, 2 * q + 9]
 
 
@@ -64,7 +64,8 @@ def compare(x: Tensor, weight: Tensor, training: bool, finish: str = "", chip: p
     running = exact.mean(0).float(), exact.var(0).float()
     want, eager = (
         linear_scale_batch_norm(
-            x.to(t), weight.to(t), None, None, *(r.to(t, copy=True) for r in running), training=training, strategy="reference"
+            x.to(t), weight.to(t), None, None, *(r.to(t, copy=True) for r in running), training=training,
+            strategy="reference",
         )
         for t in (torch.float64, torch.float32)
     )  # fmt: skip

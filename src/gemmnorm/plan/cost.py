@@ -26,7 +26,7 @@ def sweep_seconds(problem: Problem, reads: int, writes: int) -> float:
 
 
 def split_seconds(problem: Problem, weight_too: bool) -> float:
-    """float32 by split operands: three half-precision products, after a pass that reads and writes x, or the weight too."""
+    """float32 by split operands: three half-precision products, after a pass that splits x, or both operands."""
     chip = problem.chip or CHIPS[90]
     elements = (problem.batch + (problem.out_features if weight_too else 0)) * problem.in_features
     return 3 * problem.flops / chip.tensor_half + 8 * elements / chip.bandwidth + 10e-6
