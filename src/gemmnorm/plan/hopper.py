@@ -199,7 +199,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
         tuple(workspace),
         aliases,
         counters=counters,
-        seconds=(split_seconds if problem.split else gemm_seconds)(problem) * (1.06 if problem.training else 1.01),
+        seconds=(split_seconds(problem, False) if problem.split else gemm_seconds(problem))
+        * (1.06 if problem.training else 1.01),
         floor=gemm_seconds(problem),
     )
 

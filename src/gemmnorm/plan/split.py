@@ -113,7 +113,7 @@ def backward(problem: Problem, strategy: str) -> Plan:
         Buffer("column_exponents", "int32", (features,)),
     )
     return replace(
-        plan, steps=steps, workspace=workspace, seconds=plan.seconds - plan.floor + 2 * split_seconds(problem)
+        plan, steps=steps, workspace=workspace, seconds=plan.seconds - plan.floor + 2 * split_seconds(problem, True)
     )
 
 
