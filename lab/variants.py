@@ -13,9 +13,9 @@ import torch
 from device_check import CASES, Timer
 
 from gemmnorm import binding, plan, runtime, sources
-from gemmnorm.plan import Problem
+from gemmnorm.plan import Problem, hopper
 
-GEMM, UNITS = "fused_gemm.cuh", "panel_units.cuh"
+GEMM, UNITS, SPLIT = "fused_gemm.cuh", "panel_units.cuh", "split_fused_gemm.cuh"
 VARIANTS = {
     "as it is": [],
     "consumers sum squares": [
@@ -25,6 +25,19 @@ VARIANTS = {
     "2 rows in flight": [(UNITS, "2 * AHEAD>(f, product", "AHEAD / 2>(f, product")],
     "no units": [(UNITS, "  for (;;) {\n    int unit = 0;", "  for (;;) {\n    return;\n    int unit = 0;")],  # wrong results
 }
+OF_SPLIT = {  # float32 by split operands
+    "as it is": [],
+    "consumers in step": [
+        (SPLIT, "if (consumer == 1 || begun) sync_threads(kTurn + consumer, 256);", ";"),
+        (SPLIT, "arrive_threads(kTurn + 1 - consumer, 256);", ";"),
+    ],
+    "turn passed at issue": [
+        (SPLIT, "        wgmma_wait<1>();\n        if (consumer == 0 ||", "        if (consumer == 0 ||"),
+        (SPLIT, "arrive_threads(kTurn + 1 - consumer, 256);", "arrive_threads(kTurn + 1 - consumer, 256);\nwgmma_wait<1>();"),
+    ],
+    "no units": [(UNITS, "  for (;;) {\n    int unit = 0;", "  for (;;) {\n    return;\n    int unit = 0;")],
+    "x split before": [],
+}
 ONLY_TRAINING = ("2 rows in flight", "no units")
 
 
@@ -33,19 +46,23 @@ def build(problem, strategy, name):
 
     def read(file):
         text = original(file)
-        for where, old, new in VARIANTS.get(name, []):
+        for where, old, new in (OF_SPLIT if problem.split else VARIANTS)[name]:
             if where == file:
                 assert old in text, (name, old)
                 text = text.replace(old, new)
         return text
 
     sources._read = read
+    rows_ahead = hopper._rows_ahead
     try:
+        if name == "x split before":
+            hopper._rows_ahead = lambda *_: hopper.ALL_ROWS
         p = plan.make_plan(problem, strategy)
         p = replace(p, reasons=((name, ""),))  # another key for the cache of bound plans
         binding.bind(p)
     finally:
         sources._read = original
+        hopper._rows_ahead = rows_ahead
     return p
 
 
@@ -65,14 +82,19 @@ def main():
         tensors |= {"x": x, "weight": w, "running_var": torch.rand(out, device="cuda", dtype=dtype) + 0.1}
         tensors["num_batches_tracked"] = torch.zeros((), dtype=torch.int64, device="cuda")
         scales = torch.randn(out, device="cuda", dtype=dtype) if scale else None
-        name = str(dtype)[6:]
+        name, arithmetic = str(dtype)[6:], "float32" if precision == "fp32" else precision
         calls = {"GEMM": lambda: torch.mm(x, w.t())}  # noqa: B023
-        for phase, variant in itertools.product(("eval", "stats", "train"), VARIANTS):
+        for phase, variant in itertools.product(("eval", "stats", "train"), OF_SPLIT if precision == "fp32" else VARIANTS):
             if variant not in arguments.get("variant", variant).split(","):
                 continue
-            if (phase == "eval" and variant != "as it is") or (phase == "stats" and variant in ONLY_TRAINING):
+            if precision == "fp32":
+                if phase == "stats" or (phase == "eval" and variant == "no units"):
+                    continue
+            elif (phase == "eval" and variant != "as it is") or (phase == "stats" and variant in ONLY_TRAINING):
                 continue
-            problem = Problem(batch, wide, out, name, name, name, name, precision, activation, phase != "eval", False, scale, runtime.chip(x.device))
+            problem = Problem(
+                batch, wide, out, *[name] * 4, arithmetic, activation, phase != "eval", False, scale, runtime.chip(x.device)
+            )
             p = build(problem, "gemm_stats_apply" if phase == "stats" else "one_kernel", variant)
             inputs = tuple(tensors.get(role) for role in binding.INPUTS["forward"])
             scalars = runtime._scalars(p.problem, scales, 1.0, 0.1, 1e-5)

@@ -212,9 +212,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
           __syncwarp();
           if (lane == 0) {
+            if (kStaged) wait_copies_read();
+            barrier_arrive(&shared.unstaged[c]);
             if (kStaged) {
-              wait_copies_read();
-              barrier_arrive(&shared.unstaged[c]);
               wait_copies();
               fence_async_global();
             }
@@ -321,10 +321,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           });
           sync_threads(1 + consumer, 128);  // the sums are read before the next tile's are written
           if (owner && rows) *reinterpret_cast<float2*>(group_m2 + at_group) = m2;
-          if (kStaged) {
-            barrier_wait(&shared.unstaged[consumer], staging_parity);
-            staging_parity ^= 1;
-          }
+          barrier_wait(&shared.unstaged[consumer], staging_parity);  // no consumer gets two tiles ahead of warp 1
+          staging_parity ^= 1;
           if (!finish_here || keep_product) {
 #pragma unroll
             for (int i = 0; i < BN / 8; ++i) {

@@ -3,8 +3,7 @@
 // A tile is 128 features by 128 rows of the batch. The copy engine brings W as it is, float32, and x as the two float16
 // planes that it was split into before (split.cuh). Each of two consumer warpgroups takes 64 features: its threads load
 // their fragments of W from shared memory, split them on the way, and multiply by both planes of x. So W is read once and
-// written nowhere. The consumers take turns: while one converts, the other has the tensor cores to itself. Left alone
-// they fall into step, and the tensor cores idle while both convert.
+// written nowhere. Each converts the next 32 of K while the products of the last are under way.
 //
 // Features are the accumulator's rows, so that what belongs to a feature is a number in a thread's registers, and its
 // sums over the batch are shuffles between four lanes. Everything else is as in fused_gemm.cuh: two statistics groups to
@@ -18,15 +17,15 @@
 namespace gemmnorm {
 
 constexpr int kTileFeatures = 128, kConsumerFeatures = 64;
-constexpr int kTurn = 4;  // named barriers, one for each consumer: its turn to multiply
 
 template <int STAGES, bool AHEAD>
 struct SplitFusedShared : PieceRings<AHEAD> {
   alignas(1024) unsigned char x[STAGES][2][kTileRows * kRowBytes];           // 64 of K: high, low
   alignas(1024) unsigned char weight[STAGES][2][kTileFeatures * kRowBytes];  // 64 of K: 32 in float32, then 32 more
-  alignas(16) float2 x_scale[2][kTileRows];  // per consumer: the power of two of each row of x, as two factors
-  float slope[2][kConsumerFeatures], shift[2][kConsumerFeatures];  // per consumer, in evaluation
+  alignas(16) float2 x_scale[2][kTileRows];  // per tile, in turns: the power of two of each row of x, as two factors
+  float slope[2][kTileFeatures], shift[2][kTileFeatures];  // likewise, in evaluation
   u64 full[STAGES], empty[STAGES];
+  u64 known[2], used[2];  // a tile's numbers are there; they may be overwritten
   u32 last;
 };
 
@@ -38,21 +37,16 @@ __device__ __forceinline__ void split_pair(float a, float b, u32& high, u32& low
   low = computed_anew(pack((a - to_float(rounded_a)) / kLowUnit, (b - to_float(rounded_b)) / kLowUnit, half{}));
 }
 
-// A thread's fragments of 64 of K of two rows of the weight, 8 apart, and the sum of their magnitudes. K is taken in the
-// order that makes a fragment's elements neighbours in memory, see store_split. `from` is the thread's 16 bytes of the
-// first 16 of K: the swizzle puts the next 16 of K at the other half of the 128 bytes, the two after those in the next box.
-__device__ __forceinline__ void load_fragments(const unsigned char* box, int from, const float (&scale)[2],
-                                               u32 (&high)[4][4], u32 (&low)[4][4], float (&total)[2]) {
+// A thread's fragments of 16 of K of two rows of the weight, 8 apart, and the sum of their magnitudes. K is taken in the
+// order that makes a fragment's elements neighbours in memory, see store_split.
+__device__ __forceinline__ void load_fragments(const unsigned char* from, const float (&scale)[2], u32 (&high)[4],
+                                               u32 (&low)[4], float (&total)[2]) {
 #pragma unroll
-  for (int s = 0; s < 4; ++s) {
-    const unsigned char* at = box + s / 2 * kTileFeatures * kRowBytes + (from ^ (s % 2 * 64));
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float4 v = *reinterpret_cast<const float4*>(at + r * 8 * kRowBytes);
-      total[r] += (fabsf(v.x) + fabsf(v.y)) + (fabsf(v.z) + fabsf(v.w));
-      split_pair(v.x * scale[r], v.y * scale[r], high[s][r], low[s][r]);
-      split_pair(v.z * scale[r], v.w * scale[r], high[s][2 + r], low[s][2 + r]);
-    }
+  for (int r = 0; r < 2; ++r) {
+    const float4 v = *reinterpret_cast<const float4*>(from + r * 8 * kRowBytes);
+    total[r] += (fabsf(v.x) + fabsf(v.y)) + (fabsf(v.z) + fabsf(v.w));
+    split_pair(v.x * scale[r], v.y * scale[r], high[r], low[r]);
+    split_pair(v.z * scale[r], v.w * scale[r], high[2 + r], low[2 + r]);
   }
 }
 
@@ -108,7 +102,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
   constexpr int BN = kTileFeatures, kAhead = 4;  // partial results in flight
   // Each of the 384 threads starts with 168 registers; the consumers need more.
   constexpr bool kAheadToo = FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate;
-  constexpr int kFeeder = kAheadToo ? 64 : 40, kConsumer = (3 * 168 - kFeeder) / 16 * 8;
+  constexpr int kFeeder = FINISH == Finish::kEvaluate ? 64 : 56, kConsumer = (3 * 168 - kFeeder) / 16 * 8;
   using Shared = SplitFusedShared<STAGES, kAheadToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and SplitFusedShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
@@ -124,7 +118,9 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
                         in_features};
   const int tiles = raster.tiles(), steps = (in_features + kSplitColumns - 1) / kSplitColumns;
   // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
-  const int stored = FINISH == Finish::kPersistent ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
+  const auto stored = [&] {
+    return FINISH == Finish::kPersistent ? max(tiles - computed_anew(static_cast<int>(gridDim.x)), 0) : 0;
+  };
   const int warpgroup = threadIdx.x / 128;
 
   if (threadIdx.x == 0) {
@@ -133,6 +129,10 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(&shared.full[s], 1);
       barrier_init(&shared.empty[s], 8);  // every consumer warp: each reads shared memory for itself
+    }
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(&shared.known[i], 32);
+      barrier_init(&shared.used[i], 8);
     }
     if constexpr (kAheadToo)
       for (int p = 0; p < kSplitters * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
@@ -169,10 +169,41 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
           }
         }
       }
+    } else if (warp == 1) {  // what the results will be multiplied by, a tile ahead of the multiplications
+      int buffer = 0;
+      u32 parity = 1;
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+        const Tile tile = raster.at(t);
+        barrier_wait(&shared.used[buffer], parity);
+        if (kAheadToo && lane == 0) ahead.wait_for(raster, tile);
+        __syncwarp();
+#pragma unroll 1
+        for (int i = lane; i < kTileRows; i += 32) {
+          const int row = tile.m * kTileRows + i;
+          const PowerOfTwo p = power_of_two(row < batch ? load_l2(x_exponents + row) : 0);
+          shared.x_scale[buffer][i] = make_float2(p.first, p.second);
+        }
+        if (FINISH == Finish::kEvaluate) {
+#pragma unroll 1
+          for (int i = lane; i < BN; i += 32) {
+            const int j = min(tile.n * BN + i, features - 1);
+            const float r = 1.0f / sqrtf(to_float(running_var[j]) + eps), centre = to_float(running_mean[j]);
+            shared.slope[buffer][i] = f.slope(j, r);
+            shared.shift[buffer][i] = f.shift(j) + value_or(bn_weight, j, 1.0f) * r * (f.s(j) * f.b(j) - centre);
+            if (mean && tile.m == 0) {
+              mean[j] = centre;
+              rstd[j] = r;
+            }
+          }
+        }
+        barrier_arrive(&shared.known[buffer]);
+        buffer ^= 1;
+        if (buffer == 0) parity ^= 1;
+      }
     } else if (warp >= 2 && kAheadToo) {
       if constexpr (kAheadToo) ahead.split(shared.rings[warp - 2], raster, warp - 2);
       if (FINISH == Finish::kPersistent)
-        take_units<float, Y, BN, Activation, 1>(f, raster, product, y, counters, stored);
+        take_units<float, Y, BN, Activation, 1>(f, raster, product, y, counters, stored());
     }
   } else {
     claim_registers<kConsumer>();
@@ -183,10 +214,11 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
       from = own * kRowBytes + ((threadIdx.x % 4 * 16) ^ (own % 8 * 16));
     }
     u32 parity = 0;
-    // `part`: high·high of one stage and half of the rows, which `acc` adds up because the tensor cores truncate. `cross`:
+    // `part`: high·high of half a stage and half of the rows, which `acc` adds up because the tensor cores truncate. `cross`:
     // both products with a low part, in units of 2^-11, whose truncation is far below.
     float acc[64], part[32], cross[64];
-    bool begun = false;
+    int buffer = 0;
+    u32 known_parity = 0;
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
       float w_scale[2], w_total[2] = {0.0f, 0.0f};
@@ -197,64 +229,66 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
       }
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[i] = 0.0f;
+      u32 high[2][2][4], low[2][2][4];  // fragments of each half of a stage
+      const auto release = [&](int which) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[which]);
+      };
+      // The i-th 16 of K of a box: the swizzle puts the second at the other half of the 128 bytes.
+      const auto convert = [&](const unsigned char* box, int h, int i) {
+        load_fragments(box + (from ^ (i * 64)), w_scale, high[h][i], low[h][i], w_total);
+      };
+      barrier_wait(&shared.full[stage], parity);
+      convert(shared.weight[stage][0], 0, 0);
+      convert(shared.weight[stage][0], 0, 1);
 #pragma unroll 1
       for (int k = 0; k < steps; ++k) {
-        barrier_wait(&shared.full[stage], parity);
-        u32 high[4][4], low[4][4];
-        load_fragments(shared.weight[stage][0], from, w_scale, high, low, w_total);
-        if (consumer == 1 || begun) sync_threads(kTurn + consumer, 256);
-        begun = true;
-        wgmma_fence();
         const u64 x_high = matrix_descriptor(shared.x[stage][0]), x_low = matrix_descriptor(shared.x[stage][1]);
         constexpr int kHalf = kGroupRows * kRowBytes / 16;  // the next 64 rows, in the descriptor's units
-        // Four groups of products, one always waiting behind the one that is waited for.
+        const int now = stage;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) WgmmaOfRegisters<64>::run(part, high[i], x_high + i * kDescriptorStep, i ? 1 : 0);
-        wgmma_commit();
+        for (int h = 0; h < 2; ++h) {
+          // Four groups of products, one always waiting behind the one that is waited for.
+          wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          WgmmaOfRegisters<128>::run(cross, low[i], x_high + i * kDescriptorStep, (k | i) ? 1 : 0);
-        wgmma_commit();
-        wgmma_wait<1>();
+          for (int i = 0; i < 2; ++i)
+            WgmmaOfRegisters<64>::run(part, high[h][i], x_high + (2 * h + i) * kDescriptorStep, i);
+          wgmma_commit();
 #pragma unroll
-        for (int i = 0; i < 32; ++i) acc[i] += computed_anew(part[i]);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          WgmmaOfRegisters<64>::run(part, high[i], x_high + kHalf + i * kDescriptorStep, i ? 1 : 0);
-        wgmma_commit();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) WgmmaOfRegisters<128>::run(cross, high[i], x_low + i * kDescriptorStep, 1);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (consumer == 0 || k + 1 < steps || t + static_cast<int>(gridDim.x) < tiles)
-          arrive_threads(kTurn + 1 - consumer, 256);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) acc[32 + i] += computed_anew(part[i]);
-        if (k == 0) {  // in the shadow of multiplications, where most registers are free
-          const Tile tile = raster.at(t);
-          const int thread = computed_anew(static_cast<int>(threadIdx.x)) % 128, row = tile.m * kTileRows + thread;
-          const PowerOfTwo p = power_of_two(row < batch ? load_l2(x_exponents + row) : 0);
-          shared.x_scale[consumer][thread] = make_float2(p.first, p.second);
-          const int j = tile.n * BN + consumer * kConsumerFeatures + thread;
-          if (FINISH == Finish::kEvaluate && thread < kConsumerFeatures && j < features) {
-            const float r = 1.0f / sqrtf(to_float(running_var[j]) + eps), centre = to_float(running_mean[j]);
-            shared.slope[consumer][thread] = f.slope(j, r);
-            shared.shift[consumer][thread] = f.shift(j) + value_or(bn_weight, j, 1.0f) * r * (f.s(j) * f.b(j) - centre);
-            if (mean && tile.m == 0) {
-              mean[j] = centre;
-              rstd[j] = r;
+          for (int i = 0; i < 2; ++i)
+            WgmmaOfRegisters<128>::run(cross, low[h][i], x_high + (2 * h + i) * kDescriptorStep, (k | h | i) ? 1 : 0);
+          wgmma_commit();
+          wgmma_wait<2>();  // of the half before nothing is left: its fragments, or its stage, may be overwritten
+          if (h == 0) {
+            if (k > 0) release(now == 0 ? STAGES - 1 : now - 1);
+          } else {
+            if (++stage == STAGES) {
+              stage = 0;
+              parity ^= 1;
             }
+            if (k + 1 < steps) barrier_wait(&shared.full[stage], parity);
           }
-        }
-        wgmma_wait<0>();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
-        if (++stage == STAGES) {
-          stage = 0;
-          parity ^= 1;
+          if (h == 0 || k + 1 < steps) convert(shared.weight[stage][1 - h], 1 - h, 0);
+          wgmma_wait<1>();
+#pragma unroll
+          for (int i = 0; i < 32; ++i) acc[i] += computed_anew(part[i]);
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            WgmmaOfRegisters<64>::run(part, high[h][i], x_high + kHalf + (2 * h + i) * kDescriptorStep, i);
+          wgmma_commit();
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            WgmmaOfRegisters<128>::run(cross, high[h][i], x_low + (2 * h + i) * kDescriptorStep, 1);
+          wgmma_commit();
+          if (h == 0 || k + 1 < steps) convert(shared.weight[stage][1 - h], 1 - h, 1);
+          wgmma_wait<1>();
+#pragma unroll
+          for (int i = 0; i < 32; ++i) acc[32 + i] += computed_anew(part[i]);
         }
       }
+      wgmma_wait<0>();
+      release(stage == 0 ? STAGES - 1 : stage - 1);
 
       const Tile tile = raster.at(computed_anew(t));
       const int thread = computed_anew(static_cast<int>(threadIdx.x)) - 128, q = thread % 4, own = own_feature(thread);
@@ -272,10 +306,10 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
       {
         const PowerOfTwo w[2] = {power_of_two(127 - static_cast<int>(__float_as_uint(w_scale[0]) >> 23)),
                                  power_of_two(127 - static_cast<int>(__float_as_uint(w_scale[1]) >> 23))};
-        sync_threads(1 + consumer, 128);
+        barrier_wait(&shared.known[buffer], known_parity);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-          const float4 p = *reinterpret_cast<const float4*>(&shared.x_scale[consumer][8 * i + 2 * q]);
+          const float4 p = *reinterpret_cast<const float4*>(&shared.x_scale[buffer][8 * i + 2 * q]);
           const PowerOfTwo rows[2] = {{p.x, p.y}, {p.z, p.w}};
 #pragma unroll
           for (int e = 0; e < 4; ++e)
@@ -285,11 +319,14 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
         if (FINISH == Finish::kEvaluate) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            slope[r] = shared.slope[consumer][own % kConsumerFeatures + 8 * r];
-            shift[r][0] = shift[r][1] = shared.shift[consumer][own % kConsumerFeatures + 8 * r];
+            slope[r] = shared.slope[buffer][own + 8 * r];
+            shift[r][0] = shift[r][1] = shared.shift[buffer][own + 8 * r];
           }
         }
-        sync_threads(1 + consumer, 128);  // the next tile's are written
+        __syncwarp();
+        if (thread % 32 == 0) barrier_arrive(&shared.used[buffer]);
+        buffer ^= 1;
+        if (buffer == 0) known_parity ^= 1;
       }
 
       bool finish_here = FINISH == Finish::kEvaluate;
@@ -324,7 +361,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
             group_m2[at] = q / 2 ? (q % 2 ? m2[1][1] : m2[0][1]) : (q % 2 ? m2[1][0] : m2[0][0]);
           }
         }
-        finish_here = FINISH != Finish::kPersistent || t >= stored;
+        finish_here = FINISH != Finish::kPersistent || t >= stored();
         if (!finish_here || keep_product)
           store_tile(product + origin, acc, rows_left, features - j0, features, [](float a, int, int) { return a; });
         if (FINISH != Finish::kOneBlock) {  // everybody's writes, of `weight_total` too, are released with the panel
@@ -386,7 +423,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
             shift[r][0] = slope[r] * (mu[r][0] - centre[r]) + unit_shift[r];
             shift[r][1] = slope[r] * (mu[r][1] - centre[r]) + unit_shift[r];
           }
-          const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored);
+          const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored());
           if (direct && q < 2 && j0 + 8 * q < features && tile.m == 0 && mine_to_finish)  // who wrote its weight_total
             f.finish(j0 + 8 * q, q ? centre[1] : centre[0], q ? squares[1] : squares[0]);
         }
@@ -396,7 +433,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
                    [&](float a, int r, int h) { return Activation::value(slope[r] * a + shift[r][h]); });
     }
     if (FINISH == Finish::kPersistent)
-      take_units<float, Y, BN, Activation, 1>(f, raster, product, y, counters, stored);
+      take_units<float, Y, BN, Activation, 1>(f, raster, product, y, counters, stored());
   }
 
   // The last block to get here leaves the counters as it found them, and counts the batch.

@@ -65,8 +65,8 @@ class SplitTile(Tile):
     def shared(self) -> int:
         """sizeof(SplitFusedShared), without the rings of rows that are split inside the kernel."""
         size = self.stages * 2 * (TILE_ROWS + self.columns) * ROW_BYTES
-        size += 2 * TILE_ROWS * 8 + 2 * self.columns * 4
-        size += 2 * self.stages * 8 + 4
+        size += 2 * TILE_ROWS * 8 + 4 * self.columns * 4
+        size += 2 * self.stages * 8 + 4 * 8 + 4
         return -(-size // 1024) * 1024
 
 
