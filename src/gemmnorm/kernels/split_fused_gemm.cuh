@@ -3,7 +3,7 @@
 // A tile is 128 features by 128 rows of the batch. The copy engine brings W as it is, float32, and x as the two float16
 // planes that it was split into before (split.cuh). Each of two consumer warpgroups takes 64 features: its threads load
 // their fragments of W from shared memory, split them on the way, and multiply by both planes of x. So W is read once and
-// written nowhere. Each converts the next 32 of K while the products of the last are under way.
+// written nowhere. The next fragments are converted while products are under way.
 //
 // Features are the accumulator's rows, so that what belongs to a feature is a number in a thread's registers, and its
 // sums over the batch are shuffles between four lanes. Everything else is as in fused_gemm.cuh: two statistics groups to
@@ -214,9 +214,9 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
       from = own * kRowBytes + ((threadIdx.x % 4 * 16) ^ (own % 8 * 16));
     }
     u32 parity = 0;
-    // `part`: high·high of half a stage and half of the rows, which `acc` adds up because the tensor cores truncate. `cross`:
-    // both products with a low part, in units of 2^-11, whose truncation is far below.
-    float acc[64], part[32], cross[64];
+    // `part`: of one stage, first both products with a low part, in units of 2^-11, then high·high. `acc` adds them up
+    // because the tensor cores truncate.
+    float acc[64], part[64];
     int buffer = 0;
     u32 known_parity = 0;
 
@@ -229,66 +229,51 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
       }
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[i] = 0.0f;
-      u32 high[2][2][4], low[2][2][4];  // fragments of each half of a stage
-      const auto release = [&](int which) {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[which]);
-      };
-      // The i-th 16 of K of a box: the swizzle puts the second at the other half of the 128 bytes.
-      const auto convert = [&](const unsigned char* box, int h, int i) {
-        load_fragments(box + (from ^ (i * 64)), w_scale, high[h][i], low[h][i], w_total);
+      u32 high[2][4][4], low[2][4][4];  // fragments of a stage, and of the next
+      const auto convert = [&](int which, u32 (&to_high)[4][4], u32 (&to_low)[4][4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)  // the swizzle puts every second 16 of K at the other half of the 128 bytes
+          load_fragments(shared.weight[which][i / 2] + (from ^ (i % 2 * 64)), w_scale, to_high[i], to_low[i], w_total);
       };
       barrier_wait(&shared.full[stage], parity);
-      convert(shared.weight[stage][0], 0, 0);
-      convert(shared.weight[stage][0], 0, 1);
+      convert(stage, high[0], low[0]);
 #pragma unroll 1
-      for (int k = 0; k < steps; ++k) {
-        const u64 x_high = matrix_descriptor(shared.x[stage][0]), x_low = matrix_descriptor(shared.x[stage][1]);
-        constexpr int kHalf = kGroupRows * kRowBytes / 16;  // the next 64 rows, in the descriptor's units
-        const int now = stage;
+      for (int k0 = 0; k0 < steps; k0 += 2) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          // Four groups of products, one always waiting behind the one that is waited for.
+          if (k0 + h == steps) break;
+          const u64 x_high = matrix_descriptor(shared.x[stage][0]), x_low = matrix_descriptor(shared.x[stage][1]);
+          const int now = stage;
           wgmma_fence();
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            WgmmaOfRegisters<64>::run(part, high[h][i], x_high + (2 * h + i) * kDescriptorStep, i);
-          wgmma_commit();
+          for (int i = 0; i < 4; ++i)
+            WgmmaOfRegisters<128>::run(part, low[h][i], x_high + i * kDescriptorStep, i ? 1 : 0);
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            WgmmaOfRegisters<128>::run(cross, low[h][i], x_high + (2 * h + i) * kDescriptorStep, (k | h | i) ? 1 : 0);
+          for (int i = 0; i < 4; ++i) WgmmaOfRegisters<128>::run(part, high[h][i], x_low + i * kDescriptorStep, 1);
           wgmma_commit();
-          wgmma_wait<2>();  // of the half before nothing is left: its fragments, or its stage, may be overwritten
-          if (h == 0) {
-            if (k > 0) release(now == 0 ? STAGES - 1 : now - 1);
-          } else {
-            if (++stage == STAGES) {
-              stage = 0;
-              parity ^= 1;
-            }
-            if (k + 1 < steps) barrier_wait(&shared.full[stage], parity);
+          if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
           }
-          if (h == 0 || k + 1 < steps) convert(shared.weight[stage][1 - h], 1 - h, 0);
-          wgmma_wait<1>();
+          if (k0 + h + 1 < steps) {
+            barrier_wait(&shared.full[stage], parity);
+            convert(stage, high[1 - h], low[1 - h]);
+          }
+          wgmma_wait<0>();
 #pragma unroll
-          for (int i = 0; i < 32; ++i) acc[i] += computed_anew(part[i]);
+          for (int i = 0; i < 64; ++i) acc[i] += kLowUnit * computed_anew(part[i]);
           wgmma_fence();
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            WgmmaOfRegisters<64>::run(part, high[h][i], x_high + kHalf + (2 * h + i) * kDescriptorStep, i);
+          for (int i = 0; i < 4; ++i)
+            WgmmaOfRegisters<128>::run(part, high[h][i], x_high + i * kDescriptorStep, i ? 1 : 0);
           wgmma_commit();
+          wgmma_wait<0>();
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            WgmmaOfRegisters<128>::run(cross, high[h][i], x_low + (2 * h + i) * kDescriptorStep, 1);
-          wgmma_commit();
-          if (h == 0 || k + 1 < steps) convert(shared.weight[stage][1 - h], 1 - h, 1);
-          wgmma_wait<1>();
-#pragma unroll
-          for (int i = 0; i < 32; ++i) acc[32 + i] += computed_anew(part[i]);
+          for (int i = 0; i < 64; ++i) acc[i] += computed_anew(part[i]);
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[now]);
         }
       }
-      wgmma_wait<0>();
-      release(stage == 0 ? STAGES - 1 : stage - 1);
 
       const Tile tile = raster.at(computed_anew(t));
       const int thread = computed_anew(static_cast<int>(threadIdx.x)) - 128, q = thread % 4, own = own_feature(thread);
@@ -297,7 +282,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
       if (tile.m == 0) {  // a weight that did not fit is infinite, and so are all results of its feature, or NaN
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float total = sum_of_four(w_total[r]), any = fabsf(acc[2 * r] + cross[2 * r]);
+          const float total = sum_of_four(w_total[r]), any = fabsf(acc[2 * r]);
           if (q == r && j0 + 8 * r < features) weight_total[j0 + 8 * r] = any <= 3.4e38f ? total : __uint_as_float(0x7F800000u);
         }
       }
@@ -313,7 +298,7 @@ __device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split
           const PowerOfTwo rows[2] = {{p.x, p.y}, {p.z, p.w}};
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            acc[4 * i + e] = times(times(acc[4 * i + e] + kLowUnit * cross[4 * i + e], rows[e % 2]), w[e / 2]);
+            acc[4 * i + e] = times(times(acc[4 * i + e], rows[e % 2]), w[e / 2]);
           if (i % 4 == 3) keep_order();
         }
         if (FINISH == Finish::kEvaluate) {
