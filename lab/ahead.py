@@ -1,6 +1,6 @@
 """How much of the split is done before the product, and how much inside it: PYTHONPATH=src python lab/ahead.py, on a GPU.
 
-Microseconds for shares of the rows of x that are split before: 0 is what the first wave of tiles needs, 1 is everything.
+Microseconds for shares of the rows that are split before: 0 is what the first wave of tiles needs, 1 is everything.
 """
 
 import torch
@@ -15,9 +15,13 @@ SHARES = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 
 def rows_for(share):
     def rows(problem, tile, group_panels):
-        blocks, (m_tiles, _) = problem.chip.multiprocessors, tile.counts(problem)
+        blocks, (m_tiles, n_tiles) = problem.chip.multiprocessors, tile.counts(problem)
         m_first = min(m_tiles, -(-blocks // group_panels))
-        return (m_first + int(share * (m_tiles - m_first))) * hopper.TILE_ROWS
+        n_first = max(1, blocks // (m_first * group_panels)) * group_panels
+        return (
+            (m_first + int(share * (m_tiles - m_first))) * hopper.TILE_ROWS,
+            min(problem.out_features, (n_first + int(share * (n_tiles - n_first))) * tile.columns),
+        )
 
     return rows
 

@@ -192,10 +192,9 @@ def test_launches_bind_maps_counters_and_numbers(tmp_path):
         counters = int(re.search(r"take_counters\(x, stream, (\d+)\)", split).group(1))
         assert split.count(f"pointer<unsigned int>(counters) + {counters - 3}") == 3  # `most` is the last three
         assert "tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 1024, 128, 64)" in split
-        assert "tensor_map(pointer<float>(weight), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 512, 512, 128, 32)" in split
         launches = re.findall(r"(launch\w*)\((\w+),", split)
         assert launches == [
-            ("launch", "fused_gemm_split_x"),
+            ("launch", "fused_gemm_split_operands"),
             ("launch_hopper", f"fused_gemm_scale_bn{ending}"),
             ("launch", "fused_gemm_scale_bn_recompute"),
         ]

@@ -133,10 +133,6 @@ __device__ __forceinline__ int computed_anew(int v) {
   asm volatile("" : "+r"(v));
   return v;
 }
-__device__ __forceinline__ u32 computed_anew(u32 v) {
-  asm volatile("" : "+r"(v));
-  return v;
-}
 __device__ __forceinline__ float computed_anew(float v) {
   asm volatile("" : "+f"(v));
   return v;
@@ -310,9 +306,7 @@ __device__ __forceinline__ int scaled_exponent(float v, int e) {
   return bits ? max(row_exponent(bits) + e, kLeastExponent) : kLeastExponent;
 }
 
-// v*2^-exponent as high + low*2^-11, four neighbouring elements of a row at a time. ORDERED: each 16 of K in the order in
-// which split_fused_gemm.cuh holds the weight: 4q, 4q + 1 at 2q, 2q + 1 and 4q + 2, 4q + 3 at 2q + 8, 2q + 9.
-template <bool ORDERED = false>
+// v*2^-exponent as high + low*2^-11, four neighbouring elements of a row at a time.
 __device__ __forceinline__ void store_split(half* row /* of ceil(columns/64) x 2 x 64 */, int column, const float (&scaled)[4]) {
   u32 high[2], low[2];
 #pragma unroll
@@ -322,19 +316,9 @@ __device__ __forceinline__ void store_split(half* row /* of ceil(columns/64) x 2
     const half rounded_a = {static_cast<u16>(high[i])}, rounded_b = {static_cast<u16>(high[i] >> 16)};
     low[i] = pack((a - to_float(rounded_a)) / kLowUnit, (b - to_float(rounded_b)) / kLowUnit, half{});
   }
-  half* at = row + column / kSplitColumns * 2 * kSplitColumns;
-  if constexpr (ORDERED) {
-    at += column % kSplitColumns / 16 * 16 + column % 16 / 2;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<u32*>(at + 8 * i) = high[i];
-      *reinterpret_cast<u32*>(at + 8 * i + kSplitColumns) = low[i];
-    }
-  } else {
-    at += column % kSplitColumns;
-    *reinterpret_cast<uint2*>(at) = make_uint2(high[0], high[1]);
-    *reinterpret_cast<uint2*>(at + kSplitColumns) = make_uint2(low[0], low[1]);
-  }
+  half* at = row + column / kSplitColumns * 2 * kSplitColumns + column % kSplitColumns;
+  *reinterpret_cast<uint2*>(at) = make_uint2(high[0], high[1]);
+  *reinterpret_cast<uint2*>(at + kSplitColumns) = make_uint2(low[0], low[1]);
 }
 
 constexpr int kHeldColumns = 8 * 4 * kThreads;  // of a row, that a block holds in registers between its two passes
@@ -372,15 +356,29 @@ __device__ __forceinline__ int block_max(int value, int* shared /* [kThreads / 3
   return value;
 }
 
-// A block splits one row. `most`: the maxima of largest magnitude and sum of magnitudes over all rows, as bits (of floats
-// that are not negative, so they compare as such; NaN above all).
-template <bool ORDERED>
-__device__ __forceinline__ void split_row(const float* source /* [in_features] */,
-                                          half* target /* [ceil(in_features/64), 2, 64]: high and low */,
-                                          int* exponent_of_row, u32* most /* [2] or null */, int in_features) {
+// A block splits one row, of the weight or of x. Also gives each row's largest magnitude and sum
+// of magnitudes, which bound what is lost to float16's exponent, and the maxima of x's over all rows as bits (of floats
+// that are not negative, so they compare as such; NaN above all). The weight's rows come in descending order and x's
+// last: what the product reads first is then still in the L2.
+__device__ __forceinline__ void split_rows(const float* x /* [batch, in_features] */,
+                                           const float* weight /* [features, in_features] */,
+                                           half* split_x /* [batch, ceil(in_features/64), 2, 64]: high and low */,
+                                           half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
+                                           int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
+                                           float* weight_largest /* [features] or null */,
+                                           float* weight_total /* [features] or null */, u32* most /* [2] or null */,
+                                           int weight_rows /* to split, of the first */, int in_features) {
   __shared__ int shared[kThreads / 32];
   __shared__ float sums[kThreads / 32];
+  allow_next();
+  wait_for_previous();
+  const int block = blockIdx.x;
+  const bool of_weight = block < weight_rows;
+  const int row = of_weight ? weight_rows - 1 - block : block - weight_rows;
   const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+  const float* source = (of_weight ? weight : x) + static_cast<i64>(row) * in_features;
+  half* target = (of_weight ? split_weight : split_x) + static_cast<i64>(row) * 2 * padded;
+
   Vec<float, 4> held[8];
   hold_row(source, held, in_features);
   u32 bits = 0;
@@ -398,10 +396,14 @@ __device__ __forceinline__ void split_row(const float* source /* [in_features] *
   bits = static_cast<u32>(block_max(static_cast<int>(bits), shared));
   const int exponent = row_exponent(bits);
   if (threadIdx.x == 0) {
-    *exponent_of_row = exponent;
-    if (most) {
-      sum = 0.0f;
-      for (int w = 0; w < kThreads / 32; ++w) sum += sums[w];
+    sum = 0.0f;
+    for (int w = 0; w < kThreads / 32; ++w) sum += sums[w];
+    (of_weight ? weight_exponents : x_exponents)[row] = exponent;
+    if (of_weight && weight_largest) {
+      weight_largest[row] = __uint_as_float(bits);
+      weight_total[row] = sum;
+    }
+    if (!of_weight && most) {
       atomicMax(&most[0], bits);
       atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
     }
@@ -409,83 +411,8 @@ __device__ __forceinline__ void split_row(const float* source /* [in_features] *
   const PowerOfTwo scale = power_of_two(-exponent);
   visit_row(source, held, in_features, padded, [&](int c, const Vec<float, 4>& v) {
     const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
-    store_split<ORDERED>(target, c, scaled);
+    store_split(target, c, scaled);
   });
-}
-
-// Both operands, for the gradients: a block for each row of the weight, then of x.
-__device__ __forceinline__ void split_rows(const float* x /* [batch, in_features] */,
-                                           const float* weight /* [features, in_features] */,
-                                           half* split_x /* [batch, ceil(in_features/64), 2, 64]: high and low */,
-                                           half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
-                                           int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
-                                           int in_features, int features) {
-  allow_next();
-  wait_for_previous();
-  const int block = blockIdx.x;
-  const bool of_weight = block < features;
-  const i64 row = of_weight ? block : block - features;
-  const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-  split_row<false>((of_weight ? weight : x) + row * in_features, (of_weight ? split_weight : split_x) + row * 2 * padded,
-                   (of_weight ? weight_exponents : x_exponents) + row, nullptr, in_features);
-}
-
-constexpr int kSampled = 512, kSampledRun = 16;  // elements of a row of the weight, in runs of 64 bytes
-constexpr int kSampledHeadroom = 4;              // powers of two beyond what the sample needs
-constexpr int kUnseenExponent = -10;             // of a row whose sample is zero: magnitudes below 64 fit
-constexpr int kWeightRows = kThreads / 32;       // that a block looks at
-
-// The exponent of a row of the weight, as one warp: of all elements where those are few, else guessed from a sample. A
-// guess that is too low makes the row's results infinite, which is noticed; one that is too high makes the guard's bound
-// large. In [-127, 112], so that 2^-exponent is one number: below, v*2^127 is whole in units of `low` for every float.
-// `weight_largest` is what the exponent is worth: 2^-51 of it is the most that an element which fits may lose.
-__device__ __forceinline__ void sample_weight(const float* weight /* [features, in_features] */,
-                                              int* weight_exponents /* [features] */,
-                                              float* weight_largest /* [features] */, int row, int in_features) {
-  constexpr int kRuns = kSampled / kSampledRun, kEach = kSampled / 128;
-  const int lane = threadIdx.x % 32, stride = max(in_features / kRuns, kSampledRun);
-  const float* source = weight + static_cast<i64>(row) * in_features;
-  Vec<float, 4> v[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int run = i * (kRuns / kEach) + lane / 4, column = run * stride / kSampledRun * kSampledRun + lane % 4 * 4;
-    v[i] = column < in_features ? load<float, 4>(source + column) : Vec<float, 4>{};
-  }
-  u32 bits = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i)
-#pragma unroll
-    for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
-#pragma unroll
-  for (int bit = 16; bit; bit /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
-  int exponent = row_exponent(bits);
-  if (in_features > kSampled) exponent = bits ? exponent + kSampledHeadroom : kUnseenExponent;
-  exponent = min(max(exponent, -127), 112);
-  if (lane == 0) {
-    weight_exponents[row] = exponent;
-    weight_largest[row] = __uint_as_float(static_cast<u32>(exponent + 15 + 127) << 23);
-  }
-}
-
-// Before the product (split_fused_gemm.cuh): the first rows of x split, a block each, and the weight's exponents. The
-// weight's blocks come first: they wait for memory more than they keep it busy, so x's run beside them.
-__device__ __forceinline__ void split_x(const float* x /* [batch, in_features] */,
-                                        const float* weight /* [features, in_features] */,
-                                        half* split_x /* [batch, ceil(in_features/64), 2, 64]: high and low, ordered */,
-                                        int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
-                                        float* weight_largest /* [features] */, u32* most /* [2], of x */,
-                                        int in_features, int features) {
-  allow_next();
-  wait_for_previous();
-  const int before = (features + kWeightRows - 1) / kWeightRows, block = blockIdx.x;
-  if (block < before) {
-    const int row = block * kWeightRows + threadIdx.x / 32;
-    if (row < features) sample_weight(weight, weight_exponents, weight_largest, row, in_features);
-  } else {
-    const i64 row = block - before;
-    const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-    split_row<true>(x + row * in_features, split_x + row * 2 * padded, x_exponents + row, most, in_features);
-  }
 }
 
 // The gradient of the product, split twice: with an exponent per row, its columns multiplied by the weight's powers of
@@ -532,26 +459,14 @@ __device__ __forceinline__ void split_gradient(const float* grad_product /* [bat
 }
 
 // Where float16's exponent loses more than float32 itself would: what the elements that `low` cannot hold may add up to,
-// against the deviation of the column. Written so that NaN and infinity count as lost. A row of zeros loses nothing.
+// against the deviation of the column. Written so that NaN and infinity count as lost.
 __device__ __forceinline__ bool split_loses(float x_largest, float x_total, float weight_largest, float weight_total,
                                             float deviation) {
-  const float unit = 1.862645149230957e-09f;  // 2^-51 / 2^-22
-  const float worth = weight_total == 0.0f ? 0.0f : weight_largest;
-  return !(unit * x_largest * weight_total + unit * x_total * worth <= deviation);
+  const float unit = 1.4901161193847656e-08f;  // 2^-48 / 2^-22: 2^-51, and kHeadroom (split_ahead.cuh)
+  return !(unit * x_largest * weight_total + unit * x_total * weight_largest <= deviation);
 }
 
 }  // namespace gemmnorm
-// The whole chain in one Hopper kernel, as fused_gemm.cuh, for float32 by split operands: C^T = W*x^T with W in registers.
-//
-// A tile is 128 features by 128 rows of the batch. The copy engine brings W as it is, float32, and x as the two float16
-// planes that it was split into before (split.cuh). Each of two consumer warpgroups takes 64 features: its threads load
-// their fragments of W from shared memory, split them on the way, and multiply by both planes of x. So W is read once and
-// written nowhere. While one consumer converts, the other's products keep the tensor cores busy.
-//
-// Features are the accumulator's rows, so that what belongs to a feature is a number in a thread's registers, and its
-// sums over the batch are shuffles between four lanes. Everything else is as in fused_gemm.cuh: two statistics groups to
-// a tile, panels counted as they are completed, warps 2 and 3 splitting rows of x for later tiles (split_ahead.cuh) and
-// then normalising complete panels, the last tile of every block normalised before it leaves the registers.
 // The whole chain in one Hopper kernel: GEMM -> scale -> BatchNorm -> activation (sm_90a).
 //
 // A persistent block is one warpgroup that feeds and two that multiply. Warp 0 copies tiles of x and W into a ring of
@@ -1438,144 +1353,10 @@ struct Ahead {
   }
 };
 
-// The same of x alone, for split_fused_gemm.cuh.
-struct XAhead {
-  const float* x;     // [batch, in_features]
-  half* split_x;      // as the launch before leaves it
-  int* x_exponents;   // [batch]
-  u32* most;
-  u32* ready;         // rows split here, of each band
-  int x_rows;         // split by the launch before
-  int batch, in_features;
-  static constexpr int kParts = kPieceColumns / 128;
-
-  __device__ __forceinline__ static int band_rows(const Raster& raster) {
-    return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
-  }
-
-  // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
-  __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
-    const int rows = band_rows(raster), band = tile.m * kTileRows / rows;
-    const int missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
-    if (missing <= 0) return;
-    wait_until(&ready[band], missing);
-    fence_async_global();
-  }
-
-  // Where the next piece to ask for lies.
-  struct Cursor {
-    int row, first;
-  };
-  // Asks the copy engine for a piece, as one thread, and goes on to the next.
-  __device__ __forceinline__ void request(PieceRing& ring, int slot, Cursor& c, int stride) const {
-    if (c.row >= batch) return;
-    const u32 bytes = min(kPieceColumns, in_features - c.first) * 4;
-    barrier_expect(&ring.arrived[slot], bytes);
-    copy_bytes_to_shared(ring.pieces[slot], x + static_cast<i64>(c.row) * in_features + c.first, bytes, &ring.arrived[slot]);
-    c.first += kPieceColumns;
-    if (c.first < in_features) return;
-    c.first = 0;
-    c.row += stride;
-  }
-
-  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4>& v) {
-    u32 bits = 0;
-#pragma unroll
-    for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v.at[q]) & 0x7FFFFFFFu);
-    return bits;
-  }
-  __device__ __forceinline__ static u32 warp_max(u32 bits) {
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
-    return bits;
-  }
-  __device__ __forceinline__ static void store_scaled(half* row, int column, const Vec<float, 4>& v, PowerOfTwo scale) {
-    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
-    store_split<true>(row, column, scaled);
-  }
-
-  // Part of the lane's share of a piece, zeros beyond the row's end. No load waits for a condition.
-  __device__ __forceinline__ Vec<float, 4> read_piece(const float* piece, int first, int part) const {
-    const int column = (part * 32 + threadIdx.x % 32) * 4;
-    Vec<float, 4> v = load<float, 4>(piece + column);
-    if (first + column >= in_features) v = {};
-    return v;
-  }
-
-  // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
-  // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
-  // zeros and is small, is split once more.
-  __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
-    const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
-    const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-    const int first_row = x_rows + static_cast<int>(kSplitters * blockIdx.x) + splitter;
-    Cursor cursor = {first_row, 0};
-    int slot = 0;
-    u32 parity = 0;
-    if (lane == 0)
-      for (int s = 0; s < kPieces; ++s) request(ring, s, cursor, stride);
-#pragma unroll 1
-    for (int row = first_row; row < batch; row += stride) {
-      half* target = split_x + static_cast<i64>(row) * 2 * padded;
-      u32 bits = 0;
-      float sum = 0.0f;
-      int exponent = 0;
-      PowerOfTwo scale = {};
-#pragma unroll 1
-      for (int first = 0; first < in_features; first += kPieceColumns) {
-        const float* piece = ring.pieces[slot];
-        barrier_wait(&ring.arrived[slot], parity);
-        if (first == 0) {
-          u32 begun = 0;
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) begun = max(begun, largest_of(read_piece(piece, first, part)));
-          exponent = row_exponent(warp_max(begun));
-          scale = power_of_two(-exponent);
-        }
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          const Vec<float, 4> v = read_piece(piece, first, part);
-          const int c = first + (part * 32 + lane) * 4;
-          bits = max(bits, largest_of(v));
-          sum += (fabsf(v.at[0]) + fabsf(v.at[1])) + (fabsf(v.at[2]) + fabsf(v.at[3]));
-          if (c < padded) store_scaled(target, c, v, scale);
-        }
-        __syncwarp();  // everybody has read the piece
-        if (lane == 0) request(ring, slot, cursor, stride);
-        if (++slot == kPieces) {
-          slot = 0;
-          parity ^= 1;
-        }
-      }
-      bits = warp_max(bits);
-#pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-      const int wanted = row_exponent(bits);
-      if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
-        exponent = wanted;
-        scale = power_of_two(-exponent);
-        const float* source = x + static_cast<i64>(row) * in_features;
-#pragma unroll 1
-        for (int c = lane * 4; c < padded; c += 128)
-          store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
-      }
-      if (lane == 0) {
-        x_exponents[row] = exponent;
-        atomicMax(&most[0], bits);
-        atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
-      }
-      fence_async_global();  // the copy engine will read what is written here
-      __syncwarp();
-      if (lane == 0) add_release(&ready[row / band_rows(raster)], 1);
-    }
-  }
-};
-
 }  // namespace gemmnorm
 // One stage of K of a product of split operands: three products of float16 for one of float32.
-// Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] * B[N, 32 bytes]^T, operands in shared
-// memory, swizzled by 128 bytes, along K or, where they are of two bytes, across it; or A in registers.
-// PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
+// Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] * B[N, 32 bytes]^T, both operands in shared
+// memory, swizzled by 128 bytes, along K or, where they are of two bytes, across it. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
 
 namespace gemmnorm {
 
@@ -1606,11 +1387,6 @@ __device__ __forceinline__ void wgmma_wait() {
 template <class T, int N>
 struct Wgmma;
 
-// The same of float16 with A in registers, four words a thread: of rows g and g + 8 (g = lane / 4) the elements 2q and
-// 2q + 1 (q = lane % 4), then of both rows 2q + 8 and 2q + 9. They must not change before the product is waited for.
-template <int N>
-struct WgmmaOfRegisters;
-
 // clang-format off
 #define GEMMNORM_WGMMA(N, TYPE, SHAPE, TYPES, REGISTERS, A, B, P, TAIL, ...)                                   \
   template <>                                                                                                \
@@ -1620,16 +1396,6 @@ struct WgmmaOfRegisters;
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." \
                    TYPES " {" REGISTERS "}, %" A ", %" B ", p, 1, 1" TAIL ";\n}"                               \
                    : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));            \
-    }                                                                                                        \
-  };
-
-#define GEMMNORM_WGMMA_OF_REGISTERS(N, SHAPE, REGISTERS, A, B, P, TAIL, ...)                                   \
-  template <>                                                                                                \
-  struct WgmmaOfRegisters<N> {                                                                               \
-    static __device__ __forceinline__ void run(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) { \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." \
-                   "f16.f16 {" REGISTERS "}, {" A "}, %" B ", p, 1, 1, %" TAIL ";\n}"                          \
-                   : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(0)); \
     }                                                                                                        \
   };
 
@@ -1699,8 +1465,6 @@ GEMMNORM_WGMMA(128, tf32, "m64n128k8", "tf32.tf32", GEMMNORM_REGISTERS_128, "64"
 GEMMNORM_WGMMA(256, half, "m64n256k16", "f16.f16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
 GEMMNORM_WGMMA(256, bfloat16, "m64n256k16", "bf16.bf16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
 GEMMNORM_WGMMA(256, tf32, "m64n256k8", "tf32.tf32", GEMMNORM_REGISTERS_256, "128", "129", "130", "", GEMMNORM_OPERANDS_256)
-GEMMNORM_WGMMA_OF_REGISTERS(64, "m64n64k16", GEMMNORM_REGISTERS_64, "%32, %33, %34, %35", "36", "37", "38", GEMMNORM_OPERANDS_64)
-GEMMNORM_WGMMA_OF_REGISTERS(128, "m64n128k16", GEMMNORM_REGISTERS_128, "%64, %65, %66, %67", "68", "69", "70", GEMMNORM_OPERANDS_128)
 // clang-format on
 
 }  // namespace gemmnorm
@@ -2204,398 +1968,6 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       for (int i = threadIdx.x; i < used; i += kGemmThreads) counters[i] = 0;
       if (FINISH != Finish::kEvaluate && threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
     }
-  }
-}
-
-}  // namespace gemmnorm
-
-namespace gemmnorm {
-
-constexpr int kTileFeatures = 128, kConsumerFeatures = 64;
-
-template <int STAGES, bool AHEAD>
-struct SplitFusedShared : PieceRings<AHEAD> {
-  alignas(1024) unsigned char x[STAGES][2][kTileRows * kRowBytes];           // 64 of K: high, low
-  alignas(1024) unsigned char weight[STAGES][2][kTileFeatures * kRowBytes];  // 64 of K: 32 in float32, then 32 more
-  alignas(16) float2 x_scale[2][kTileRows];  // per consumer: the power of two of each row of x, as two factors
-  float slope[2][kConsumerFeatures], shift[2][kConsumerFeatures];  // per consumer, in evaluation
-  u64 full[STAGES], empty[STAGES];
-  u32 last;
-};
-
-// Two neighbouring elements, scaled, as float16: high and, in units of 2^-11, low.
-__device__ __forceinline__ void split_pair(float a, float b, u32& high, u32& low) {
-  const u32 rounded = pack(a, b, half{});
-  const half rounded_a = {static_cast<u16>(rounded)}, rounded_b = {static_cast<u16>(rounded >> 16)};
-  high = computed_anew(rounded);
-  low = computed_anew(pack((a - to_float(rounded_a)) / kLowUnit, (b - to_float(rounded_b)) / kLowUnit, half{}));
-}
-
-// A thread's fragments of 64 of K of two rows of the weight, 8 apart, and the sum of their magnitudes. K is taken in the
-// order that makes a fragment's elements neighbours in memory, see store_split. `from` is the thread's 16 bytes of the
-// first 16 of K: the swizzle puts the next 16 of K at the other half of the 128 bytes, the two after those in the next box.
-__device__ __forceinline__ void load_fragments(const unsigned char* box, int from, const float (&scale)[2],
-                                               u32 (&high)[4][4], u32 (&low)[4][4], float (&total)[2]) {
-#pragma unroll
-  for (int s = 0; s < 4; ++s) {
-    const unsigned char* at = box + s / 2 * kTileFeatures * kRowBytes + (from ^ (s % 2 * 64));
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float4 v = *reinterpret_cast<const float4*>(at + r * 8 * kRowBytes);
-      total[r] += (fabsf(v.x) + fabsf(v.y)) + (fabsf(v.z) + fabsf(v.w));
-      split_pair(v.x * scale[r], v.y * scale[r], high[s][r], low[s][r]);
-      split_pair(v.z * scale[r], v.w * scale[r], high[s][2 + r], low[s][2 + r]);
-    }
-  }
-}
-
-// Of a tile's 128 features a consumer thread has this one and the one 8 further on; of its rows 8*i + 2*(lane % 4) and the
-// next, for i in 0 ... 15. Row g = lane / 4 of a fragment is g / 2 + g % 2 * 4 of eight in memory: the eight lanes whose 16
-// bytes are read at once then have rows 4 apart, which the swizzle puts at the two halves of the 128 bytes
-// (tests/test_split_fused.py).
-__device__ __forceinline__ int own_feature(int thread /* of both consumers */) {
-  const int lane = thread % 32;
-  return thread / 32 * 16 + lane / 8 + lane / 4 % 2 * 4;
-}
-
-// Over the four lanes that hold a feature, the same bits in all of them.
-__device__ __forceinline__ float sum_of_four(float v) {
-  v += __shfl_xor_sync(~0u, v, 1);
-  return v + __shfl_xor_sync(~0u, v, 2);
-}
-
-// A thread's elements of a tile, as `value(element, which of its features, which group)` makes them, to where the first
-// row of the tile and the thread's first feature are. A warp writes eight neighbouring features of four rows at once.
-template <class Out, class Value>
-__device__ __forceinline__ void store_tile(Out* at, const float (&acc)[64], int rows, int columns /* to the tensor's end */,
-                                           int features, const Value& value) {
-  const int first = threadIdx.x % 4 * 2;
-  at += static_cast<i64>(first) * features;
-#pragma unroll
-  for (int i = 0; i < 16; ++i, at += 8 * static_cast<i64>(features))
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      if (8 * i + first + e >= rows) continue;
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        if (8 * r < columns) from_float(value(acc[4 * i + 2 * r + e], r, i / 8), at[e * features + 8 * r]);
-    }
-}
-
-template <class Y, class L, class R, int STAGES, int SHARED_BYTES, Finish FINISH, class Activation>
-__device__ __forceinline__ void split_fused_gemm(const TensorMap& map_x /* split, [batch, 2*64*ceil(in_features/64)] */,
-    const TensorMap& map_weight /* [features, in_features], exact */, float* product /* [batch, features]: minus its group's mean */,
-    Y* y /* [batch, features]; the product's memory where that is not kept */, const L* bias /* [features] or null */,
-    const L* scale /* [features] or [1] or null */, int scale_stride, float scale_value,
-    R* running_mean /* [features] or null */, R* running_var /* [features] or null */,
-    i64* batches_tracked /* [1] or null */, const R* bn_weight /* [features] or null */,
-    const R* bn_bias /* [features] or null */, float momentum, float eps, float* group_mean /* [groups, features] */,
-    float* group_m2 /* [groups, features] */, float* mean /* [features] */, float* rstd /* [features] */,
-    float* merged_slope /* [features] */, float* merged_shift /* [features] */,
-    u32* counters /* zero, and left zero */, const float* x /* [batch, in_features] */, half* split_x /* see split_x */,
-    int* x_exponents /* [batch] */, const int* weight_exponents /* [features] */,
-    const float* weight_largest /* [features] */, float* weight_total /* [features]: sum |w|, inf where w did not fit */,
-    u32* most /* [2], of x */, int* flags /* [features] */, int x_rows /* split already */, int group_panels,
-    int stream_x, int keep_product, int batch, int in_features, int features) {
-  static_assert(FINISH != Finish::kStatistics);
-  constexpr int BN = kTileFeatures, kAhead = 4;  // partial results in flight
-  // Each of the 384 threads starts with 168 registers; the consumers need more.
-  constexpr bool kAheadToo = FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate;
-  constexpr int kFeeder = kAheadToo ? 64 : 40, kConsumer = (3 * 168 - kFeeder) / 16 * 8;
-  using Shared = SplitFusedShared<STAGES, kAheadToo>;
-  static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and SplitFusedShared disagree");
-  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
-
-  const Features<L, R> f = {bias,      scale,   scale_stride, scale_value,     running_mean, running_var,
-                            bn_weight, bn_bias, batches_tracked, momentum,     eps,          group_mean,
-                            group_m2,  mean,    rstd,         merged_slope,    merged_shift,
-                            {most, weight_largest, weight_total, flags}, batch, features,
-                            (batch + kGroupRows - 1) / kGroupRows};
-  const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
-  const XAhead ahead = {x, split_x, x_exponents, most, counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), batch,
-                        in_features};
-  const int tiles = raster.tiles(), steps = (in_features + kSplitColumns - 1) / kSplitColumns;
-  // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
-  const int stored = FINISH == Finish::kPersistent ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
-  const int warpgroup = threadIdx.x / 128;
-
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 8);  // every consumer warp: each reads shared memory for itself
-    }
-    if constexpr (kAheadToo)
-      for (int p = 0; p < kSplitters * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
-    fence_barrier_init();
-    fence_async_shared();
-  }
-  __syncthreads();
-  wait_for_previous();
-  allow_next();
-
-  if (warpgroup == 0) {
-    release_registers<kFeeder>();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp == 0 && lane == 0) {  // feeds the ring
-      const u64 x_policy = stream_x ? kEvictFirst : kEvictNormal;
-      int stage = 0;
-      u32 parity = 1;
-      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
-        const Tile tile = raster.at(t);
-        if (kAheadToo) ahead.wait_for(raster, tile);
-        for (int k = 0; k < steps; ++k) {
-          barrier_wait(&shared.empty[stage], parity);
-          barrier_expect(&shared.full[stage], 2 * (kTileRows + BN) * kRowBytes);
-#pragma unroll
-          for (int p = 0; p < 2; ++p) {
-            copy_to_shared(shared.weight[stage][p], map_weight, &shared.full[stage], k * kSplitColumns + p * 32,
-                           tile.n * BN, kEvictNormal);
-            copy_to_shared(shared.x[stage][p], map_x, &shared.full[stage], (2 * k + p) * kSplitColumns,
-                           tile.m * kTileRows, x_policy);
-          }
-          if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-          }
-        }
-      }
-    } else if (warp >= 2 && kAheadToo) {
-      if constexpr (kAheadToo) ahead.split(shared.rings[warp - 2], raster, warp - 2);
-      if (FINISH == Finish::kPersistent)
-        take_units<float, Y, BN, Activation, 1>(f, raster, product, y, counters, stored);
-    }
-  } else {
-    claim_registers<kConsumer>();
-    const int consumer = warpgroup - 1;
-    int from, stage = 0;
-    {
-      const int own = own_feature(threadIdx.x - 128);
-      from = own * kRowBytes + ((threadIdx.x % 4 * 16) ^ (own % 8 * 16));
-    }
-    u32 parity = 0;
-    // `part`: high*high of one stage and half of the rows, which `acc` adds up because the tensor cores truncate. `cross`:
-    // both products with a low part, in units of 2^-11, whose truncation is far below.
-    float acc[64], part[32], cross[64];
-
-    for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
-      float w_scale[2], w_total[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int j = raster.at(t).n * BN + own_feature(computed_anew(static_cast<int>(threadIdx.x)) - 128) + 8 * r;
-        w_scale[r] = __uint_as_float(static_cast<u32>(127 - (j < features ? weight_exponents[j] : 0)) << 23);
-      }
-#pragma unroll
-      for (int i = 0; i < 64; ++i) acc[i] = 0.0f;
-#pragma unroll 1
-      for (int k = 0; k < steps; ++k) {
-        barrier_wait(&shared.full[stage], parity);
-        u32 high[4][4], low[4][4];
-        load_fragments(shared.weight[stage][0], from, w_scale, high, low, w_total);
-        wgmma_fence();
-        const u64 x_high = matrix_descriptor(shared.x[stage][0]), x_low = matrix_descriptor(shared.x[stage][1]);
-        constexpr int kHalf = kGroupRows * kRowBytes / 16;  // the next 64 rows, in the descriptor's units
-        // Four groups of products, one always waiting behind the one that is waited for.
-#pragma unroll
-        for (int i = 0; i < 4; ++i) WgmmaOfRegisters<64>::run(part, high[i], x_high + i * kDescriptorStep, i ? 1 : 0);
-        wgmma_commit();
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          WgmmaOfRegisters<128>::run(cross, low[i], x_high + i * kDescriptorStep, (k | i) ? 1 : 0);
-        wgmma_commit();
-        wgmma_wait<1>();
-#pragma unroll
-        for (int i = 0; i < 32; ++i) acc[i] += computed_anew(part[i]);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          WgmmaOfRegisters<64>::run(part, high[i], x_high + kHalf + i * kDescriptorStep, i ? 1 : 0);
-        wgmma_commit();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) WgmmaOfRegisters<128>::run(cross, high[i], x_low + i * kDescriptorStep, 1);
-        wgmma_commit();
-        wgmma_wait<1>();
-#pragma unroll
-        for (int i = 0; i < 32; ++i) acc[32 + i] += computed_anew(part[i]);
-        if (k == 0) {  // in the shadow of multiplications, where most registers are free
-          const Tile tile = raster.at(t);
-          const int thread = computed_anew(static_cast<int>(threadIdx.x)) % 128, row = tile.m * kTileRows + thread;
-          const PowerOfTwo p = power_of_two(row < batch ? load_l2(x_exponents + row) : 0);
-          shared.x_scale[consumer][thread] = make_float2(p.first, p.second);
-          const int j = tile.n * BN + consumer * kConsumerFeatures + thread;
-          if (FINISH == Finish::kEvaluate && thread < kConsumerFeatures && j < features) {
-            const float r = 1.0f / sqrtf(to_float(running_var[j]) + eps), centre = to_float(running_mean[j]);
-            shared.slope[consumer][thread] = f.slope(j, r);
-            shared.shift[consumer][thread] = f.shift(j) + value_or(bn_weight, j, 1.0f) * r * (f.s(j) * f.b(j) - centre);
-            if (mean && tile.m == 0) {
-              mean[j] = centre;
-              rstd[j] = r;
-            }
-          }
-        }
-        wgmma_wait<0>();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
-        if (++stage == STAGES) {
-          stage = 0;
-          parity ^= 1;
-        }
-      }
-
-      const Tile tile = raster.at(computed_anew(t));
-      const int thread = computed_anew(static_cast<int>(threadIdx.x)) - 128, q = thread % 4, own = own_feature(thread);
-      const int j0 = tile.n * BN + own, rows_left = batch - tile.m * kTileRows;
-      const i64 origin = static_cast<i64>(tile.m) * kTileRows * features + j0;
-      if (tile.m == 0) {  // a weight that did not fit is infinite, and so are all results of its feature, or NaN
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float total = sum_of_four(w_total[r]), any = fabsf(acc[2 * r] + cross[2 * r]);
-          if (q == r && j0 + 8 * r < features) weight_total[j0 + 8 * r] = any <= 3.4e38f ? total : __uint_as_float(0x7F800000u);
-        }
-      }
-      // Back to the scale of x and W.
-      float slope[2], shift[2][2];  // of each feature; in each group, of values that are stored minus its mean
-      {
-        const PowerOfTwo w[2] = {power_of_two(127 - static_cast<int>(__float_as_uint(w_scale[0]) >> 23)),
-                                 power_of_two(127 - static_cast<int>(__float_as_uint(w_scale[1]) >> 23))};
-        sync_threads(1 + consumer, 128);
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          const float4 p = *reinterpret_cast<const float4*>(&shared.x_scale[consumer][8 * i + 2 * q]);
-          const PowerOfTwo rows[2] = {{p.x, p.y}, {p.z, p.w}};
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            acc[4 * i + e] = times(times(acc[4 * i + e] + kLowUnit * cross[4 * i + e], rows[e % 2]), w[e / 2]);
-          if (i % 4 == 3) keep_order();
-        }
-        if (FINISH == Finish::kEvaluate) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            slope[r] = shared.slope[consumer][own % kConsumerFeatures + 8 * r];
-            shift[r][0] = shift[r][1] = shared.shift[consumer][own % kConsumerFeatures + 8 * r];
-          }
-        }
-        sync_threads(1 + consumer, 128);  // the next tile's are written
-      }
-
-      bool finish_here = FINISH == Finish::kEvaluate;
-      if (FINISH != Finish::kEvaluate) {
-        // Means of both groups, then M2 about them. Rows beyond the batch are zero in the accumulators.
-        float mu[2][2], m2[2][2];  // of each feature and group
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int rows = f.rows(2 * tile.m + h);
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            float sum = 0.0f, squares = 0.0f;
-#pragma unroll
-            for (int i = 8 * h; i < 8 * h + 8; ++i) sum += acc[4 * i + 2 * r] + acc[4 * i + 2 * r + 1];
-            mu[r][h] = rows ? sum_of_four(sum) / rows : 0.0f;
-#pragma unroll
-            for (int i = 8 * h; i < 8 * h + 8; ++i)
-#pragma unroll
-              for (int e = 0; e < 2; ++e) {
-                float& a = acc[4 * i + 2 * r + e];
-                a = (i - 8 * h) * 8 + 2 * q + e < rows ? a - mu[r][h] : 0.0f;
-                squares += a * a;
-              }
-            m2[r][h] = sum_of_four(squares);
-          }
-        }
-        {  // each of the four lanes writes one
-          const int j = j0 + q % 2 * 8, group = 2 * tile.m + q / 2;
-          if (j < features && f.rows(group)) {
-            const i64 at = static_cast<i64>(group) * features + j;
-            group_mean[at] = q / 2 ? (q % 2 ? mu[1][1] : mu[0][1]) : (q % 2 ? mu[1][0] : mu[0][0]);
-            group_m2[at] = q / 2 ? (q % 2 ? m2[1][1] : m2[0][1]) : (q % 2 ? m2[1][0] : m2[0][0]);
-          }
-        }
-        finish_here = FINISH != Finish::kPersistent || t >= stored;
-        if (!finish_here || keep_product)
-          store_tile(product + origin, acc, rows_left, features - j0, features, [](float a, int, int) { return a; });
-        if (FINISH != Finish::kOneBlock) {  // everybody's writes, of `weight_total` too, are released with the panel
-          sync_threads(1 + consumer, 128);
-          if (thread % 128 == 0) add_release(&counters[kPanels + tile.n], 1);
-        }
-
-        if (finish_here) {
-          const bool direct = FINISH != Finish::kPersistent || f.groups <= kDirectGroups;
-          float unit_slope[2], unit_shift[2], s_feature[2], centre[2], squares[2];
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int j = min(j0 + 8 * r, features - 1);
-            unit_slope[r] = f.slope(j, 1.0f);
-            unit_shift[r] = f.shift(j);
-            s_feature[r] = f.s(j);
-          }
-          if (FINISH != Finish::kOneBlock) {
-            if (thread % 128 == 0) {
-              if (direct) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
-              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], BN / kMergeWidth);
-            }
-            sync_threads(1 + consumer, 128);
-          }
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int j = min(j0 + 8 * r, features - 1);
-            float reciprocal;
-            if (direct) {
-              // Relative to the mean of a few groups, spread over the batch and full if any is:
-              // M2 = sum  M2_g + n_g*d^2 - (sum  n_g*d)^2/B with d = mean_g - near.
-              constexpr int kSpread = 4;
-              const int full = max(batch / kGroupRows, 1);
-              const auto mean_of = [&](int g) {
-                return FINISH == Finish::kOneBlock ? (g ? mu[r][1] : mu[r][0])
-                                                   : load_l2(group_mean + static_cast<i64>(g) * features + j);
-              };
-              float near = 0.0f, sum = 0.0f;
-              squares[r] = 0.0f;
-#pragma unroll
-              for (int n = 0; n < kSpread; ++n) near += mean_of(n * full / kSpread) / kSpread;
-#pragma unroll kAhead
-              for (int g = q; g < f.groups; g += 4) {
-                const float d = mean_of(g) - near, n = f.rows(g);
-                const float m2_g = FINISH == Finish::kOneBlock ? (g ? m2[r][1] : m2[r][0])
-                                                               : load_l2(group_m2 + static_cast<i64>(g) * features + j);
-                sum += n * d;
-                squares[r] += m2_g + n * d * d;
-              }
-              sum = sum_of_four(sum);
-              squares[r] = sum_of_four(squares[r]) - sum * sum / batch;
-              centre[r] = near + sum / batch;
-              reciprocal = 1.0f / sqrtf(s_feature[r] * s_feature[r] * squares[r] / batch + eps);
-            } else {
-              centre[r] = load_l2(mean + j);
-              reciprocal = load_l2(rstd + j);
-            }
-            slope[r] = unit_slope[r] * reciprocal;
-            shift[r][0] = slope[r] * (mu[r][0] - centre[r]) + unit_shift[r];
-            shift[r][1] = slope[r] * (mu[r][1] - centre[r]) + unit_shift[r];
-          }
-          const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored);
-          if (direct && q < 2 && j0 + 8 * q < features && tile.m == 0 && mine_to_finish)  // who wrote its weight_total
-            f.finish(j0 + 8 * q, q ? centre[1] : centre[0], q ? squares[1] : squares[0]);
-        }
-      }
-      if (finish_here)
-        store_tile(y + origin, acc, rows_left, features - j0, features,
-                   [&](float a, int r, int h) { return Activation::value(slope[r] * a + shift[r][h]); });
-    }
-    if (FINISH == Finish::kPersistent)
-      take_units<float, Y, BN, Activation, 1>(f, raster, product, y, counters, stored);
-  }
-
-  // The last block to get here leaves the counters as it found them, and counts the batch.
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    shared.last = atomicAdd(&counters[kDone], 1u) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (shared.last) {
-    const int used = kPanels + 2 * raster.tiles_n + (kAheadToo ? kBands : 0);
-    for (int i = threadIdx.x; i < used; i += kGemmThreads) counters[i] = 0;
-    if (FINISH != Finish::kEvaluate && threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
   }
 }
 
@@ -3122,22 +2494,28 @@ struct Identity {
   static __device__ __forceinline__ float derivative(float z) { return 1.0f; }
 };
 
-extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_x(
+extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands(
     const float* x /* [batch, in_features] */,
     const float* weight /* [features, in_features] */,
     gemmnorm::half* split_x /* [batch, ceil(in_features/64), 2, 64] */,
+    gemmnorm::half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
     int* x_exponents /* [batch] */,
     int* weight_exponents /* [features] */,
     float* weight_largest /* [features] */,
+    float* weight_total /* [features] */,
     unsigned int* most /* [3]: zero, and left zero */,
-    int in_features,
-    int features) {
-  gemmnorm::split_x(x, weight, split_x, x_exponents, weight_exponents, weight_largest, most, in_features, features);
+    int weight_rows /* of the weight, that are split already */,
+    int in_features) {
+  gemmnorm::split_rows(
+      x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, most,
+      weight_rows, in_features);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
     const __grid_constant__ gemmnorm::TensorMap map_x /* [batch, in_features] */,
     const __grid_constant__ gemmnorm::TensorMap map_weight /* [features, in_features] */,
+    const __grid_constant__ gemmnorm::TensorMap map_product /* [batch, features] */,
+    const __grid_constant__ gemmnorm::TensorMap map_y /* [batch, features] */,
     float* stored_product /* [batch, features] */,
     float* y /* [batch, features] */,
     const float* bias /* [features] or null */,
@@ -3159,7 +2537,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
     float* merged_shift /* [features] */,
     unsigned int* counters /* zero, and left zero */,
     const float* x /* [batch, in_features] */,
+    const float* weight /* [features, in_features] */,
     gemmnorm::half* split_x /* [batch, ceil(in_features/64), 2, 64] */,
+    gemmnorm::half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
     int* x_exponents /* [batch] */,
     int* weight_exponents /* [features] */,
     float* weight_largest /* [features] */,
@@ -3167,17 +2547,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
     unsigned int* most /* [3]: zero, and left zero */,
     int* flags /* [features] */,
     int x_rows /* of x, that are split already */,
+    int weight_rows /* of the weight, that are split already */,
     int group_panels /* panels that are worked on together */,
     int stream_x /* whether the L2 should let go of x first */,
     int keep_product /* whether the product has memory of its own */,
     int batch,
     int in_features,
     int features) {
-  gemmnorm::split_fused_gemm<float, float, float, 3, 226304, gemmnorm::Finish::kPersistent, Identity>(
-      map_x, map_weight, stored_product, y, bias, scale, scale_stride, scale_value, running_mean, running_var,
-      num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean, rstd, merged_slope,
-      merged_shift, counters, x, split_x, x_exponents, weight_exponents, weight_largest, weight_total, most, flags,
-      x_rows, group_panels, stream_x, keep_product, batch, in_features, features);
+  gemmnorm::fused_gemm<gemmnorm::split, float, float, float, float, 128, 3, 232448, gemmnorm::Finish::kPersistent, Identity>(
+      map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
+      running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
+      rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
+      weight_largest, weight_total, most, flags, x_rows, weight_rows, group_panels, stream_x, keep_product, batch,
+      in_features, features);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompute(
@@ -3216,6 +2598,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompu
 extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluate(
     const __grid_constant__ gemmnorm::TensorMap map_x /* [batch, in_features] */,
     const __grid_constant__ gemmnorm::TensorMap map_weight /* [features, in_features] */,
+    const __grid_constant__ gemmnorm::TensorMap map_product /* [batch, features] */,
+    const __grid_constant__ gemmnorm::TensorMap map_y /* [batch, features] */,
     float* stored_product /* [batch, features] */,
     float* y /* [batch, features] */,
     const float* bias /* [features] or null */,
@@ -3237,7 +2621,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
     float* merged_shift /* [features] */,
     unsigned int* counters /* zero, and left zero */,
     const float* x /* [batch, in_features] */,
+    const float* weight /* [features, in_features] */,
     gemmnorm::half* split_x /* [batch, ceil(in_features/64), 2, 64] */,
+    gemmnorm::half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
     int* x_exponents /* [batch] */,
     int* weight_exponents /* [features] */,
     float* weight_largest /* [features] */,
@@ -3245,17 +2631,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
     unsigned int* most /* [3]: zero, and left zero */,
     int* flags /* [features] */,
     int x_rows /* of x, that are split already */,
+    int weight_rows /* of the weight, that are split already */,
     int group_panels /* panels that are worked on together */,
     int stream_x /* whether the L2 should let go of x first */,
     int keep_product /* whether the product has memory of its own */,
     int batch,
     int in_features,
     int features) {
-  gemmnorm::split_fused_gemm<float, float, float, 3, 226304, gemmnorm::Finish::kEvaluate, Identity>(
-      map_x, map_weight, stored_product, y, bias, scale, scale_stride, scale_value, running_mean, running_var,
-      num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean, rstd, merged_slope,
-      merged_shift, counters, x, split_x, x_exponents, weight_exponents, weight_largest, weight_total, most, flags,
-      x_rows, group_panels, stream_x, keep_product, batch, in_features, features);
+  gemmnorm::fused_gemm<gemmnorm::split, float, float, float, float, 128, 3, 232448, gemmnorm::Finish::kEvaluate, Identity>(
+      map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
+      running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
+      rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
+      weight_largest, weight_total, most, flags, x_rows, weight_rows, group_panels, stream_x, keep_product, batch,
+      in_features, features);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompute_evaluation(
@@ -3312,16 +2700,18 @@ extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_evaluat
       bn_bias, eps, y, batch, features);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands(
+extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands_2(
     const float* x /* [batch, in_features] */,
     const float* weight /* [features, in_features] */,
     gemmnorm::half* split_x /* [batch, ceil(in_features/64), 2, 64] */,
     gemmnorm::half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
     int* x_exponents /* [batch] */,
     int* weight_exponents /* [features] */,
-    int in_features,
-    int features) {
-  gemmnorm::split_rows(x, weight, split_x, split_weight, x_exponents, weight_exponents, in_features, features);
+    int weight_rows /* of the weight, that are split already */,
+    int in_features) {
+  gemmnorm::split_rows(
+      x, weight, split_x, split_weight, x_exponents, weight_exponents, nullptr, nullptr, nullptr, weight_rows,
+      in_features);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_sums(
@@ -3705,7 +3095,8 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 8192] */,
   const int64_t tiles_of_128 = (batch + 127) / 128;
   torch::Tensor y = empty(x, torch::kFloat32, {batch, 8192});
   const Scratch scratch(x, {4 * 8192, 4 * 8192, 4 * groups * 8192, 4 * groups * 8192, 4 * 8192, 4 * 8192,
-                            2 * batch * 16384, 4 * batch, 4 * 8192, 4 * 8192, 4 * 8192, 4 * 8192});
+                            2 * batch * 16384, 2 * 8192 * 16384, 4 * batch, 4 * 8192, 4 * 8192, 4 * 8192,
+                            4 * 8192});
   float* merged_slope = scratch.piece<float>(0);
   float* merged_shift = scratch.piece<float>(1);
   float* group_mean = scratch.piece<float>(2);
@@ -3713,30 +3104,35 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 8192] */,
   float* mean = scratch.piece<float>(4);
   float* rstd = scratch.piece<float>(5);
   gemmnorm::half* split_x = scratch.piece<gemmnorm::half>(6);
-  int* x_exponents = scratch.piece<int>(7);
-  int* weight_exponents = scratch.piece<int>(8);
-  int* flags = scratch.piece<int>(9);
-  float* weight_largest = scratch.piece<float>(10);
-  float* weight_total = scratch.piece<float>(11);
+  gemmnorm::half* split_weight = scratch.piece<gemmnorm::half>(7);
+  int* x_exponents = scratch.piece<int>(8);
+  int* weight_exponents = scratch.piece<int>(9);
+  int* flags = scratch.piece<int>(10);
+  float* weight_largest = scratch.piece<float>(11);
+  float* weight_total = scratch.piece<float>(12);
   torch::Tensor product = y;
   const int scale_stride = scale && scale->numel() == 8192 ? 1 : 0;
-  const torch::Tensor counters = take_counters(x, stream, 197);
+  const torch::Tensor counters = take_counters(x, stream, 261);
 
-  launch(fused_gemm_split_x, batch + 1024, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
-         x_exponents, weight_exponents, weight_largest, pointer<unsigned int>(counters) + 194, 8192, 8192);
+  launch(fused_gemm_split_operands, batch + 5120, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
+         split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
+         pointer<unsigned int>(counters) + 258, 5120 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
-                226304 /* shared */, true /* cooperative */, stream,
+                232448 /* shared */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, 128, 64),
-                tensor_map(pointer<float>(weight), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 8192, 8192, 128, 32),
+                tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 8192, 16384, 128, 64),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 8192, 64, 32),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 8192, 64, 32),
                 pointer<float>(product), pointer<float>(y), pointer<float>(bias), pointer<float>(scale),
                 scale_stride, scale_value, pointer<float>(running_mean), pointer<float>(running_var),
                 pointer<long long>(num_batches_tracked), pointer<float>(bn_weight), pointer<float>(bn_bias),
                 momentum, eps, group_mean, group_m2, mean, rstd, merged_slope, merged_shift,
-                pointer<unsigned int>(counters), pointer<float>(x), split_x, x_exponents, weight_exponents,
-                weight_largest, weight_total, pointer<unsigned int>(counters) + 194, flags, 1073741824 /* x_rows */,
-                8 /* group_panels */, 1 /* stream_x */, 0 /* keep_product */, batch, 8192, 8192);
+                pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
+                x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 258,
+                flags, 1073741824 /* x_rows */, 5120 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */,
+                0 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flags,
-         weight_largest, weight_total, pointer<unsigned int>(counters) + 194, pointer<float>(product),
+         weight_largest, weight_total, pointer<unsigned int>(counters) + 258, pointer<float>(product),
          pointer<float>(y), pointer<float>(bias), pointer<float>(scale), scale_stride, scale_value,
          pointer<float>(running_mean), pointer<float>(running_var), pointer<long long>(num_batches_tracked),
          pointer<float>(bn_weight), pointer<float>(bn_bias), momentum, eps, group_mean, mean, rstd,
@@ -3763,36 +3159,41 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 8192] */,
   torch::Tensor group_mean = empty(x, torch::kFloat32, {groups, 8192});
   torch::Tensor mean = empty(x, torch::kFloat32, {8192});
   torch::Tensor rstd = empty(x, torch::kFloat32, {8192});
-  const Scratch scratch(x, {4 * 8192, 4 * 8192, 4 * groups * 8192, 2 * batch * 16384, 4 * batch, 4 * 8192, 4 * 8192,
-                            4 * 8192, 4 * 8192});
+  const Scratch scratch(x, {4 * 8192, 4 * 8192, 4 * groups * 8192, 2 * batch * 16384, 2 * 8192 * 16384, 4 * batch,
+                            4 * 8192, 4 * 8192, 4 * 8192, 4 * 8192});
   float* merged_slope = scratch.piece<float>(0);
   float* merged_shift = scratch.piece<float>(1);
   float* group_m2 = scratch.piece<float>(2);
   gemmnorm::half* split_x = scratch.piece<gemmnorm::half>(3);
-  int* x_exponents = scratch.piece<int>(4);
-  int* weight_exponents = scratch.piece<int>(5);
-  int* flags = scratch.piece<int>(6);
-  float* weight_largest = scratch.piece<float>(7);
-  float* weight_total = scratch.piece<float>(8);
+  gemmnorm::half* split_weight = scratch.piece<gemmnorm::half>(4);
+  int* x_exponents = scratch.piece<int>(5);
+  int* weight_exponents = scratch.piece<int>(6);
+  int* flags = scratch.piece<int>(7);
+  float* weight_largest = scratch.piece<float>(8);
+  float* weight_total = scratch.piece<float>(9);
   const int scale_stride = scale && scale->numel() == 8192 ? 1 : 0;
-  const torch::Tensor counters = take_counters(x, stream, 197);
+  const torch::Tensor counters = take_counters(x, stream, 261);
 
-  launch(fused_gemm_split_x, batch + 1024, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
-         x_exponents, weight_exponents, weight_largest, pointer<unsigned int>(counters) + 194, 8192, 8192);
+  launch(fused_gemm_split_operands, batch + 5120, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
+         split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
+         pointer<unsigned int>(counters) + 258, 5120 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
-                226304 /* shared */, true /* cooperative */, stream,
+                232448 /* shared */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, 128, 64),
-                tensor_map(pointer<float>(weight), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 8192, 8192, 128, 32),
+                tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 8192, 16384, 128, 64),
+                tensor_map(pointer<float>(product), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 8192, 64, 32),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 8192, 64, 32),
                 pointer<float>(product), pointer<float>(y), pointer<float>(bias), pointer<float>(scale),
                 scale_stride, scale_value, pointer<float>(running_mean), pointer<float>(running_var),
                 pointer<long long>(num_batches_tracked), pointer<float>(bn_weight), pointer<float>(bn_bias),
                 momentum, eps, pointer<float>(group_mean), group_m2, pointer<float>(mean), pointer<float>(rstd),
-                merged_slope, merged_shift, pointer<unsigned int>(counters), pointer<float>(x), split_x,
-                x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 194,
-                flags, 1073741824 /* x_rows */, 8 /* group_panels */, 1 /* stream_x */, 1 /* keep_product */, batch,
-                8192, 8192);
+                merged_slope, merged_shift, pointer<unsigned int>(counters), pointer<float>(x),
+                pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest,
+                weight_total, pointer<unsigned int>(counters) + 258, flags, 1073741824 /* x_rows */,
+                5120 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */, 1 /* keep_product */, batch, 8192,
+                8192);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flags,
-         weight_largest, weight_total, pointer<unsigned int>(counters) + 194, pointer<float>(product),
+         weight_largest, weight_total, pointer<unsigned int>(counters) + 258, pointer<float>(product),
          pointer<float>(y), pointer<float>(bias), pointer<float>(scale), scale_stride, scale_value,
          pointer<float>(running_mean), pointer<float>(running_var), pointer<long long>(num_batches_tracked),
          pointer<float>(bn_weight), pointer<float>(bn_bias), momentum, eps, pointer<float>(group_mean),
@@ -3827,33 +3228,39 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 8192] */,
   const int64_t batch = x.size(0);
   const int64_t tiles_of_128 = (batch + 127) / 128;
   torch::Tensor y = empty(x, torch::kFloat32, {batch, 8192});
-  const Scratch scratch(x, {2 * batch * 16384, 4 * batch, 4 * 8192, 4 * 8192, 4 * 8192, 4 * 8192});
+  const Scratch scratch(x, {2 * batch * 16384, 2 * 8192 * 16384, 4 * batch, 4 * 8192, 4 * 8192, 4 * 8192,
+                            4 * 8192});
   gemmnorm::half* split_x = scratch.piece<gemmnorm::half>(0);
-  int* x_exponents = scratch.piece<int>(1);
-  int* weight_exponents = scratch.piece<int>(2);
-  int* flags = scratch.piece<int>(3);
-  float* weight_largest = scratch.piece<float>(4);
-  float* weight_total = scratch.piece<float>(5);
+  gemmnorm::half* split_weight = scratch.piece<gemmnorm::half>(1);
+  int* x_exponents = scratch.piece<int>(2);
+  int* weight_exponents = scratch.piece<int>(3);
+  int* flags = scratch.piece<int>(4);
+  float* weight_largest = scratch.piece<float>(5);
+  float* weight_total = scratch.piece<float>(6);
   torch::Tensor product = y;
   const int scale_stride = scale && scale->numel() == 8192 ? 1 : 0;
-  const torch::Tensor counters = take_counters(x, stream, 197);
+  const torch::Tensor counters = take_counters(x, stream, 261);
 
-  launch(fused_gemm_split_x, batch + 1024, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
-         x_exponents, weight_exponents, weight_largest, pointer<unsigned int>(counters) + 194, 8192, 8192);
+  launch(fused_gemm_split_operands, batch + 5120, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
+         split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
+         pointer<unsigned int>(counters) + 258, 5120 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
-                226304 /* shared */, false /* cooperative */, stream,
+                232448 /* shared */, false /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, 128, 64),
-                tensor_map(pointer<float>(weight), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 8192, 8192, 128, 32),
+                tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 8192, 16384, 128, 64),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 8192, 64, 32),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 8192, 64, 32),
                 pointer<float>(product), pointer<float>(y), pointer<float>(bias), pointer<float>(scale),
                 scale_stride, scale_value, pointer<float>(running_mean), pointer<float>(running_var),
                 pointer<long long>(num_batches_tracked), pointer<float>(bn_weight), pointer<float>(bn_bias),
                 momentum, eps, nullptr /* group_mean */, nullptr /* group_m2 */, nullptr /* mean */,
                 nullptr /* rstd */, nullptr /* merged_slope */, nullptr /* merged_shift */,
-                pointer<unsigned int>(counters), pointer<float>(x), split_x, x_exponents, weight_exponents,
-                weight_largest, weight_total, pointer<unsigned int>(counters) + 194, flags, 1073741824 /* x_rows */,
-                8 /* group_panels */, 1 /* stream_x */, 0 /* keep_product */, batch, 8192, 8192);
+                pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
+                x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 258,
+                flags, 1073741824 /* x_rows */, 5120 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */,
+                0 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute_evaluation, 264, 256, stream, pointer<float>(x), pointer<float>(weight),
-         weight_largest, weight_total, pointer<unsigned int>(counters) + 194, pointer<float>(product),
+         weight_largest, weight_total, pointer<unsigned int>(counters) + 258, pointer<float>(product),
          pointer<float>(y), pointer<float>(bias), pointer<float>(scale), scale_stride, scale_value,
          pointer<float>(running_mean), pointer<float>(running_var), pointer<long long>(num_batches_tracked),
          pointer<float>(bn_weight), pointer<float>(bn_bias), momentum, eps, nullptr /* group_mean */,
@@ -3942,8 +3349,8 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 8192] */, const t
   int* column_exponents = scratch.piece<int>(12);
   const int scale_stride = scale && scale->numel() == 8192 ? 1 : 0;
 
-  launch(fused_gemm_split_operands, batch + 8192, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
-         split_weight, x_exponents, weight_exponents, 8192, 8192);
+  launch(fused_gemm_split_operands_2, batch + 8192, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
+         split_weight, x_exponents, weight_exponents, 8192 /* weight_rows */, 8192);
   launch(fused_gemm_scale_bn_gradient_sums, 64 * groups, 256, stream, pointer<float>(grad_y),
          pointer<float>(product), pointer<float>(group_mean), pointer<float>(bias), pointer<float>(scale),
          scale_stride, scale_value, pointer<float>(mean), pointer<float>(rstd), pointer<float>(bn_weight),

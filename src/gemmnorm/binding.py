@@ -63,8 +63,8 @@ class _Product:
 class _Maps:
     """Tensor maps of one matrix argument. A map holds an address and sizes, so one address has one map here."""
 
-    def __init__(self, tensor: int, rows: int, columns: int, exact: bool) -> None:
-        self._tensor, self._box = tensor, (rows, columns, exact)
+    def __init__(self, tensor: int, rows: int, columns: int) -> None:
+        self._tensor, self._rows, self._columns = tensor, rows, columns
         self._known: dict[int, Any] = {}
 
     def __call__(self, tensors: Sequence[Tensor | None], pool: list[Any]) -> Any:
@@ -75,7 +75,7 @@ class _Maps:
             assert t is not None
             if len(self._known) >= 1024:
                 self._known.clear()
-            found = self._known[address] = driver.tensor_map(t, *self._box)
+            found = self._known[address] = driver.tensor_map(t, self._rows, self._columns)
         return found
 
 
@@ -134,7 +134,7 @@ class Bound:
         constants: list[Any] = [0]  # the address of what is absent, then the numbers that the plan decides
         absent, always = count, 0  # where the pool has nothing, and where it always has something: the first input
         steps: list[_Product | tuple[driver.Launcher, Callable[[Sequence[Any]], tuple[Any, ...]], int]] = []
-        maps = [_Maps(slots[m.tensor], m.rows, m.columns, m.exact) for launch in chosen.launches for m in launch.maps]
+        maps = [_Maps(slots[m.tensor], m.rows, m.columns) for launch in chosen.launches for m in launch.maps]
         constants += [driver.int32(value) for launch in chosen.launches for _, value in launch.numbers]
         next_number, next_map = count + 1, count + len(constants)
         if chosen.counters:

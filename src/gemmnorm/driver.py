@@ -161,8 +161,8 @@ def _options(arch: int, **options: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _map_options() -> tuple[Any, Any, dict[torch.dtype, Any], Any]:
-    """128-byte swizzle, 256-byte promotion in the L2, the copy engine's name of each dtype, and of exact float32."""
+def _map_options() -> tuple[Any, Any, dict[torch.dtype, Any]]:
+    """128-byte swizzle, 256-byte promotion in the L2, and the copy engine's name of each dtype."""
     # cuda.core 1.2 documents these enumerations and exports them here only.
     from cuda.core._tensor_map import TensorMapDataType, TensorMapL2Promotion, TensorMapSwizzle
 
@@ -171,7 +171,7 @@ def _map_options() -> tuple[Any, Any, dict[torch.dtype, Any], Any]:
         torch.bfloat16: TensorMapDataType.BFLOAT16,
         torch.float32: TensorMapDataType.TFLOAT32,  # rounded on the way in, where the tensor cores would truncate
     }
-    return TensorMapSwizzle.SWIZZLE_128B, TensorMapL2Promotion.L2_256B, types, TensorMapDataType.FLOAT32
+    return TensorMapSwizzle.SWIZZLE_128B, TensorMapL2Promotion.L2_256B, types
 
 
 class _Address:
@@ -188,17 +188,16 @@ class _Address:
         }
 
 
-def tensor_map(t: torch.Tensor, rows: int, columns: int, exact: bool = False) -> Any:
-    """The copy engine's view of a contiguous matrix, cut into boxes of rows × columns; float32 rounded unless `exact`.
+def tensor_map(t: torch.Tensor, rows: int, columns: int) -> Any:
+    """The copy engine's view of a contiguous matrix, cut into boxes of rows × columns.
 
     A map holds an address and sizes, nothing of the contents, and keeps no memory alive.
     """
     from cuda.core.utils import StridedMemoryView
 
-    swizzle, promotion, types, float32_as_it_is = _map_options()
+    swizzle, promotion, types = _map_options()
     view = StridedMemoryView.from_any_interface(_Address(t), stream_ptr=-1)
-    kind = float32_as_it_is if exact and t.dtype == torch.float32 else types[t.dtype]
-    return view.as_tensor_map((rows, columns), data_type=kind, swizzle=swizzle, l2_promotion=promotion)
+    return view.as_tensor_map((rows, columns), data_type=types[t.dtype], swizzle=swizzle, l2_promotion=promotion)
 
 
 class Launcher:

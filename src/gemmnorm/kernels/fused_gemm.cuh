@@ -4,19 +4,39 @@
 // shared-memory stages; each consumer warpgroup multiplies 64 of the tile's 128 rows by all of its BN columns, takes the
 // statistics of its rows from the accumulators (one statistics group: a column mean, then M2 about it) and stores the
 // product minus that mean; warp 1 stores staged tiles and counts, panel by panel (a panel is one column of tiles), what
-// is complete. Warps 2 and 3 normalise complete panels out of the L2 while the tensor cores work on later ones. The last tile
-// of every block never leaves the registers before it is normalised. float32 operands: split_fused_gemm.cuh.
+// is complete. Warps 2 and 3 normalise complete panels out of the L2 while the tensor cores work on later ones; before
+// that, of split operands, they split rows that later tiles need (split_ahead.cuh). The last tile of every block never
+// leaves the registers before it is normalised.
 #pragma once
 #include "column_sums.cuh"
-#include "panel_units.cuh"
-#include "ptx/wgmma.cuh"
+#include "staging.cuh"
+#include "split_ahead.cuh"
+#include "split_product.cuh"
 
 namespace gemmnorm {
 
-template <int BN, int STAGES, bool STAGED>
-struct GemmShared {
-  alignas(1024) unsigned char x[STAGES][kTileRows * kRowBytes];
-  alignas(1024) unsigned char weight[STAGES][BN * kRowBytes];
+struct split;  // operand type: float32 as two float16 (split.cuh), three products for one
+
+// Bytes of an element in shared memory, its parts, and the registers of a thread that feeds and normalises.
+template <class T>
+struct Operand {
+  using Element = T;
+  static constexpr int kSize = 2, kPlanes = 1, kFeeder = 104;
+};
+template <>
+struct Operand<tf32> : Operand<half> {
+  using Element = tf32;
+  static constexpr int kSize = 4;
+};
+template <>
+struct Operand<split> : Operand<half> {
+  static constexpr int kPlanes = 2, kFeeder = 56;
+};
+
+template <int BN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
+struct GemmShared : PieceRings<AHEAD> {
+  alignas(1024) unsigned char x[STAGES][PLANES][kTileRows * kRowBytes];
+  alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
   alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
   float sums[2][4][BN];   // per consumer and warp
   float slope[2][BN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
@@ -27,72 +47,6 @@ struct GemmShared {
   u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
   u32 last;
 };
-
-// Two neighbouring values less the mean, as T holds them: statistics and results agree with what is stored, so that the
-// rounding of a value that stands out is normalised away as PyTorch's is. Without computed_anew ptxas finds that these
-// writes reach the next wgmma and puts all of them in series (C7520).
-template <class T>
-__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
-  const u32 both = pack(a - mean.x, b - mean.y, T{});
-  a = computed_anew(to_float(T{static_cast<u16>(both)}));
-  b = computed_anew(to_float(T{static_cast<u16>(both >> 16)}));
-}
-__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
-  a -= mean.x;
-  b -= mean.y;
-}
-
-// Per-column numbers of a thread's next N pairs of columns, all in flight at once.
-template <int N>
-__device__ __forceinline__ void load_pairs(const float* columns, float2 (&out)[N]) {
-#pragma unroll
-  for (int q = 0; q < N; ++q) out[q] = *reinterpret_cast<const float2*>(columns + q * 8 + (threadIdx.x % 4) * 2);
-}
-
-// A thread's two neighbouring results (the i-th such pair) of row own_row, and of own_row + 8, to where the copy engine
-// will fetch them as T.
-template <class T>
-__device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row, int i, float2 low, float2 high) {
-  if constexpr (sizeof(T) == 2) {
-    unsigned char* to = staging + (i / 8) * kGroupRows * kRowBytes + own_row * kRowBytes +
-                        (((i % 8) * 16 + (threadIdx.x % 4) * 4) ^ ((own_row % 8) << 4));
-    *reinterpret_cast<u32*>(to) = pack(low.x, low.y, T{});
-    *reinterpret_cast<u32*>(to + 8 * kRowBytes) = pack(high.x, high.y, T{});
-  }
-}
-
-// One warp sums up the squares of a staged group, column by column: M2, because its mean is taken off.
-template <class T, int BN, class L, class R>
-__device__ __forceinline__ void store_squares(const Features<L, R>& f, const unsigned char* staging, int group,
-                                              int first_column) {
-  constexpr int kLanes = BN / 8, kAtOnce = 32 / kLanes;  // lanes to a row, of eight columns each; rows at once
-  const int lane = threadIdx.x % 32, column = lane % kLanes, rows = f.rows(group);
-  const unsigned char* of_lane = staging + column / 8 * kGroupRows * kRowBytes;
-  float sum[8] = {};
-#pragma unroll 4
-  for (int row = lane / kLanes; row < rows; row += kAtOnce) {
-    const Vec<T, 8> v = *reinterpret_cast<const Vec<T, 8>*>(of_lane + row * kRowBytes + ((column ^ row) % 8) * 16);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += to_float(v.at[i]) * to_float(v.at[i]);
-  }
-#pragma unroll
-  for (int bit = kLanes; bit < 32; bit *= 2)
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], bit);
-  const int j = first_column + 8 * column;
-  if (lane < kLanes && j < f.features && rows) {
-    float4* to = reinterpret_cast<float4*>(f.group_m2 + static_cast<i64>(group) * f.features + j);
-    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-  }
-}
-
-// Two neighbouring results of one row, straight to global memory.
-template <class Y>
-__device__ __forceinline__ void store_pair(Y* to, float2 v) {
-  const float pair[2] = {v.x, v.y};
-  store<Y, 2>(to, pair);
-}
 
 template <class OP, class T, class Y, class L, class R, int BN, int STAGES, int SHARED_BYTES, Finish FINISH,
           class Activation>
@@ -106,17 +60,27 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     const R* bn_bias /* [features] or null */, float momentum, float eps, float* group_mean /* [groups, features] */,
     float* group_m2 /* [groups, features] */, float* mean /* [features] */, float* rstd /* [features] */,
     float* merged_slope /* [features] */, float* merged_shift /* [features] */,
-    u32* counters /* zero, and left zero */, int group_panels, int stream_x, int keep_product, int batch, int in_features,
-    int features) {
-  constexpr int kTileK = kRowBytes / sizeof(T), kAccumulators = BN / 2;
+    u32* counters /* zero, and left zero */, const float* x /* [batch, in_features], of split operands */,
+    const float* weight /* [features, in_features], likewise */, half* split_x /* see split_rows, likewise */,
+    half* split_weight /* see split_rows, likewise */, int* x_exponents /* [batch], likewise */,
+    int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
+    float* weight_total /* [features], likewise */, u32* most /* [2], likewise */,
+    int* flags /* [features], likewise */, int x_rows, int weight_rows /* split already */, int group_panels,
+    int stream_x, int keep_product, int batch, int in_features, int features) {
+  constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
+  constexpr int kAccumulators = BN / 2;
   constexpr int kAhead = 16, kPairs = FINISH == Finish::kPersistent ? 2 : 4;  // partial results in flight, pairs of columns
-  constexpr int kUnitAhead = 4;  // loads in flight while a warp merges or normalises
+  constexpr int kPlanes = Operand<OP>::kPlanes;
+  constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
-  constexpr bool kMoveRegisters = BN == 256;
-  constexpr int kFeeder = 104, kConsumer = (3 * 168 - kFeeder) / 16 * 8;
+  constexpr bool kAheadToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
+  constexpr int kFeeder = kSplit && !kAheadToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
+  constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
+  constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
+  using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
   constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
-  using Shared = GemmShared<BN, STAGES, kStaged>;
+  using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kAheadToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -124,8 +88,11 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   const Features<L, R> f = {bias,      scale,   scale_stride, scale_value,     running_mean, running_var,
                             bn_weight, bn_bias, batches_tracked, momentum,     eps,          group_mean,
                             group_m2,  mean,    rstd,         merged_slope,    merged_shift,
-                            {},        batch,   features,     (batch + kGroupRows - 1) / kGroupRows};
+                            {most, weight_largest, weight_total, flags}, batch, features,
+                            (batch + kGroupRows - 1) / kGroupRows};
   const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
+  const Ahead ahead = {x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, most,
+                       counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features, features};
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
   // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
   const int stored = FINISH == Finish::kPersistent ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
@@ -144,6 +111,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       barrier_init(&shared.known[c], 32);
       barrier_init(&shared.used[c], 2);
     }
+    if constexpr (kAheadToo)
+      for (int p = 0; p < kSplitters * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
     fence_barrier_init();
     fence_async_shared();
   }
@@ -161,11 +130,16 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       u32 parity = 1;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
+        if (kAheadToo) ahead.wait_for<BN>(raster, tile);
         for (int k = 0; k < steps; ++k) {
           barrier_wait(&shared.empty[stage], parity);
-          barrier_expect(&shared.full[stage], (kTileRows + BN) * kRowBytes);
-          copy_to_shared(shared.x[stage], map_x, &shared.full[stage], k * kTileK, tile.m * kTileRows, x_policy);
-          copy_to_shared(shared.weight[stage], map_weight, &shared.full[stage], k * kTileK, tile.n * BN, kEvictNormal);
+          barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);
+#pragma unroll
+          for (int p = 0; p < kPlanes; ++p) {
+            const int column = (k * kPlanes + p) * kTileK;
+            copy_to_shared(shared.x[stage][p], map_x, &shared.full[stage], column, tile.m * kTileRows, x_policy);
+            copy_to_shared(shared.weight[stage][p], map_weight, &shared.full[stage], column, tile.n * BN, kEvictNormal);
+          }
           if (++stage == STAGES) {
             stage = 0;
             parity ^= 1;
@@ -178,18 +152,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
         barrier_wait(&shared.used[buffer], parity);
-#pragma unroll 2
-        for (int c = lane; c < BN; c += 32) {
-          const int j = min(tile.n * BN + c, features - 1);
-          const float r = 1.0f / sqrtf(to_float(running_var[j]) + eps), centre = to_float(running_mean[j]);
-          const float slope = f.slope(j, r), q = value_or(bn_weight, j, 1.0f) * r;
-          shared.slope[buffer][c] = slope;
-          shared.shift[buffer][c] = f.shift(j) + q * (f.s(j) * f.b(j) - centre);
-          if (mean && tile.m == 0) {
-            mean[j] = centre;
-            rstd[j] = r;
-          }
-        }
+        evaluation_coefficients<BN>(f, tile.n * BN, tile.m == 0, shared.slope[buffer], shared.shift[buffer]);
         barrier_arrive(&shared.known[buffer]);
         buffer ^= 1;
         if (buffer == 0) parity ^= 1;
@@ -222,11 +185,12 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
         }
       }
-    } else if (warp >= 2 && FINISH != Finish::kEvaluate) {
+    } else if (warp >= 2 && (FINISH != Finish::kEvaluate || kAheadToo)) {
       const int last = (tiles - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) * gridDim.x + blockIdx.x;
       if (FINISH != Finish::kStatistics && warp == 2) f.prefetch(raster.at(last).n * BN, BN);
+      if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
       if (FINISH == Finish::kPersistent)
-        take_units<T, Y, BN, Activation, kUnitAhead>(f, raster, product, y, counters, stored);
+        take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
     }
   } else {
     if (kMoveRegisters) claim_registers<kConsumer>();
@@ -237,19 +201,42 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     int buffer = 0;
     u32 known_parity = 0;
     float acc[kAccumulators];
+    // Of split operands: high·high of one stage, which `acc` adds up because the tensor cores truncate; and both products
+    // with a low part, in units of 2^-11, whose truncation is far below.
+    float part[kSplit ? kAccumulators : 1], cross[kSplit ? kAccumulators : 1];
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+      if (kSplit) {
+#pragma unroll
+        for (int i = 0; i < kAccumulators; ++i) acc[i] = 0.0f;
+      }
       for (int k = 0; k < steps; ++k) {
         barrier_wait(&shared.full[stage], parity);
         wgmma_fence();
-        const u64 a = matrix_descriptor(shared.x[stage] + consumer * kGroupRows * kRowBytes);
-        const u64 b = matrix_descriptor(shared.weight[stage]);
+        const u64 a = matrix_descriptor(shared.x[stage][0] + consumer * kGroupRows * kRowBytes);
+        const u64 b = matrix_descriptor(shared.weight[stage][0]);
+        if constexpr (kSplit) {
+          const u64 a_low = matrix_descriptor(shared.x[stage][1] + consumer * kGroupRows * kRowBytes);
+          const u64 b_low = matrix_descriptor(shared.weight[stage][1]);
+          multiply_stage<BN>(part, cross, a, a_low, b, b_low, k == 0);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          Wgmma<OP, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
-        wgmma_commit();
+          for (int i = 0; i < 4; ++i)
+            Wgmma<Element, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
+          wgmma_commit();
+        }
+        if (kSplit && k == 0 && thread < BN) {  // `sums` is free until the statistics are taken
+          const int j = raster.at(t).n * BN + thread;
+          const PowerOfTwo p = power_of_two(j < features ? load_l2(weight_exponents + j) : 0);
+          shared.sums[consumer][0][thread] = p.first;
+          shared.sums[consumer][1][thread] = p.second;
+        }
+        if (k > 0 || kSplit) wgmma_wait<1>();
+        if constexpr (kSplit) {
+#pragma unroll
+          for (int i = 0; i < kAccumulators; ++i) acc[i] += part[i];
+        }
         if (k > 0) {
-          wgmma_wait<1>();
           if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
         }
         if (++stage == STAGES) {
@@ -260,10 +247,28 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       wgmma_wait<0>();
       if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
 
-      const Tile tile = raster.at(t);
+      const Tile tile = raster.at(kSplit ? computed_anew(t) : t);
       const int group = 2 * tile.m + consumer, rows = f.rows(group);
       const i64 row = static_cast<i64>(group) * kGroupRows + own_row;
       const int first_column = tile.n * BN;
+      if constexpr (kSplit) {  // back to the scale of x and W
+        const PowerOfTwo low = power_of_two(row < batch ? load_l2(x_exponents + row) : 0);
+        const PowerOfTwo high = power_of_two(row + 8 < batch ? load_l2(x_exponents + row + 8) : 0);
+        sync_threads(1 + consumer, 128);
+#pragma unroll
+        for (int i = 0; i < BN / 8; ++i) {
+          const int c = i * 8 + (lane % 4) * 2;
+          const float2 first = *reinterpret_cast<const float2*>(&shared.sums[consumer][0][c]);
+          const float2 second = *reinterpret_cast<const float2*>(&shared.sums[consumer][1][c]);
+#pragma unroll
+          for (int q = 0; q < 4; ++q) {
+            const PowerOfTwo column = {q % 2 ? first.y : first.x, q % 2 ? second.y : second.x};
+            acc[4 * i + q] = times(times(acc[4 * i + q] + kLowUnit * cross[4 * i + q], q < 2 ? low : high), column);
+          }
+          if (i % 4 == 3) keep_order();
+        }
+        sync_threads(1 + consumer, 128);
+      }
 
       bool finish_here = FINISH == Finish::kEvaluate, finish_feature_here = false;
       float centre = 0.0f, squares = 0.0f;
@@ -472,10 +477,10 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       }
     }
     if (kStagedY && thread == 0) wait_copies();
-    if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, kUnitAhead>(f, raster, product, y, counters, stored);
+    if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
   }
 
-  if (FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) {
+  if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || kAheadToo) {
     // The last block to get here leaves the counters as it found them, and counts the batch.
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -484,8 +489,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     }
     __syncthreads();
     if (shared.last) {
-      for (int i = threadIdx.x; i < kPanels + 2 * raster.tiles_n; i += kGemmThreads) counters[i] = 0;
-      if (threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
+      const int used = kPanels + 2 * raster.tiles_n + (kAheadToo ? raster.tiles_n + kBands : 0);
+      for (int i = threadIdx.x; i < used; i += kGemmThreads) counters[i] = 0;
+      if (FINISH != Finish::kEvaluate && threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
     }
   }
 }

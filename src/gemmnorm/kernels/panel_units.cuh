@@ -144,6 +144,23 @@ __device__ __forceinline__ void merge_groups(const Features<L, R>& f, int first_
   if (lane < kMergeWidth && first_feature + lane < f.features) f.finish(first_feature + lane, mean, m2);
 }
 
+// One warp computes y = φ(slope·a + shift) of COLUMNS features with the running statistics; `keep`: mean and rstd too.
+template <int COLUMNS, class L, class R>
+__device__ __forceinline__ void evaluation_coefficients(const Features<L, R>& f, int first, bool keep, float* slope,
+                                                        float* shift) {
+#pragma unroll 2
+  for (int c = threadIdx.x % 32; c < COLUMNS; c += 32) {
+    const int j = min(first + c, f.features - 1);
+    const float r = 1.0f / sqrtf(to_float(f.running_var[j]) + f.eps), centre = to_float(f.running_mean[j]);
+    slope[c] = f.slope(j, r);
+    shift[c] = f.shift(j) + value_or(f.bn_weight, j, 1.0f) * r * (f.s(j) * f.b(j) - centre);
+    if (f.mean && keep) {
+      f.mean[j] = centre;
+      f.rstd[j] = r;
+    }
+  }
+}
+
 // N numbers of a per-feature vector, from the L2.
 template <int N>
 __device__ __forceinline__ void load_features(const float* vector, float (&out)[N]) {

@@ -34,9 +34,7 @@ __device__ __forceinline__ int scaled_exponent(float v, int e) {
   return bits ? max(row_exponent(bits) + e, kLeastExponent) : kLeastExponent;
 }
 
-// v·2^-exponent as high + low·2^-11, four neighbouring elements of a row at a time. ORDERED: each 16 of K in the order in
-// which split_fused_gemm.cuh holds the weight: 4q, 4q + 1 at 2q, 2q + 1 and 4q + 2, 4q + 3 at 2q + 8, 2q + 9.
-template <bool ORDERED = false>
+// v·2^-exponent as high + low·2^-11, four neighbouring elements of a row at a time.
 __device__ __forceinline__ void store_split(half* row /* of ⌈columns/64⌉ × 2 × 64 */, int column, const float (&scaled)[4]) {
   u32 high[2], low[2];
 #pragma unroll
@@ -46,19 +44,9 @@ __device__ __forceinline__ void store_split(half* row /* of ⌈columns/64⌉ × 
     const half rounded_a = {static_cast<u16>(high[i])}, rounded_b = {static_cast<u16>(high[i] >> 16)};
     low[i] = pack((a - to_float(rounded_a)) / kLowUnit, (b - to_float(rounded_b)) / kLowUnit, half{});
   }
-  half* at = row + column / kSplitColumns * 2 * kSplitColumns;
-  if constexpr (ORDERED) {
-    at += column % kSplitColumns / 16 * 16 + column % 16 / 2;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<u32*>(at + 8 * i) = high[i];
-      *reinterpret_cast<u32*>(at + 8 * i + kSplitColumns) = low[i];
-    }
-  } else {
-    at += column % kSplitColumns;
-    *reinterpret_cast<uint2*>(at) = make_uint2(high[0], high[1]);
-    *reinterpret_cast<uint2*>(at + kSplitColumns) = make_uint2(low[0], low[1]);
-  }
+  half* at = row + column / kSplitColumns * 2 * kSplitColumns + column % kSplitColumns;
+  *reinterpret_cast<uint2*>(at) = make_uint2(high[0], high[1]);
+  *reinterpret_cast<uint2*>(at + kSplitColumns) = make_uint2(low[0], low[1]);
 }
 
 constexpr int kHeldColumns = 8 * 4 * kThreads;  // of a row, that a block holds in registers between its two passes
@@ -96,15 +84,29 @@ __device__ __forceinline__ int block_max(int value, int* shared /* [kThreads / 3
   return value;
 }
 
-// A block splits one row. `most`: the maxima of largest magnitude and sum of magnitudes over all rows, as bits (of floats
-// that are not negative, so they compare as such; NaN above all).
-template <bool ORDERED>
-__device__ __forceinline__ void split_row(const float* source /* [in_features] */,
-                                          half* target /* [⌈in_features/64⌉, 2, 64]: high and low */,
-                                          int* exponent_of_row, u32* most /* [2] or null */, int in_features) {
+// A block splits one row, of the weight or of x. Also gives each row's largest magnitude and sum
+// of magnitudes, which bound what is lost to float16's exponent, and the maxima of x's over all rows as bits (of floats
+// that are not negative, so they compare as such; NaN above all). The weight's rows come in descending order and x's
+// last: what the product reads first is then still in the L2.
+__device__ __forceinline__ void split_rows(const float* x /* [batch, in_features] */,
+                                           const float* weight /* [features, in_features] */,
+                                           half* split_x /* [batch, ⌈in_features/64⌉, 2, 64]: high and low */,
+                                           half* split_weight /* [features, ⌈in_features/64⌉, 2, 64] */,
+                                           int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
+                                           float* weight_largest /* [features] or null */,
+                                           float* weight_total /* [features] or null */, u32* most /* [2] or null */,
+                                           int weight_rows /* to split, of the first */, int in_features) {
   __shared__ int shared[kThreads / 32];
   __shared__ float sums[kThreads / 32];
+  allow_next();
+  wait_for_previous();
+  const int block = blockIdx.x;
+  const bool of_weight = block < weight_rows;
+  const int row = of_weight ? weight_rows - 1 - block : block - weight_rows;
   const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+  const float* source = (of_weight ? weight : x) + static_cast<i64>(row) * in_features;
+  half* target = (of_weight ? split_weight : split_x) + static_cast<i64>(row) * 2 * padded;
+
   Vec<float, 4> held[8];
   hold_row(source, held, in_features);
   u32 bits = 0;
@@ -122,10 +124,14 @@ __device__ __forceinline__ void split_row(const float* source /* [in_features] *
   bits = static_cast<u32>(block_max(static_cast<int>(bits), shared));
   const int exponent = row_exponent(bits);
   if (threadIdx.x == 0) {
-    *exponent_of_row = exponent;
-    if (most) {
-      sum = 0.0f;
-      for (int w = 0; w < kThreads / 32; ++w) sum += sums[w];
+    sum = 0.0f;
+    for (int w = 0; w < kThreads / 32; ++w) sum += sums[w];
+    (of_weight ? weight_exponents : x_exponents)[row] = exponent;
+    if (of_weight && weight_largest) {
+      weight_largest[row] = __uint_as_float(bits);
+      weight_total[row] = sum;
+    }
+    if (!of_weight && most) {
       atomicMax(&most[0], bits);
       atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
     }
@@ -133,83 +139,8 @@ __device__ __forceinline__ void split_row(const float* source /* [in_features] *
   const PowerOfTwo scale = power_of_two(-exponent);
   visit_row(source, held, in_features, padded, [&](int c, const Vec<float, 4>& v) {
     const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
-    store_split<ORDERED>(target, c, scaled);
+    store_split(target, c, scaled);
   });
-}
-
-// Both operands, for the gradients: a block for each row of the weight, then of x.
-__device__ __forceinline__ void split_rows(const float* x /* [batch, in_features] */,
-                                           const float* weight /* [features, in_features] */,
-                                           half* split_x /* [batch, ⌈in_features/64⌉, 2, 64]: high and low */,
-                                           half* split_weight /* [features, ⌈in_features/64⌉, 2, 64] */,
-                                           int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
-                                           int in_features, int features) {
-  allow_next();
-  wait_for_previous();
-  const int block = blockIdx.x;
-  const bool of_weight = block < features;
-  const i64 row = of_weight ? block : block - features;
-  const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-  split_row<false>((of_weight ? weight : x) + row * in_features, (of_weight ? split_weight : split_x) + row * 2 * padded,
-                   (of_weight ? weight_exponents : x_exponents) + row, nullptr, in_features);
-}
-
-constexpr int kSampled = 512, kSampledRun = 16;  // elements of a row of the weight, in runs of 64 bytes
-constexpr int kSampledHeadroom = 4;              // powers of two beyond what the sample needs
-constexpr int kUnseenExponent = -10;             // of a row whose sample is zero: magnitudes below 64 fit
-constexpr int kWeightRows = kThreads / 32;       // that a block looks at
-
-// The exponent of a row of the weight, as one warp: of all elements where those are few, else guessed from a sample. A
-// guess that is too low makes the row's results infinite, which is noticed; one that is too high makes the guard's bound
-// large. In [-127, 112], so that 2^-exponent is one number: below, v·2^127 is whole in units of `low` for every float.
-// `weight_largest` is what the exponent is worth: 2^-51 of it is the most that an element which fits may lose.
-__device__ __forceinline__ void sample_weight(const float* weight /* [features, in_features] */,
-                                              int* weight_exponents /* [features] */,
-                                              float* weight_largest /* [features] */, int row, int in_features) {
-  constexpr int kRuns = kSampled / kSampledRun, kEach = kSampled / 128;
-  const int lane = threadIdx.x % 32, stride = max(in_features / kRuns, kSampledRun);
-  const float* source = weight + static_cast<i64>(row) * in_features;
-  Vec<float, 4> v[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int run = i * (kRuns / kEach) + lane / 4, column = run * stride / kSampledRun * kSampledRun + lane % 4 * 4;
-    v[i] = load<float, 4>(source + min(column, in_features - 4));  // no load waits for a condition
-  }
-  u32 bits = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i)
-#pragma unroll
-    for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
-#pragma unroll
-  for (int bit = 16; bit; bit /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
-  int exponent = row_exponent(bits);
-  if (in_features > kSampled) exponent = bits ? exponent + kSampledHeadroom : kUnseenExponent;
-  exponent = min(max(exponent, -127), 112);
-  if (lane == 0) {
-    weight_exponents[row] = exponent;
-    weight_largest[row] = __uint_as_float(static_cast<u32>(exponent + 15 + 127) << 23);
-  }
-}
-
-// Before the product (split_fused_gemm.cuh): the first rows of x split, a block each, and the weight's exponents. The
-// weight's blocks come first: they wait for memory more than they keep it busy, so x's run beside them.
-__device__ __forceinline__ void split_x(const float* x /* [batch, in_features] */,
-                                        const float* weight /* [features, in_features] */,
-                                        half* split_x /* [batch, ⌈in_features/64⌉, 2, 64]: high and low, ordered */,
-                                        int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
-                                        float* weight_largest /* [features] */, u32* most /* [2], of x */,
-                                        int in_features, int features) {
-  allow_next();
-  wait_for_previous();
-  const int before = (features + kWeightRows - 1) / kWeightRows, block = blockIdx.x;
-  if (block < before) {
-    const int row = block * kWeightRows + threadIdx.x / 32;
-    if (row < features) sample_weight(weight, weight_exponents, weight_largest, row, in_features);
-  } else {
-    const i64 row = block - before;
-    const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-    split_row<true>(x + row * in_features, split_x + row * 2 * padded, x_exponents + row, most, in_features);
-  }
 }
 
 // The gradient of the product, split twice: with an exponent per row, its columns multiplied by the weight's powers of
@@ -256,12 +187,11 @@ __device__ __forceinline__ void split_gradient(const float* grad_product /* [bat
 }
 
 // Where float16's exponent loses more than float32 itself would: what the elements that `low` cannot hold may add up to,
-// against the deviation of the column. Written so that NaN and infinity count as lost. A row of zeros loses nothing.
+// against the deviation of the column. Written so that NaN and infinity count as lost.
 __device__ __forceinline__ bool split_loses(float x_largest, float x_total, float weight_largest, float weight_total,
                                             float deviation) {
   const float unit = 1.862645149230957e-09f;  // 2^-51 / 2^-22
-  const float worth = weight_total == 0.0f ? 0.0f : weight_largest;
-  return !(unit * x_largest * weight_total + unit * x_total * worth <= deviation);
+  return !(unit * x_largest * weight_total + unit * x_total * weight_largest <= deviation);
 }
 
 }  // namespace gemmnorm

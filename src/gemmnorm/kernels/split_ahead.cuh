@@ -1,5 +1,5 @@
-// Splitting rows of x inside split_fused_gemm, ahead of the tiles that need them: the launch before it (split_x) leaves
-// rows of later waves of tiles to two warps of every block, which work beside the tensor cores.
+// Splitting rows of x and the weight inside the fused GEMM, ahead of the tiles that need them: the launch before it
+// (split_rows) leaves rows of later waves of tiles to two warps of every block, which work beside the tensor cores.
 #pragma once
 #include "ptx/hopper.cuh"
 #include "raster.cuh"
@@ -10,7 +10,6 @@ namespace gemmnorm {
 constexpr int kPieceColumns = 512;  // of a row, that the copy engine brings at a time
 constexpr int kPieces = 6;          // in flight, for each warp
 constexpr int kSplitters = 2;       // warps of a block
-constexpr int kHeadroom = 3;        // powers of two that an exponent may exceed what the row needs
 constexpr int kBands = 64;          // of rows of x; each has a counter
 
 struct PieceRing {
@@ -24,50 +23,62 @@ struct PieceRings<true> {
   PieceRing rings[kSplitters];
 };
 
-// x, and how far it is split already.
+// The operands, and how far they are split already.
 struct Ahead {
-  const float* x;     // [batch, in_features]
-  half* split_x;      // as the launch before leaves it
-  int* x_exponents;   // [batch]
+  const float *x, *weight;           // [batch, in_features], [features, in_features]
+  half *split_x, *split_weight;      // as split_rows leaves them
+  int *x_exponents, *weight_exponents;
+  float *weight_largest, *weight_total;
   u32* most;
-  u32* ready;         // rows split here, of each band
-  int x_rows;         // split by the launch before
-  int batch, in_features;
-  static constexpr int kParts = kPieceColumns / 128;
+  u32* ready;                        // rows split here: [panels], then [kBands]
+  int x_rows, weight_rows;           // split by the launch before
+  int batch, in_features, features;
+  static constexpr int kAtOnce = 1, kParts = kPieceColumns / 128 / kAtOnce;
+
+  // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
+  template <int BN>
+  __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
+    const int panel_end = min((tile.n + 1) * BN, features), panel = panel_end - max(tile.n * BN, weight_rows);
+    const int rows = band_rows(raster), band = tile.m * kTileRows / rows;
+    const int missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
+    if (panel > 0) wait_until(&ready[tile.n], panel);
+    if (missing > 0) wait_until(&ready[raster.tiles_n + band], missing);
+    if (panel > 0 || missing > 0) fence_async_global();
+  }
 
   __device__ __forceinline__ static int band_rows(const Raster& raster) {
     return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
   }
 
-  // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
-  __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
-    const int rows = band_rows(raster), band = tile.m * kTileRows / rows;
-    const int missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
-    if (missing <= 0) return;
-    wait_until(&ready[band], missing);
-    fence_async_global();
+  // The n-th of the rows that are left: x's, then the weight's.
+  __device__ __forceinline__ const float* row_left(int n) const {
+    const int left_of_x = batch - x_rows;
+    return n < left_of_x ? x + static_cast<i64>(x_rows + n) * in_features
+                         : weight + static_cast<i64>(weight_rows + n - left_of_x) * in_features;
   }
 
-  // Where the next piece to ask for lies.
+  // Where the next piece to ask for lies: which of the rows that are left, and the piece's first column.
   struct Cursor {
     int row, first;
   };
   // Asks the copy engine for a piece, as one thread, and goes on to the next.
-  __device__ __forceinline__ void request(PieceRing& ring, int slot, Cursor& c, int stride) const {
-    if (c.row >= batch) return;
+  __device__ __forceinline__ void request(PieceRing& ring, int slot, Cursor& c, int left, int stride) const {
+    if (c.row >= left) return;
     const u32 bytes = min(kPieceColumns, in_features - c.first) * 4;
     barrier_expect(&ring.arrived[slot], bytes);
-    copy_bytes_to_shared(ring.pieces[slot], x + static_cast<i64>(c.row) * in_features + c.first, bytes, &ring.arrived[slot]);
+    copy_bytes_to_shared(ring.pieces[slot], row_left(c.row) + c.first, bytes, &ring.arrived[slot]);
     c.first += kPieceColumns;
     if (c.first < in_features) return;
     c.first = 0;
     c.row += stride;
   }
 
-  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4>& v) {
+  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4> (&v)[kAtOnce]) {
     u32 bits = 0;
 #pragma unroll
-    for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v.at[q]) & 0x7FFFFFFFu);
+    for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
     return bits;
   }
   __device__ __forceinline__ static u32 warp_max(u32 bits) {
@@ -77,32 +88,40 @@ struct Ahead {
   }
   __device__ __forceinline__ static void store_scaled(half* row, int column, const Vec<float, 4>& v, PowerOfTwo scale) {
     const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
-    store_split<true>(row, column, scaled);
+    store_split(row, column, scaled);
   }
 
   // Part of the lane's share of a piece, zeros beyond the row's end. No load waits for a condition.
-  __device__ __forceinline__ Vec<float, 4> read_piece(const float* piece, int first, int part) const {
-    const int column = (part * 32 + threadIdx.x % 32) * 4;
-    Vec<float, 4> v = load<float, 4>(piece + column);
-    if (first + column >= in_features) v = {};
-    return v;
+  __device__ __forceinline__ void read_piece(const float* piece, int first, int part, Vec<float, 4> (&v)[kAtOnce]) const {
+    const int column = (part * kAtOnce * 32 + threadIdx.x % 32) * 4;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) v[i] = load<float, 4>(piece + column + i * 128);
+    if (first + kPieceColumns > in_features) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (first + column + i * 128 >= in_features) v[i] = {};
+    }
   }
 
   // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
   // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
   // zeros and is small, is split once more.
+  template <int BN>
   __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
     const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
+    const int left_of_x = batch - x_rows, left = left_of_x + features - weight_rows;
     const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-    const int first_row = x_rows + static_cast<int>(kSplitters * blockIdx.x) + splitter;
+    const int first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
     Cursor cursor = {first_row, 0};
     int slot = 0;
     u32 parity = 0;
     if (lane == 0)
-      for (int s = 0; s < kPieces; ++s) request(ring, s, cursor, stride);
+      for (int s = 0; s < kPieces; ++s) request(ring, s, cursor, left, stride);
 #pragma unroll 1
-    for (int row = first_row; row < batch; row += stride) {
-      half* target = split_x + static_cast<i64>(row) * 2 * padded;
+    for (int n = first_row; n < left; n += stride) {
+      const bool of_x = n < left_of_x;
+      const int row = of_x ? x_rows + n : weight_rows + n - left_of_x;
+      half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
       u32 bits = 0;
       float sum = 0.0f;
       int exponent = 0;
@@ -114,20 +133,28 @@ struct Ahead {
         if (first == 0) {
           u32 begun = 0;
 #pragma unroll
-          for (int part = 0; part < kParts; ++part) begun = max(begun, largest_of(read_piece(piece, first, part)));
+          for (int part = 0; part < kParts; ++part) {
+            Vec<float, 4> v[kAtOnce];
+            read_piece(piece, first, part, v);
+            begun = max(begun, largest_of(v));
+          }
           exponent = row_exponent(warp_max(begun));
           scale = power_of_two(-exponent);
         }
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          const Vec<float, 4> v = read_piece(piece, first, part);
-          const int c = first + (part * 32 + lane) * 4;
+          Vec<float, 4> v[kAtOnce];
+          read_piece(piece, first, part, v);
           bits = max(bits, largest_of(v));
-          sum += (fabsf(v.at[0]) + fabsf(v.at[1])) + (fabsf(v.at[2]) + fabsf(v.at[3]));
-          if (c < padded) store_scaled(target, c, v, scale);
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
+            sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
+            if (c < padded) store_scaled(target, c, v[i], scale);
+          }
         }
         __syncwarp();  // everybody has read the piece
-        if (lane == 0) request(ring, slot, cursor, stride);
+        if (lane == 0) request(ring, slot, cursor, left, stride);
         if (++slot == kPieces) {
           slot = 0;
           parity ^= 1;
@@ -140,19 +167,24 @@ struct Ahead {
       if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
         exponent = wanted;
         scale = power_of_two(-exponent);
-        const float* source = x + static_cast<i64>(row) * in_features;
+        const float* source = row_left(n);
 #pragma unroll 1
         for (int c = lane * 4; c < padded; c += 128)
           store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
       }
       if (lane == 0) {
-        x_exponents[row] = exponent;
-        atomicMax(&most[0], bits);
-        atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
+        (of_x ? x_exponents : weight_exponents)[row] = exponent;
+        if (!of_x) {
+          weight_largest[row] = __uint_as_float(bits);
+          weight_total[row] = sum;
+        } else {
+          atomicMax(&most[0], bits);
+          atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
+        }
       }
       fence_async_global();  // the copy engine will read what is written here
       __syncwarp();
-      if (lane == 0) add_release(&ready[row / band_rows(raster)], 1);
+      if (lane == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
     }
   }
 };

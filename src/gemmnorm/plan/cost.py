@@ -25,8 +25,8 @@ def sweep_seconds(problem: Problem, reads: int, writes: int) -> float:
     return traffic / chip.bandwidth + 2e-6 * (reads + writes)
 
 
-def split_seconds(problem: Problem, weight_too: bool) -> float:
-    """float32 by split operands: three half-precision products, after a pass that splits x, or both operands."""
+def split_seconds(problem: Problem) -> float:
+    """float32 by split operands: three half-precision products, after a pass that reads and writes x and the weight."""
     chip = problem.chip or CHIPS[90]
-    elements = (problem.batch + (problem.out_features if weight_too else 0)) * problem.in_features
+    elements = (problem.batch + problem.out_features) * problem.in_features
     return 3 * problem.flops / chip.tensor_half + 8 * elements / chip.bandwidth + 10e-6

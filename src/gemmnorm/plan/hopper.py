@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from . import library
 from .cost import gemm_seconds, split_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
-from .split import ALL_ROWS, ROW_BYTES, SPLIT_COLUMNS, operands, recompute, split_x
-from .steps import Buffer, Extent, Launch, Map, Plan, Step
+from .split import ALL_ROWS, ROW_BYTES, recompute, split_operands, split_rows
+from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan, Step
 
 TILE_ROWS = 2 * GROUP_ROWS
-# Bytes of an element, columns of the tile → stages of the ring.
+# Bytes of an element, its parts, columns of the tile → stages of the ring.
 STAGES = {
-    (2, 256): 3, (2, 128): 5, (2, 64): 8, (2, 32): 10,
-    (4, 256): 4, (4, 128): 6, (4, 64): 8, (4, 32): 10,
+    (2, 1, 256): 3, (2, 1, 128): 5, (2, 1, 64): 8, (2, 1, 32): 10,
+    (4, 1, 256): 4, (4, 1, 128): 6, (4, 1, 64): 8, (4, 1, 32): 10,
+    (2, 2, 128): 3, (2, 2, 64): 4, (2, 2, 32): 4,
 }  # fmt: skip
-SPLIT_TILE, SPLIT_STAGES = 128, 3
 MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial results
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
-_CHAIN = (*VECTORS, "running_mean", "running_var", "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps",
-          "group_mean", "group_m2", "mean", "rstd", "merged_slope", "merged_shift", "counters")  # fmt: skip
-_SIZES = ("group_panels", "stream_x", "keep_product", "batch", "in_features", "features")
+_SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
+          "most", "flags")  # fmt: skip
+_NOT_SPLIT = (NOTHING,) * len(_SPLIT)
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Tile:
     columns: int
     stages: int
     size: int  # bytes of an operand's element in shared memory
+    planes: int  # of an operand: 2 where it is split
     staged: bool  # the product passes through shared memory on its way out
 
     @property
@@ -43,7 +44,7 @@ class Tile:
     @property
     def shared(self) -> int:
         """sizeof(GemmShared): the kernel asserts at compile time that it is."""
-        size = self.stages * (TILE_ROWS + self.columns) * ROW_BYTES
+        size = self.stages * self.planes * (TILE_ROWS + self.columns) * ROW_BYTES
         size += 2 * (GROUP_ROWS * self.columns * 2 if self.staged else 1024)
         size += (2 * 4 + 2 * 2 + 2) * self.columns * 4
         size += 2 * self.stages * 8 + 8 * 8 + 4
@@ -52,22 +53,6 @@ class Tile:
     def counts(self, problem: Problem) -> tuple[int, int]:
         """Tiles along the batch and along the features."""
         return -(-problem.batch // TILE_ROWS), -(-problem.out_features // self.columns)
-
-
-class SplitTile(Tile):
-    """That of float32 by split operands: in a stage 64 of K, of the weight in float32 and of x in two parts."""
-
-    @property
-    def k(self) -> int:
-        return SPLIT_COLUMNS
-
-    @property
-    def shared(self) -> int:
-        """sizeof(SplitFusedShared), without the rings of rows that are split inside the kernel."""
-        size = self.stages * 2 * (TILE_ROWS + self.columns) * ROW_BYTES
-        size += 2 * TILE_ROWS * 8 + 4 * self.columns * 4
-        size += 2 * self.stages * 8 + 4 * 8 + 4
-        return -(-size // 1024) * 1024
 
 
 def refusal(problem: Problem, strategy: str) -> str | None:
@@ -104,43 +89,54 @@ def better_served(problem: Problem) -> tuple[str, str] | None:
 
 def choose_tile(problem: Problem) -> Tile:
     """The tile with the least predicted time: waves of blocks × (main loop + epilogue), in clocks."""
-    if problem.split:
-        return SplitTile(SPLIT_TILE, SPLIT_STAGES, 4, False)
-    size = DTYPE_BYTES[problem.dtype]
+    size, planes = (2, 2) if problem.split else (DTYPE_BYTES[problem.dtype], 1)
     chip = problem.chip or CHIPS[90]
 
     def clocks(tile: Tile) -> float:
         rows, panels = tile.counts(problem)
         waves = -(-rows * panels // chip.multiprocessors)
         steps = -(-problem.in_features // tile.k)
-        return waves * (steps * max(4.0 * tile.columns, 330.0 + tile.columns) + 2500 + 8 * tile.columns)
+        products = 3 if planes == 2 else 1
+        return waves * (steps * max(4.0 * products * tile.columns, 330.0 + tile.columns) + 2500 + 8 * tile.columns)
 
+    halved = DTYPE_BYTES[problem.dtype] == 2
     tiles = [
-        Tile(columns, stages, size, size == 2 and columns >= 64)
-        for (bytes_, columns), stages in STAGES.items()
-        if bytes_ == size
+        Tile(columns, stages, size, planes, halved and columns >= 64)
+        for (bytes_, parts, columns), stages in STAGES.items()
+        if (bytes_, parts) == (size, planes)
     ]
     return min(tiles, key=clocks)
 
 
-def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> int:
-    """Rows of x to be split before the product begins; the kernel splits the others itself.
+def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, int]:
+    """Rows of x and of the weight to be split before the product begins; the kernel splits the others itself.
 
-    What the first wave of tiles reads, and half of the rest: the warps that split inside the kernel are slower than the
-    tensor cores (docs/float32.md has the times).
+    What the first wave of tiles reads, and a share of the rest: the warps that split inside the kernel are slower than
+    the tensor cores (docs/float32.md has the times).
     """
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     rows, panels = tile.counts(problem)
-    first = min(rows, -(-blocks // group_panels))  # along x within the first group of panels
-    ahead = (first + rows + 1) // 2
-    return ALL_ROWS if rows * panels <= blocks or ahead == rows else ahead * TILE_ROWS
+    if rows * panels <= blocks:
+        return ALL_ROWS, problem.out_features
+    if rows * group_panels >= blocks:  # along x within the first group of panels
+        m_tiles, n_tiles = -(-blocks // group_panels), group_panels
+    else:
+        m_tiles, n_tiles = rows, blocks // (rows * group_panels) * group_panels
+    if problem.training or m_tiles < rows:
+        m_tiles, n_tiles = (m_tiles + rows + 1) // 2, (n_tiles + panels + 1) // 2
+    else:  # only the weight is left, and in evaluation those warps have nothing else to do
+        n_tiles += (panels - n_tiles) * 3 // 20
+    return (
+        ALL_ROWS if m_tiles == rows else m_tiles * TILE_ROWS,
+        min(problem.out_features, n_tiles * tile.columns),
+    )
 
 
 def forward(problem: Problem, strategy: str) -> Plan:
     """`one_kernel`: a single launch. `gemm_stats_apply`: the GEMM with statistics, the merge, the normalisation."""
     tile = choose_tile(problem)
     chip = problem.chip or CHIPS[90]
-    features = Extent(problem.out_features)
+    types, features = c_types(problem), Extent(problem.out_features)
     rows, panels = tile.counts(problem)
     one_wave = rows * panels <= chip.multiprocessors and -(-problem.batch // GROUP_ROWS) <= MOST_GROUPS_IN_ONE_WAVE
     if not problem.training:
@@ -149,19 +145,51 @@ def forward(problem: Problem, strategy: str) -> Plan:
         finish = "kStatistics"
     else:
         finish = "kOneBlock" if rows == 1 else "kOneWave" if one_wave else "kPersistent"
+    half = problem.dtype != "float32"
     group_panels = _group_panels(problem, tile)
+    x_rows, weight_rows = _rows_ahead(problem, tile, group_panels)
     ahead = problem.split and finish in ("kPersistent", "kEvaluate")  # the kernel splits the rows of later waves itself
-    x_rows = _rows_ahead(problem, tile, group_panels)
-    numbers = (
-        ("group_panels", group_panels),
-        ("stream_x", int(group_panels < panels and not _fits_l2(problem))),
-        ("keep_product", int(problem.save or strategy == "gemm_stats_apply")),
-    )
-    if problem.split:
-        launch = _split_product(problem, tile, finish, tile.shared + (RING_BYTES if ahead else 0))
-        launch = replace(launch, numbers=(("x_rows", x_rows), *numbers))
-    else:
-        launch = replace(_product(problem, tile, finish), numbers=numbers)
+    shared = tile.shared + (RING_BYTES if ahead else 0)
+    boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
+    operands = ("split_x", "split_weight") if problem.split else ("x", "weight")
+    launch = Launch(
+        {"kEvaluate": "fused_gemm_scale_bn_evaluate", "kStatistics": "fused_gemm_statistics"}.get(
+            finish, "fused_gemm_scale_bn"
+        ),
+        "fused_gemm.cuh",
+        "fused_gemm",
+        (
+            types["T"] if half else "gemmnorm::split" if problem.split else "gemmnorm::tf32",
+            *types.values(),
+            str(tile.columns),
+            str(tile.stages),
+            str(shared),
+            f"gemmnorm::Finish::{finish}",
+            "Activation",
+        ),
+        ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
+         "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
+         "merged_slope", "merged_shift", "counters", *(_SPLIT if problem.split else _NOT_SPLIT), "x_rows",
+         "weight_rows", "group_panels", "stream_x", "keep_product", "batch", "in_features", "features"),
+        Extent(panels, TILE_ROWS, chip.multiprocessors),
+        block=384,
+        resident=1,
+        shared=shared,
+        cooperative=finish in ("kOneWave", "kPersistent"),
+        maps=(
+            Map("map_x", operands[0], TILE_ROWS, tile.k),
+            Map("map_weight", operands[1], tile.columns, tile.k),
+            Map("map_product", "product", GROUP_ROWS, boxes if problem.training else boxes_y),
+            Map("map_y", "y", GROUP_ROWS, boxes_y),
+        ),
+        numbers=(
+            ("x_rows", x_rows),
+            ("weight_rows", weight_rows),
+            ("group_panels", group_panels),
+            ("stream_x", int(group_panels < panels and not _fits_l2(problem))),
+            ("keep_product", int(problem.save or strategy == "gemm_stats_apply")),
+        ),
+    )  # fmt: skip
     steps: tuple[Step, ...] = (launch,)
     product = Buffer("product", problem.dtype, (ROWS, features))
     y = Buffer("y", problem.out_dtype, (ROWS, features))
@@ -183,9 +211,9 @@ def forward(problem: Problem, strategy: str) -> Plan:
             aliases = (("product", "y"),)
     counters = COUNTERS + 2 * panels if finish in ("kOneBlock", "kOneWave", "kPersistent") else 0
     if problem.split:
-        counters = COUNTERS + 2 * panels + (BANDS if ahead else 0) + 3  # `most`
-        steps = (split_x(problem, x_rows), launch, recompute(problem))
-        workspace += operands(problem, False)
+        counters = COUNTERS + 2 * panels + (panels + BANDS if ahead else 0) + 3  # `most`
+        steps = (split_rows(problem, True, x_rows, weight_rows), launch, recompute(problem))
+        workspace += split_operands(problem)
         workspace.append(Buffer("flags", "int32", (features,)))
         workspace += [Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total")]
     if finish == "kStatistics":
@@ -199,77 +227,9 @@ def forward(problem: Problem, strategy: str) -> Plan:
         tuple(workspace),
         aliases,
         counters=counters,
-        seconds=(split_seconds(problem, False) if problem.split else gemm_seconds(problem))
-        * (1.06 if problem.training else 1.01),
+        seconds=(split_seconds if problem.split else gemm_seconds)(problem) * (1.06 if problem.training else 1.01),
         floor=gemm_seconds(problem),
     )
-
-
-def _product(problem: Problem, tile: Tile, finish: str) -> Launch:
-    """The launch of fused_gemm, but for the numbers that the plan decides."""
-    boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
-    types = c_types(problem)
-    return Launch(
-        {"kEvaluate": "fused_gemm_scale_bn_evaluate", "kStatistics": "fused_gemm_statistics"}.get(
-            finish, "fused_gemm_scale_bn"
-        ),
-        "fused_gemm.cuh",
-        "fused_gemm",
-        (
-            types["T"] if problem.dtype != "float32" else "gemmnorm::tf32",
-            *types.values(),
-            str(tile.columns),
-            str(tile.stages),
-            str(tile.shared),
-            f"gemmnorm::Finish::{finish}",
-            "Activation",
-        ),
-        ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *_CHAIN, *_SIZES),
-        _blocks(problem, tile),
-        block=384,
-        resident=1,
-        shared=tile.shared,
-        cooperative=finish in ("kOneWave", "kPersistent"),
-        maps=(
-            Map("map_x", "x", TILE_ROWS, tile.k),
-            Map("map_weight", "weight", tile.columns, tile.k),
-            Map("map_product", "product", GROUP_ROWS, boxes if problem.training else boxes_y),
-            Map("map_y", "y", GROUP_ROWS, boxes_y),
-        ),
-    )  # fmt: skip
-
-
-def _split_product(problem: Problem, tile: Tile, finish: str, shared: int) -> Launch:
-    """The launch of split_fused_gemm, but for the numbers that the plan decides."""
-    types = c_types(problem)
-    return Launch(
-        "fused_gemm_scale_bn_evaluate" if finish == "kEvaluate" else "fused_gemm_scale_bn",
-        "split_fused_gemm.cuh",
-        "split_fused_gemm",
-        (
-            *(types[letter] for letter in "YLR"),
-            str(tile.stages),
-            str(shared),
-            f"gemmnorm::Finish::{finish}",
-            "Activation",
-        ),
-        ("map_x", "map_weight", "stored_product", "y", *_CHAIN, "x", "split_x", "x_exponents", "weight_exponents",
-         "weight_largest", "weight_total", "most", "flags", "x_rows", *_SIZES),
-        _blocks(problem, tile),
-        block=384,
-        resident=1,
-        shared=shared,
-        cooperative=finish in ("kOneWave", "kPersistent"),
-        maps=(
-            Map("map_x", "split_x", TILE_ROWS, SPLIT_COLUMNS),
-            Map("map_weight", "weight", tile.columns, SPLIT_COLUMNS // 2, exact=True),
-        ),
-    )  # fmt: skip
-
-
-def _blocks(problem: Problem, tile: Tile) -> Extent:
-    chip = problem.chip or CHIPS[90]
-    return Extent(tile.counts(problem)[1], TILE_ROWS, chip.multiprocessors)
 
 
 def _fits_l2(problem: Problem) -> bool:

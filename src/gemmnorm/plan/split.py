@@ -13,37 +13,23 @@ from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan
 ROW_BYTES = 128  # of K in one pipeline stage
 ALL_ROWS = 2**30  # of x, whatever the batch
 SPLIT_COLUMNS = 64  # of K, high and then low
-SAMPLED_ROWS = 8  # of the weight, that a block looks at
 SPLIT_GEMM_TILE, SPLIT_GEMM_STAGES = 128, 3
 SPLIT_BACKWARD_FLOPS = 4e9  # of one product; below, the passes that split the operands cost more than they save
 
 
-def split_x(problem: Problem, x_rows: int) -> Launch:
-    """The pass before the forward's product: the first rows of x split, and the exponents of the weight's rows."""
-    blocks = -(-problem.out_features // SAMPLED_ROWS)
-    return Launch(
-        "fused_gemm_split_x",
-        "split.cuh",
-        "split_x",
-        (),
-        ("x", "weight", "split_x", "x_exponents", "weight_exponents", "weight_largest", "most", "in_features",
-         "features"),
-        Extent(1, 1, limit=0 if x_rows == ALL_ROWS else x_rows + blocks, plus=blocks),
-        resident=4,
-    )  # fmt: skip
-
-
-def split_rows(problem: Problem) -> Launch:
-    """The pass that splits x and the weight, for the gradients."""
+def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int) -> Launch:
+    """The pass that splits the first rows of x and of the weight, with the sizes of rows that a guard wants to know."""
     return Launch(
         "fused_gemm_split_operands",
         "split.cuh",
         "split_rows",
         (),
-        ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "in_features", "features"),
-        Extent(1, 1, plus=problem.out_features),
+        ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents",
+         *(("weight_largest", "weight_total", "most") if guarded else (NOTHING,) * 3), "weight_rows", "in_features"),
+        Extent(1, 1, limit=0 if x_rows == ALL_ROWS else x_rows + weight_rows, plus=weight_rows),
         resident=4,
-    )
+        numbers=(("weight_rows", weight_rows),),
+    )  # fmt: skip
 
 
 def _padded(columns: int) -> Extent:
@@ -51,12 +37,12 @@ def _padded(columns: int) -> Extent:
     return Extent(-(-columns // SPLIT_COLUMNS) * 2 * SPLIT_COLUMNS)
 
 
-def operands(problem: Problem, weight_too: bool) -> tuple[Buffer, ...]:
-    """The memory of x, split, of the weight where it is, and of their exponents."""
+def split_operands(problem: Problem) -> tuple[Buffer, ...]:
+    """The memory of x and the weight, split, and their exponents."""
     features, padded = Extent(problem.out_features), _padded(problem.in_features)
     return (
         Buffer("split_x", "float16", (ROWS, padded)),
-        *([Buffer("split_weight", "float16", (features, padded))] if weight_too else []),
+        Buffer("split_weight", "float16", (features, padded)),
         Buffer("x_exponents", "int32", (ROWS,)),
         Buffer("weight_exponents", "int32", (features,)),
     )
@@ -83,7 +69,7 @@ def backward(problem: Problem, strategy: str) -> Plan:
 
     dx = da·W and dW = daᵀ·x add up along the rows of W and x, which is where their exponents belong: da is multiplied
     by those powers of two before it is split, by rows for one product and by columns for the other. So W and x are
-    split along their rows, and nothing is transposed.
+    split as for the forward, and nothing is transposed.
     """
     if not problem.split or not problem.training or problem.flops < SPLIT_BACKWARD_FLOPS:
         return library.backward(problem, strategy)
@@ -99,7 +85,7 @@ def backward(problem: Problem, strategy: str) -> Plan:
         ROWS,
     )  # fmt: skip
     steps = (
-        split_rows(problem),
+        split_rows(problem, False, ALL_ROWS, problem.out_features),
         *plan.launches,
         split_gradient,
         _split_gemm(problem, "grad_x", ("split_by_rows", "split_weight", "row_exponents"), "batch", "features"),
@@ -107,13 +93,13 @@ def backward(problem: Problem, strategy: str) -> Plan:
     )
     workspace = (
         *plan.workspace,
-        *operands(problem, True),
+        *split_operands(problem),
         *(Buffer(role, "float16", (ROWS, padded)) for role in ("split_by_rows", "split_by_columns")),
         Buffer("row_exponents", "int32", (ROWS,)),
         Buffer("column_exponents", "int32", (features,)),
     )
     return replace(
-        plan, steps=steps, workspace=workspace, seconds=plan.seconds - plan.floor + 2 * split_seconds(problem, True)
+        plan, steps=steps, workspace=workspace, seconds=plan.seconds - plan.floor + 2 * split_seconds(problem)
     )
 
 

@@ -55,16 +55,12 @@ class Product:
 
 @dataclass(frozen=True)
 class Map:
-    """A tensor map for the copy engine: argument role, the tensor's role, box rows and columns; 128-byte swizzle.
-
-    float32 is rounded to TF32 on the way in unless it is `exact`.
-    """
+    """A tensor map for the copy engine: argument role, the tensor's role, box rows and columns; 128-byte swizzle."""
 
     role: str
     tensor: str
     rows: int
     columns: int
-    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +150,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "weight_total": ("float*", "[features]"),
     "most": ("unsigned int*", "[3]: zero, and left zero"),
     "x_rows": ("int", "of x, that are split already"),
+    "weight_rows": ("int", "of the weight, that are split already"),
     "flags": ("int*", "[features]"),
     "map_a": ("const __grid_constant__ gemmnorm::TensorMap", "left operand, split"),
     "map_b": ("const __grid_constant__ gemmnorm::TensorMap", "right operand, split"),

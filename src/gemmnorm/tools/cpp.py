@@ -28,7 +28,7 @@ _SCALAR_TYPES = {
     "float64": "torch::kFloat64",
     "int64": "torch::kInt64",
 }
-# The copy engine's names. float32 is rounded on the way in, where the tensor cores would truncate, unless exact.
+# The copy engine's names. float32 is rounded on the way in, where the tensor cores would truncate.
 _MAP_TYPES = {"float32": "TFLOAT32", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
 # Numbers that a launch may ask for, as expressions in the host function.
 _NUMBERS = ("batch", "features", "in_features", "scale_stride", "scale_value", "momentum", "eps")
@@ -38,7 +38,7 @@ _INPUTS = ("x", "weight", "bias", "scale", "running_mean", "running_var", "num_b
 _KNOWN = {
     Launch: {"entry", "source", "function", "constants", "arguments", "grid", "block", "resident", "shared",
              "cooperative", "maps", "numbers", "only_for"},
-    Map: {"role", "tensor", "rows", "columns", "exact"},
+    Map: {"role", "tensor", "rows", "columns"},
     Product: {"out", "left", "right", "transpose_left", "transpose_right"},
     Buffer: {"role", "dtype", "shape"},
     Plan: {"problem", "phase", "strategy", "steps", "outputs", "workspace", "aliases", "reasons", "counters", "seconds",
@@ -431,8 +431,7 @@ class _Body:
         buffers["x"] = Buffer("x", p.dtype, (Extent(1, 1), Extent(p.in_features)))
         buffers["weight"] = Buffer("weight", p.dtype, (Extent(p.out_features), Extent(p.in_features)))
         rows, columns = map(self.extent, buffers[role].shape)
-        dtype = buffers[role].dtype
-        kind = f"CU_TENSOR_MAP_DATA_TYPE_{'FLOAT32' if found.exact and dtype == 'float32' else _MAP_TYPES[dtype]}"
+        kind = f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[buffers[role].dtype]}"
         return f"tensor_map({self.argument(role)}, {kind}, {rows}, {columns}, {found.rows}, {found.columns})"
 
     def argument(self, role: str) -> str:

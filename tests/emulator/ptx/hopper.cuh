@@ -49,12 +49,6 @@ inline void fence_async_global() {}
 inline void sync_threads(int barrier, int threads) {
   emulator::pass_gate(emulator::current->block->gates[barrier], threads, "bar.sync");
 }
-inline void arrive_threads(int barrier, int threads) {
-  emulator::Gate& gate = emulator::current->block->gates[barrier];
-  if (++gate.arrived < static_cast<unsigned>(threads)) return;
-  gate.arrived = 0;
-  ++gate.opened;
-}
 inline void prefetch_l2(const void*) {}
 inline void prefetch_map(const TensorMap&) {}
 

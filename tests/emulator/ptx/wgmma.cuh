@@ -88,13 +88,6 @@ inline float tensor_core_sum(const float* a, const float* b, int count, float ac
   return std::fabs(rounded) > std::fabs(exact) ? std::nextafterf(rounded, 0.0f) : rounded;
 }
 
-inline void multiply_when_due(const std::function<void()>& product) {
-  if (emulator::machine.lazy)
-    emulator::current->products.emplace_back(emulator::current->groups, product);
-  else
-    product();
-}
-
 template <class T, int N>
 struct Wgmma {
   template <int A_ACROSS = 0, int B_ACROSS = 0>
@@ -114,36 +107,10 @@ struct Wgmma {
           at_high = tensor_core_sum(high, column, kK, accumulate ? at_high : 0.0f);
         }
     };
-    multiply_when_due(product);
-  }
-};
-
-// A in registers: those of the four lanes that share two rows, read where they lie when the product takes place.
-template <int N>
-struct WgmmaOfRegisters {
-  static void run(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {
-    const int lane = threadIdx.x % 32;
-    float* to = d;
-    const u32* held[4];
-    for (int q = 0; q < 4; ++q) held[q] = __shfl_sync(~0u, static_cast<const u32*>(a), lane / 4 * 4 + q);
-    const auto product = [=] {
-      float rows[2][16], column[16];
-      for (int k = 0; k < 16; ++k)
-        for (int r = 0; r < 2; ++r) {
-          const u32 word = held[k % 8 / 2][k / 8 * 2 + r];
-          rows[r][k] = to_float(half{static_cast<u16>(word >> k % 2 * 16)});
-        }
-      for (int i = 0; i < N / 8; ++i)
-        for (int c = 0; c < 2; ++c) {
-          read_row<half, 0>(b, i * 8 + lane % 4 * 2 + c, column);
-          for (int r = 0; r < 2; ++r) {
-            float& at = to[4 * i + 2 * r + c];
-            at = tensor_core_sum(rows[r], column, 16, accumulate ? at : 0.0f);
-          }
-        }
-    };
-    multiply_when_due(product);
-    __syncwarp();  // at once: nobody changes what another lane has still to read
+    if (emulator::machine.lazy)
+      emulator::current->products.emplace_back(emulator::current->groups, product);
+    else
+      product();
   }
 };
 

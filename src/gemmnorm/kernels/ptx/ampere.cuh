@@ -50,10 +50,6 @@ __device__ __forceinline__ int computed_anew(int v) {
   asm volatile("" : "+r"(v));
   return v;
 }
-__device__ __forceinline__ u32 computed_anew(u32 v) {
-  asm volatile("" : "+r"(v));
-  return v;
-}
 __device__ __forceinline__ float computed_anew(float v) {
   asm volatile("" : "+f"(v));
   return v;

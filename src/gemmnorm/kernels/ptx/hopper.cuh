@@ -46,10 +46,6 @@ __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// Counts for that barrier without waiting at it.
-__device__ __forceinline__ void arrive_threads(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 
 // Copy engine: #data-movement-and-conversion-instructions-cp-async-bulk-tensor. x counts along a row, y the rows.
 // A policy says what the L2 should rather keep: #createpolicy; these are its encodings of two whole-access policies.

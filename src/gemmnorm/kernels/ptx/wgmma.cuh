@@ -1,6 +1,5 @@
-// Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] · B[N, 32 bytes]ᵀ, operands in shared
-// memory, swizzled by 128 bytes, along K or, where they are of two bytes, across it; or A in registers.
-// PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
+// Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] · B[N, 32 bytes]ᵀ, both operands in shared
+// memory, swizzled by 128 bytes, along K or, where they are of two bytes, across it. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
 #pragma once
 #include "ptx/hopper.cuh"
 
@@ -33,11 +32,6 @@ __device__ __forceinline__ void wgmma_wait() {
 template <class T, int N>
 struct Wgmma;
 
-// The same of float16 with A in registers, four words a thread: of rows g and g + 8 (g = lane / 4) the elements 2q and
-// 2q + 1 (q = lane % 4), then of both rows 2q + 8 and 2q + 9. They must not change before the product is waited for.
-template <int N>
-struct WgmmaOfRegisters;
-
 // clang-format off
 #define GEMMNORM_WGMMA(N, TYPE, SHAPE, TYPES, REGISTERS, A, B, P, TAIL, ...)                                   \
   template <>                                                                                                \
@@ -47,16 +41,6 @@ struct WgmmaOfRegisters;
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." \
                    TYPES " {" REGISTERS "}, %" A ", %" B ", p, 1, 1" TAIL ";\n}"                               \
                    : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));            \
-    }                                                                                                        \
-  };
-
-#define GEMMNORM_WGMMA_OF_REGISTERS(N, SHAPE, REGISTERS, A, B, P, TAIL, ...)                                   \
-  template <>                                                                                                \
-  struct WgmmaOfRegisters<N> {                                                                               \
-    static __device__ __forceinline__ void run(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) { \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." \
-                   "f16.f16 {" REGISTERS "}, {" A "}, %" B ", p, 1, 1, %" TAIL ";\n}"                          \
-                   : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(0)); \
     }                                                                                                        \
   };
 
@@ -126,8 +110,6 @@ GEMMNORM_WGMMA(128, tf32, "m64n128k8", "tf32.tf32", GEMMNORM_REGISTERS_128, "64"
 GEMMNORM_WGMMA(256, half, "m64n256k16", "f16.f16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
 GEMMNORM_WGMMA(256, bfloat16, "m64n256k16", "bf16.bf16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
 GEMMNORM_WGMMA(256, tf32, "m64n256k8", "tf32.tf32", GEMMNORM_REGISTERS_256, "128", "129", "130", "", GEMMNORM_OPERANDS_256)
-GEMMNORM_WGMMA_OF_REGISTERS(64, "m64n64k16", GEMMNORM_REGISTERS_64, "%32, %33, %34, %35", "36", "37", "38", GEMMNORM_OPERANDS_64)
-GEMMNORM_WGMMA_OF_REGISTERS(128, "m64n128k16", GEMMNORM_REGISTERS_128, "%64, %65, %66, %67", "68", "69", "70", GEMMNORM_OPERANDS_128)
 // clang-format on
 
 }  // namespace gemmnorm
