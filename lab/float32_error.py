@@ -194,7 +194,7 @@ def built_balanced(x: Tensor, w: Tensor) -> Tensor:
 def lost(x: Tensor, w: Tensor, deviation: Tensor) -> Tensor:
     """The guard, per feature (split_loses)."""
     x, w = x.double().abs(), w.double().abs()
-    bound = 2.0**-48 * (x.amax() * w.sum(1) + x.sum(1).amax() * w.amax(1))
+    bound = 2.0**-51 * (x.amax() * w.sum(1) + x.sum(1).amax() * w.amax(1))
     return ~(bound <= 2.0**-22 * deviation)
 
 

@@ -37,22 +37,26 @@ MARK = (
 VARIANTS = {
     "": (),
     "copies only": (
-        ("          Wgmma<OP, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);", "          ;"),
+        (
+            "            Wgmma<Element, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);",
+            "            ;",
+        ),
     ),
     "multiplications only": (
-        ("          barrier_expect(&shared.full[stage], (kTileRows + BN) * kRowBytes);",
-         "          const bool first = t == blockIdx.x && k < STAGES;\n"
-         "          if (first) barrier_expect(&shared.full[stage], (kTileRows + BN) * kRowBytes);\n"
-         "          else barrier_arrive(&shared.full[stage]);"),
-        ("          copy_to_shared(shared.x[", "          if (first) copy_to_shared(shared.x["),
-        ("          copy_to_shared(shared.weight[", "          if (first) copy_to_shared(shared.weight["),
+        (
+            "          barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);",
+            "          const bool first = t == blockIdx.x && k < STAGES;\n"
+            "          if (first) barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);\n"
+            "          else barrier_arrive(&shared.full[stage]);",
+        ),
+        ("          for (int p = 0; p < kPlanes; ++p) {", "          for (int p = 0; p < (first ? kPlanes : 0); ++p) {"),
     ),
 }
 # Text after which a mark goes, or before it.
 PLACES = (
     (0, "before", "      for (int k = 0; k < steps; ++k) {\n        barrier_wait(&shared.full[stage], parity);"),
     (1, "after", "        barrier_wait(&shared.full[stage], parity);\n        wgmma_fence();\n"),
-    (2, "before", "      const Tile tile = raster.at(t);\n      const int group = "),
+    (2, "before", "const Tile tile = raster.at(kSplit"),
     (3, "before", "        finish_here = FINISH == Finish::kOneBlock"),
     (4, "after", "        barrier_arrive(&shared.staged[consumer]);\n"),
     (5, "before", "          float r = 0.0f;\n          if (direct) {\n"),
@@ -61,7 +65,7 @@ PLACES = (
 
 
 def instrumented(text):
-    text = text.replace("template <int BN, int STAGES, bool STAGED>", HEADER + "template <int BN, int STAGES, bool STAGED>", 1)
+    text = text.replace("template <int BN, int STAGES, int PLANES", HEADER + "template <int BN, int STAGES, int PLANES", 1)
     for index, where, anchor in PLACES:
         assert text.count(anchor) == 1, anchor
         mark = MARK.format(index)

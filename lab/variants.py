@@ -15,7 +15,7 @@ from device_check import CASES, Timer
 from gemmnorm import binding, plan, runtime, sources
 from gemmnorm.plan import Problem, hopper
 
-GEMM, UNITS, SPLIT = "fused_gemm.cuh", "panel_units.cuh", "split_fused_gemm.cuh"
+GEMM, UNITS = "fused_gemm.cuh", "panel_units.cuh"
 VARIANTS = {
     "as it is": [],
     "consumers sum squares": [
@@ -27,16 +27,8 @@ VARIANTS = {
 }
 OF_SPLIT = {  # float32 by split operands
     "as it is": [],
-    "consumers in step": [
-        (SPLIT, "if (consumer == 1 || begun) sync_threads(kTurn + consumer, 256);", ";"),
-        (SPLIT, "arrive_threads(kTurn + 1 - consumer, 256);", ";"),
-    ],
-    "turn passed at issue": [
-        (SPLIT, "        wgmma_wait<1>();\n        if (consumer == 0 ||", "        if (consumer == 0 ||"),
-        (SPLIT, "arrive_threads(kTurn + 1 - consumer, 256);", "arrive_threads(kTurn + 1 - consumer, 256);\nwgmma_wait<1>();"),
-    ],
     "no units": [(UNITS, "  for (;;) {\n    int unit = 0;", "  for (;;) {\n    return;\n    int unit = 0;")],
-    "x split before": [],
+    "all split before": [],
 }
 ONLY_TRAINING = ("2 rows in flight", "no units")
 
@@ -55,8 +47,8 @@ def build(problem, strategy, name):
     sources._read = read
     rows_ahead = hopper._rows_ahead
     try:
-        if name == "x split before":
-            hopper._rows_ahead = lambda *_: hopper.ALL_ROWS
+        if name == "all split before":
+            hopper._rows_ahead = lambda *_: (hopper.ALL_ROWS, problem.out_features)
         p = plan.make_plan(problem, strategy)
         p = replace(p, reasons=((name, ""),))  # another key for the cache of bound plans
         binding.bind(p)

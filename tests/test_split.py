@@ -117,6 +117,7 @@ def test_never_worse_than_float32(name: str, flagged: list[int]) -> None:
         got = chain(x, weight, strategy="one_kernel")
     ours, theirs = column_error(got, exact), column_error(eager, exact)
     assert ours <= 1.02 * theirs + 2.0**-22
+    may_flag = may_flag and name != "outlier column, light weights"  # float16's exponent holds that too
     assert may_flag or not flagged[0], f"{flagged[0]} features of ordinary data computed again"
     if name.startswith("graded"):
         assert flagged[0] == FEATURES

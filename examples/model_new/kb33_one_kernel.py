@@ -462,7 +462,7 @@ __device__ __forceinline__ void split_gradient(const float* grad_product /* [bat
 // against the deviation of the column. Written so that NaN and infinity count as lost.
 __device__ __forceinline__ bool split_loses(float x_largest, float x_total, float weight_largest, float weight_total,
                                             float deviation) {
-  const float unit = 1.4901161193847656e-08f;  // 2^-48 / 2^-22: 2^-51, and kHeadroom (split_ahead.cuh)
+  const float unit = 1.862645149230957e-09f;  // 2^-51 / 2^-22
   return !(unit * x_largest * weight_total + unit * x_total * weight_largest <= deviation);
 }
 
@@ -551,6 +551,12 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.bulk.co
 __device__ __forceinline__ void wait_copies_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // All of this thread's copies are complete and visible to it.
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Brings a line of memory, or a map, closer: #data-movement-and-conversion-instructions-prefetch-prefetchu
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 
 // Moves registers between the warpgroups of a block: #miscellaneous-instructions-setmaxnreg
 template <int COUNT>
@@ -653,6 +659,7 @@ __device__ __forceinline__ float2 column_sums(float (*sums)[BN], int consumer, c
 }
 
 }  // namespace gemmnorm
+// A tile on its way out of the accumulators: pairs of neighbouring columns, of rows that are eight apart.
 // What follows the tiles of the fused GEMM: a panel (one column of tiles) whose rows are all multiplied is merged and
 // normalised by single warps, out of the L2, while the tensor cores work on later panels.
 // Scale, shift, normalisation and activation in one sweep over the product.
@@ -760,11 +767,23 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
 }
 
 }  // namespace gemmnorm
-// The order in which the tiles of a product are worked on.
+// The tiles of a product: in which order they are worked on, and what happens to them then.
 
 namespace gemmnorm {
 
 constexpr int kTileRows = 2 * kGroupRows;  // a statistics group for each of two consumer warpgroups
+
+// What happens to a tile once it is multiplied.
+enum class Finish {
+  kEvaluate,    // y = phi(slope*a + shift) with the running statistics, at once
+  kStatistics,  // product and group statistics only; other kernels do the rest
+  kOneBlock,    // training, the batch fits one tile: all of it within the block
+  kOneWave,     // training, every block has one tile: wait for the panel, merge its groups, normalise the registers
+  kPersistent,  // training, any size: tiles are stored and normalised later, but for the last of every block
+};
+
+constexpr int kRowBytes = 128;     // of K in one stage: one swizzle row
+constexpr int kGemmThreads = 384;  // a warpgroup that feeds and two that multiply
 
 struct Tile {
   int m, n;
@@ -883,13 +902,15 @@ template <class R>
 __device__ __forceinline__ void finish_feature(int j, float mean_a, float variance, float s, float b, float batches,
                                                R* running_mean, R* running_var, float momentum, float eps,
                                                float* mean, float* rstd, int batch) {
+  const float old_mean = running_mean ? to_float(running_mean[j]) : 0.0f;  // both in flight before anything is stored
+  const float old_var = running_mean ? to_float(running_var[j]) : 0.0f;
   mean[j] = mean_a;
   rstd[j] = 1.0f / sqrtf(variance + eps);
   if (!running_mean) return;
   const float m = momentum >= 0.0f ? momentum : 1.0f / batches;
-  from_float((1.0f - m) * to_float(running_mean[j]) + m * (s * (mean_a + b)), running_mean[j]);
+  from_float((1.0f - m) * old_mean + m * (s * (mean_a + b)), running_mean[j]);
   const float unbiased = variance * (static_cast<float>(batch) / (batch - 1));
-  from_float((1.0f - m) * to_float(running_var[j]) + m * unbiased, running_var[j]);
+  from_float((1.0f - m) * old_var + m * unbiased, running_var[j]);
 }
 
 // Merges the groups of each feature. `batches_tracked` has been incremented.
@@ -985,6 +1006,22 @@ struct Features {
     return value_or(bn_weight, j, 1.0f) * s(j) * rstd_j;
   }
   __device__ __forceinline__ float shift(int j) const { return value_or(bn_bias, j, 0.0f); }
+  // Brings what `count` features need from memory into the L2, as one warp.
+  template <class V>
+  __device__ __forceinline__ void prefetch(const V* vector, int first, int count) const {
+    constexpr int kLine = 128 / sizeof(V);
+    const int at = first + static_cast<int>(threadIdx.x % 32) * kLine;
+    if (vector && at < min(first + count, features)) prefetch_l2(vector + at);
+  }
+  __device__ __forceinline__ void prefetch(int first, int count) const {
+    prefetch(bias, first, count);
+    if (scale_stride) prefetch(scale, first, count);
+    prefetch(running_mean, first, count);
+    prefetch(running_var, first, count);
+    prefetch(bn_weight, first, count);
+    prefetch(bn_bias, first, count);
+    prefetch(batches_tracked, 0, 1);
+  }
   __device__ __forceinline__ int rows(int group) const {
     const int left = batch - group * kGroupRows;
     return left < 0 ? 0 : left < kGroupRows ? left : kGroupRows;
@@ -993,12 +1030,11 @@ struct Features {
     const float batches = batches_tracked ? static_cast<float>(*batches_tracked + 1) : 0.0f;
     const float variance = s(j) * s(j) * m2 / batch;
     const bool again = guard.raises(j, sqrtf(m2 / batch));  // then the running statistics wait for it
+    float slope_j = 0.0f, shift_j = 0.0f;  // read before anything is stored
+    if (merged_slope) slope_j = slope(j, 1.0f / sqrtf(variance + eps)), shift_j = shift(j);
     finish_feature(j, mu, variance, s(j), b(j), batches, again ? nullptr : running_mean, running_var, momentum, eps, mean,
                    rstd, batch);
-    if (merged_slope) {
-      merged_slope[j] = slope(j, 1.0f / sqrtf(variance + eps));
-      merged_shift[j] = shift(j);
-    }
+    if (merged_slope) merged_slope[j] = slope_j, merged_shift[j] = shift_j;
   }
 };
 
@@ -1063,6 +1099,23 @@ __device__ __forceinline__ void merge_groups(const Features<L, R>& f, int first_
   if (lane < kMergeWidth && first_feature + lane < f.features) f.finish(first_feature + lane, mean, m2);
 }
 
+// One warp computes y = phi(slope*a + shift) of COLUMNS features with the running statistics; `keep`: mean and rstd too.
+template <int COLUMNS, class L, class R>
+__device__ __forceinline__ void evaluation_coefficients(const Features<L, R>& f, int first, bool keep, float* slope,
+                                                        float* shift) {
+#pragma unroll 2
+  for (int c = threadIdx.x % 32; c < COLUMNS; c += 32) {
+    const int j = min(first + c, f.features - 1);
+    const float r = 1.0f / sqrtf(to_float(f.running_var[j]) + f.eps), centre = to_float(f.running_mean[j]);
+    slope[c] = f.slope(j, r);
+    shift[c] = f.shift(j) + value_or(f.bn_weight, j, 1.0f) * r * (f.s(j) * f.b(j) - centre);
+    if (f.mean && keep) {
+      f.mean[j] = centre;
+      f.rstd[j] = r;
+    }
+  }
+}
+
 // N numbers of a per-feature vector, from the L2.
 template <int N>
 __device__ __forceinline__ void load_features(const float* vector, float (&out)[N]) {
@@ -1076,14 +1129,14 @@ __device__ __forceinline__ void load_features(const float* vector, float (&out)[
   }
 }
 
-// One warp normalises `kUnitRows` rows of a stored tile: y = phi(slope*(a' + (group mean - mean)) + shift), a' as stored.
-template <class T, class Y, int BN, class Activation, class L, class R>
+// One warp normalises `kUnitRows` rows of a stored tile, ROWS in flight: y = phi(slope*(a' + (group mean - mean)) + shift), a' as stored.
+template <class T, class Y, int BN, class Activation, int ROWS, class L, class R>
 __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T* product, Y* y, int first_row,
                                                int first_column) {
   constexpr int N = 16 / sizeof(T);
   constexpr int kColumns = BN < 32 * N ? BN : 32 * N;  // that the warp covers at once
   constexpr int kLanes = 32 * N / kColumns;            // rows that it covers at once
-  constexpr int kAtOnce = kUnitRows / kLanes < 2 ? kUnitRows / kLanes : 2;
+  constexpr int kAtOnce = kUnitRows / kLanes < ROWS ? kUnitRows / kLanes : ROWS;
   const int lane = threadIdx.x % 32, group = first_row / kGroupRows;
   const int rows = min(kUnitRows, f.batch - first_row);
 #pragma unroll 1
@@ -1103,12 +1156,11 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
     const i64 origin = static_cast<i64>(first_row) * f.features + column;
 #pragma unroll 1
     for (int r0 = lane / (kColumns / N); r0 < rows; r0 += kLanes * kAtOnce) {
-      Vec<T, N> a[kAtOnce];
+      Vec<T, N> a[kAtOnce];  // loads without conditions are all in flight at once
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r)
-        if (r0 + r * kLanes < rows)
-          *reinterpret_cast<uint4*>(&a[r]) =
-              load_l2(reinterpret_cast<const uint4*>(product + origin + static_cast<i64>(r0 + r * kLanes) * f.features));
+        *reinterpret_cast<uint4*>(&a[r]) = load_l2(
+            reinterpret_cast<const uint4*>(product + origin + static_cast<i64>(min(r0 + r * kLanes, rows - 1)) * f.features));
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
         float out[N];
@@ -1159,9 +1211,79 @@ __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster
       if (row >= f.batch) continue;
       if (lane == 0) wait_until(&counters[merged + tile.n], kMerges);
       __syncwarp();
-      normalize_unit<T, Y, BN, Activation>(f, product, y, row, tile.n * BN);
+      normalize_unit<T, Y, BN, Activation, 2 * AHEAD>(f, product, y, row, tile.n * BN);
     }
   }
+}
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+// Two neighbouring values less the mean, as T holds them: statistics and results agree with what is stored, so that the
+// rounding of a value that stands out is normalised away as PyTorch's is. Without computed_anew ptxas finds that these
+// writes reach the next wgmma and puts all of them in series (C7520).
+template <class T>
+__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
+  const u32 both = pack(a - mean.x, b - mean.y, T{});
+  a = computed_anew(to_float(T{static_cast<u16>(both)}));
+  b = computed_anew(to_float(T{static_cast<u16>(both >> 16)}));
+}
+__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
+  a -= mean.x;
+  b -= mean.y;
+}
+
+// Per-column numbers of a thread's next N pairs of columns, all in flight at once.
+template <int N>
+__device__ __forceinline__ void load_pairs(const float* columns, float2 (&out)[N]) {
+#pragma unroll
+  for (int q = 0; q < N; ++q) out[q] = *reinterpret_cast<const float2*>(columns + q * 8 + (threadIdx.x % 4) * 2);
+}
+
+// A thread's two neighbouring results (the i-th such pair) of row own_row, and of own_row + 8, to where the copy engine
+// will fetch them as T.
+template <class T>
+__device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row, int i, float2 low, float2 high) {
+  if constexpr (sizeof(T) == 2) {
+    unsigned char* to = staging + (i / 8) * kGroupRows * kRowBytes + own_row * kRowBytes +
+                        (((i % 8) * 16 + (threadIdx.x % 4) * 4) ^ ((own_row % 8) << 4));
+    *reinterpret_cast<u32*>(to) = pack(low.x, low.y, T{});
+    *reinterpret_cast<u32*>(to + 8 * kRowBytes) = pack(high.x, high.y, T{});
+  }
+}
+
+// One warp sums up the squares of a staged group, column by column: M2, because its mean is taken off.
+template <class T, int BN, class L, class R>
+__device__ __forceinline__ void store_squares(const Features<L, R>& f, const unsigned char* staging, int group,
+                                              int first_column) {
+  constexpr int kLanes = BN / 8, kAtOnce = 32 / kLanes;  // lanes to a row, of eight columns each; rows at once
+  const int lane = threadIdx.x % 32, column = lane % kLanes, rows = f.rows(group);
+  const unsigned char* of_lane = staging + column / 8 * kGroupRows * kRowBytes;
+  float sum[8] = {};
+#pragma unroll 4
+  for (int row = lane / kLanes; row < rows; row += kAtOnce) {
+    const Vec<T, 8> v = *reinterpret_cast<const Vec<T, 8>*>(of_lane + row * kRowBytes + ((column ^ row) % 8) * 16);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += to_float(v.at[i]) * to_float(v.at[i]);
+  }
+#pragma unroll
+  for (int bit = kLanes; bit < 32; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], bit);
+  const int j = first_column + 8 * column;
+  if (lane < kLanes && j < f.features && rows) {
+    float4* to = reinterpret_cast<float4*>(f.group_m2 + static_cast<i64>(group) * f.features + j);
+    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+  }
+}
+
+// Two neighbouring results of one row, straight to global memory.
+template <class Y>
+__device__ __forceinline__ void store_pair(Y* to, float2 v) {
+  const float pair[2] = {v.x, v.y};
+  store<Y, 2>(to, pair);
 }
 
 }  // namespace gemmnorm
@@ -1173,7 +1295,6 @@ namespace gemmnorm {
 constexpr int kPieceColumns = 512;  // of a row, that the copy engine brings at a time
 constexpr int kPieces = 6;          // in flight, for each warp
 constexpr int kSplitters = 2;       // warps of a block
-constexpr int kHeadroom = 3;        // powers of two that an exponent may exceed what the row needs
 constexpr int kBands = 64;          // of rows of x; each has a counter
 
 struct PieceRing {
@@ -1268,8 +1389,8 @@ struct Ahead {
   }
 
   // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
-  // A row is read once: its exponent is guessed from the first piece, kHeadroom above what that needs, and a row that
-  // does not fit, or is far smaller, is split once more.
+  // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
+  // zeros and is small, is split once more.
   template <int BN>
   __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
     const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
@@ -1302,7 +1423,7 @@ struct Ahead {
             read_piece(piece, first, part, v);
             begun = max(begun, largest_of(v));
           }
-          exponent = row_exponent(warp_max(begun)) + kHeadroom;
+          exponent = row_exponent(warp_max(begun));
           scale = power_of_two(-exponent);
         }
 #pragma unroll
@@ -1328,7 +1449,7 @@ struct Ahead {
 #pragma unroll
       for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
       const int wanted = row_exponent(bits);
-      if (wanted > exponent || wanted < exponent - kHeadroom) {
+      if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
         exponent = wanted;
         scale = power_of_two(-exponent);
         const float* source = row_left(n);
@@ -1495,18 +1616,6 @@ __device__ __forceinline__ void multiply_stage(float (&part)[BN / 2], float (&cr
 
 namespace gemmnorm {
 
-// What happens to a tile once it is multiplied.
-enum class Finish {
-  kEvaluate,    // y = phi(slope*a + shift) with the running statistics, at once
-  kStatistics,  // product and group statistics only; other kernels do the rest
-  kOneBlock,    // training, the batch fits one tile: all of it within the block
-  kOneWave,     // training, every block has one tile: wait for the panel, merge its groups, normalise the registers
-  kPersistent,  // training, any size: as described above
-};
-
-constexpr int kRowBytes = 128;             // of K in one stage: one swizzle row
-constexpr int kGemmThreads = 384;
-
 struct split;  // operand type: float32 as two float16 (split.cuh), three products for one
 
 // Bytes of an element in shared memory, its parts, and the registers of a thread that feeds and normalises.
@@ -1531,34 +1640,14 @@ struct GemmShared : PieceRings<AHEAD> {
   alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
   alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
   float sums[2][4][BN];   // per consumer and warp
-  float slope[2][BN];     // per consumer: column coefficients, or the group's mean in `slope`
+  float slope[2][BN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
   float shift[2][BN];
   float mean[BN], rstd[BN];  // of the tile's columns, for both consumers
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
+  u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
   u32 last;
 };
-
-// Two neighbouring values less the mean, as T holds them: statistics and results agree with what is stored, so that the
-// rounding of a value that stands out is normalised away as PyTorch's is. Without computed_anew ptxas finds that these
-// writes reach the next wgmma and puts all of them in series (C7520).
-template <class T>
-__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
-  const u32 both = pack(a - mean.x, b - mean.y, T{});
-  a = computed_anew(to_float(T{static_cast<u16>(both)}));
-  b = computed_anew(to_float(T{static_cast<u16>(both >> 16)}));
-}
-__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
-  a -= mean.x;
-  b -= mean.y;
-}
-
-// Two neighbouring results of one row, straight to global memory.
-template <class Y>
-__device__ __forceinline__ void store_pair(Y* to, float a, float b) {
-  const float pair[2] = {a, b};
-  store<Y, 2>(to, pair);
-}
 
 template <class OP, class T, class Y, class L, class R, int BN, int STAGES, int SHARED_BYTES, Finish FINISH,
           class Activation>
@@ -1581,14 +1670,14 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
-  constexpr int kAhead = 16;  // partial results in flight
+  constexpr int kAhead = 16, kPairs = FINISH == Finish::kPersistent ? 2 : 4;  // partial results in flight, pairs of columns
   constexpr int kPlanes = Operand<OP>::kPlanes;
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
   constexpr bool kAheadToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
   constexpr int kFeeder = kSplit && !kAheadToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
-  constexpr int kMergeAhead = kSplit ? 1 : 4;  // groups in flight while a warp merges
+  constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
   using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
   constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
@@ -1611,6 +1700,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   const int warpgroup = threadIdx.x / 128;
 
   if (threadIdx.x == 0) {
+    prefetch_map(map_x);
+    prefetch_map(map_weight);
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(&shared.full[s], 1);
       barrier_init(&shared.empty[s], 2);
@@ -1618,6 +1709,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     for (int c = 0; c < 2; ++c) {
       barrier_init(&shared.staged[c], 128);
       barrier_init(&shared.unstaged[c], 1);
+      barrier_init(&shared.known[c], 32);
+      barrier_init(&shared.used[c], 2);
     }
     if constexpr (kAheadToo)
       for (int p = 0; p < kSplitters * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
@@ -1654,29 +1747,48 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
         }
       }
-    } else if (warp == 1 && lane == 0 && FINISH != Finish::kEvaluate) {  // stores staged tiles, counts complete groups
+    } else if (warp == 1 && FINISH == Finish::kEvaluate) {  // computes coefficients, a tile ahead of the multiplications
+      int buffer = 0;
+      u32 parity = 1;
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+        const Tile tile = raster.at(t);
+        barrier_wait(&shared.used[buffer], parity);
+        evaluation_coefficients<BN>(f, tile.n * BN, tile.m == 0, shared.slope[buffer], shared.shift[buffer]);
+        barrier_arrive(&shared.known[buffer]);
+        buffer ^= 1;
+        if (buffer == 0) parity ^= 1;
+      }
+    } else if (warp == 1) {  // stores staged tiles, sums up the squares of most, counts complete groups
       u32 parity = 0;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
         const Tile tile = raster.at(t);
-        const bool store_product = FINISH == Finish::kStatistics || t < stored || keep_product;
+        const bool later = FINISH == Finish::kStatistics || t < stored;
         for (int c = 0; c < 2; ++c) {
           barrier_wait(&shared.staged[c], parity);
-          if (kStaged) {
-            if (store_product) {
-              for (int part = 0; part < BN / 64; ++part)
-                copy_to_global(map_product, shared.staging[c] + part * kGroupRows * kRowBytes, tile.n * BN + part * 64,
-                               tile.m * kTileRows + c * kGroupRows);
-              commit_copies();
-              wait_copies_read();
-            }
-            barrier_arrive(&shared.unstaged[c]);
-            wait_copies();
-            fence_async_global();
+          if (kStaged && (later || keep_product) && lane == 0) {
+            for (int part = 0; part < BN / 64; ++part)
+              copy_to_global(map_product, shared.staging[c] + part * kGroupRows * kRowBytes, tile.n * BN + part * 64,
+                             tile.m * kTileRows + c * kGroupRows);
+            commit_copies();
           }
-          if (FINISH == Finish::kOneWave || FINISH == Finish::kPersistent) add_release(&counters[kPanels + tile.n], 1);
+          if constexpr (kStaged) {
+            if (later) store_squares<T, BN>(f, shared.staging[c], 2 * tile.m + c, tile.n * BN);
+          }
+          __syncwarp();
+          if (lane == 0) {
+            if (kStaged) wait_copies_read();
+            barrier_arrive(&shared.unstaged[c]);
+            if (kStaged) {
+              wait_copies();
+              fence_async_global();
+            }
+            if (FINISH == Finish::kOneWave || FINISH == Finish::kPersistent) add_release(&counters[kPanels + tile.n], 1);
+          }
         }
       }
-    } else if (warp >= 2 && (FINISH == Finish::kPersistent || kAheadToo)) {
+    } else if (warp >= 2 && (FINISH != Finish::kEvaluate || kAheadToo)) {
+      const int last = (tiles - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) * gridDim.x + blockIdx.x;
+      if (FINISH != Finish::kStatistics && warp == 2) f.prefetch(raster.at(last).n * BN, BN);
       if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
       if (FINISH == Finish::kPersistent)
         take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
@@ -1687,6 +1799,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     const int own_row = warp * 16 + lane / 4;  // of the group; the thread also holds own_row + 8
     int stage = 0;
     u32 parity = 0, staging_parity = 1;
+    int buffer = 0;
+    u32 known_parity = 0;
     float acc[kAccumulators];
     // Of split operands: high*high of one stage, which `acc` adds up because the tensor cores truncate; and both products
     // with a low part, in units of 2^-11, whose truncation is far below.
@@ -1717,22 +1831,6 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           const PowerOfTwo p = power_of_two(j < features ? load_l2(weight_exponents + j) : 0);
           shared.sums[consumer][0][thread] = p.first;
           shared.sums[consumer][1][thread] = p.second;
-        }
-        if (FINISH == Finish::kEvaluate && k == 0) {  // in the shadow of the first multiplications
-          const Tile tile = raster.at(t);
-          const int first_column = tile.n * BN;
-          for (int c = thread; c < BN; c += 128) {
-            const int j = first_column + c;
-            if (j >= features) break;
-            const float r = 1.0f / sqrtf(to_float(running_var[j]) + eps), centre = to_float(running_mean[j]);
-            const float slope = f.slope(j, r), q = value_or(bn_weight, j, 1.0f) * r;
-            shared.slope[consumer][c] = slope;
-            shared.shift[consumer][c] = f.shift(j) + q * (f.s(j) * f.b(j) - centre);
-            if (mean && tile.m + consumer == 0) {
-              mean[j] = centre;
-              rstd[j] = r;
-            }
-          }
         }
         if (k > 0 || kSplit) wgmma_wait<1>();
         if constexpr (kSplit) {
@@ -1773,7 +1871,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         sync_threads(1 + consumer, 128);
       }
 
-      bool finish_here = FINISH == Finish::kEvaluate;
+      bool finish_here = FINISH == Finish::kEvaluate, finish_feature_here = false;
+      float centre = 0.0f, squares = 0.0f;
+      int at_column = 0;
       if (FINISH != Finish::kEvaluate) {
         // Column means of the group, then M2 about them. Rows beyond the batch are zero in the accumulators.
         float2 mu = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
@@ -1784,65 +1884,76 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = mu;
         sync_threads(1 + consumer, 128);
         const bool low = own_row < rows, high = own_row + 8 < rows;
-#pragma unroll
-        for (int i = 0; i < BN / 8; ++i) {
-          const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
-          rounded_pair(acc[4 * i], acc[4 * i + 1], m, T{});
-          rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
-          if (i % 4 == 3) keep_order();
-        }
-        if (rows < kGroupRows) {  // rows beyond the batch count for nothing
-#pragma unroll
-          for (int i = 0; i < BN / 8; ++i) {
-            if (!low) acc[4 * i] = acc[4 * i + 1] = 0.0f;
-            if (!high) acc[4 * i + 2] = acc[4 * i + 3] = 0.0f;
-          }
-        }
-        const float2 m2 = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
-          const float a = acc[(i / 2) * 4 + i % 2], b = acc[(i / 2) * 4 + 2 + i % 2];
-          return a * a + b * b;
-        });
-        sync_threads(1 + consumer, 128);  // the sums are read before the next tile's are written
         const int j = first_column + 2 * thread;
-        if (2 * thread < BN && j < features && rows) {
-          const i64 at = static_cast<i64>(group) * features + j;
-          *reinterpret_cast<float2*>(group_mean + at) = mu;
-          *reinterpret_cast<float2*>(group_m2 + at) = m2;
-        }
+        const bool owner = 2 * thread < BN && j < features;
+        const i64 at_group = static_cast<i64>(group) * features + j;
+        if (owner && rows) *reinterpret_cast<float2*>(group_mean + at_group) = mu;
         finish_here = FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave || (FINISH == Finish::kPersistent && t >= stored);
-        const bool store_product = !finish_here || keep_product;
-        if (kStaged) {
+        float2 m2 = mu;
+        if (kStaged && !finish_here) {  // out of the registers at once: another warp sums up the squares
           barrier_wait(&shared.unstaged[consumer], staging_parity);
           staging_parity ^= 1;
-        }
-        if (store_product) {
+#pragma unroll
+          for (int i0 = 0; i0 < BN / 8; i0 += kPairs) {
+            float2 m[kPairs];
+            load_pairs(&shared.slope[consumer][i0 * 8], m);
+#pragma unroll
+            for (int q = 0; q < kPairs; ++q) {
+              const int i = i0 + q;
+              stage_pairs<T>(shared.staging[consumer], own_row, i,
+                             make_float2(acc[4 * i] - m[q].x, acc[4 * i + 1] - m[q].y),
+                             make_float2(acc[4 * i + 2] - m[q].x, acc[4 * i + 3] - m[q].y));
+            }
+            keep_order();
+          }
+        } else {
 #pragma unroll
           for (int i = 0; i < BN / 8; ++i) {
-            if (kStaged) {
-              unsigned char* to = shared.staging[consumer] + (i / 8) * kGroupRows * kRowBytes + own_row * kRowBytes +
-                                  (((i % 8) * 16 + (lane % 4) * 4) ^ ((own_row % 8) << 4));
-              if constexpr (kStaged) {
-                *reinterpret_cast<u32*>(to) = pack(acc[4 * i], acc[4 * i + 1], T{});
-                *reinterpret_cast<u32*>(to + 8 * kRowBytes) = pack(acc[4 * i + 2], acc[4 * i + 3], T{});
-              }
-            } else {
-              const int column = first_column + i * 8 + (lane % 4) * 2;
-              if (column < features) {
-                if (low) store_pair(product + row * features + column, acc[4 * i], acc[4 * i + 1]);
-                if (high) store_pair(product + (row + 8) * features + column, acc[4 * i + 2], acc[4 * i + 3]);
+            const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
+            rounded_pair(acc[4 * i], acc[4 * i + 1], m, T{});
+            rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
+            if (i % 8 == 7) keep_order();
+          }
+          if (rows < kGroupRows) {  // rows beyond the batch count for nothing
+#pragma unroll
+            for (int i = 0; i < BN / 8; ++i) {
+              if (!low) acc[4 * i] = acc[4 * i + 1] = 0.0f;
+              if (!high) acc[4 * i + 2] = acc[4 * i + 3] = 0.0f;
+            }
+          }
+          m2 = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
+            const float a = acc[(i / 2) * 4 + i % 2], b = acc[(i / 2) * 4 + 2 + i % 2];
+            return a * a + b * b;
+          });
+          sync_threads(1 + consumer, 128);  // the sums are read before the next tile's are written
+          if (owner && rows) *reinterpret_cast<float2*>(group_m2 + at_group) = m2;
+          barrier_wait(&shared.unstaged[consumer], staging_parity);  // no consumer gets two tiles ahead of warp 1
+          staging_parity ^= 1;
+          if (!finish_here || keep_product) {
+#pragma unroll
+            for (int i = 0; i < BN / 8; ++i) {
+              if (kStaged) {
+                stage_pairs<T>(shared.staging[consumer], own_row, i, make_float2(acc[4 * i], acc[4 * i + 1]),
+                               make_float2(acc[4 * i + 2], acc[4 * i + 3]));
+              } else {
+                const int column = first_column + i * 8 + (lane % 4) * 2;
+                if (column < features) {
+                  if (low) store_pair(product + row * features + column, make_float2(acc[4 * i], acc[4 * i + 1]));
+                  if (high) store_pair(product + (row + 8) * features + column, make_float2(acc[4 * i + 2], acc[4 * i + 3]));
+                }
               }
             }
           }
-          if (kStaged) fence_async_shared();
         }
+        if (kStaged) fence_async_shared();
         barrier_arrive(&shared.staged[consumer]);
 
         if (finish_here) {
           // Mean and rstd of the tile's columns: each consumer merges half of them, kLanes threads to a column.
           constexpr int kLanes = 256 / BN;
-          const int column = consumer * (BN / 2) + thread / kLanes, at_column = first_column + column;
+          const int column = consumer * (BN / 2) + thread / kLanes;
+          at_column = first_column + column;
           const bool mine = at_column < features, direct = FINISH != Finish::kPersistent || f.groups <= kDirectGroups;
-          const bool owner = 2 * thread < BN && j < features;
           float2 unit_slope = make_float2(0.0f, 0.0f), unit_shift = unit_slope;
           if (owner) {
             unit_slope = make_float2(f.slope(j, 1.0f), f.slope(j + 1, 1.0f));
@@ -1859,27 +1970,36 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             }
             sync_threads(1 + consumer, 128);
           }
-          float centre = 0.0f, squares = 0.0f, r = 0.0f;
+          float r = 0.0f;
           if (direct) {
             // Relative to the mean of a few groups, spread over the batch and full if any is:
             // M2 = sum  M2_g + n_g*d^2 - (sum  n_g*d)^2/B with d = mean_g - near.
             constexpr int kSpread = 4;
             const int full = max(batch / kGroupRows, 1);
-            float near = 0.0f, sum = 0.0f;
+            float near = 0.0f, sum = 0.0f, spread[kSpread];
+            const auto load_group = [&](const float (*here)[BN], const float* vector, int g) {
+              return FINISH == Finish::kOneBlock ? here[g][column]
+                                                 : load_l2(vector + static_cast<i64>(g) * features + (mine ? at_column : 0));
+            };
 #pragma unroll
-            for (int q = 0; q < kSpread; ++q) {
-              const i64 at = static_cast<i64>(q * full / kSpread) * features + (mine ? at_column : 0);
-              near += (FINISH == Finish::kOneBlock ? shared.slope[q * full / kSpread][column] : load_l2(group_mean + at)) / kSpread;
+            for (int q = 0; q < kSpread; ++q) spread[q] = load_group(shared.slope, group_mean, q * full / kSpread);
+            for (int g0 = thread % kLanes; g0 < f.groups; g0 += kLanes * kAhead) {
+              float means[kAhead], squared[kAhead];
+#pragma unroll
+              for (int i = 0; i < kAhead; ++i) {
+                const int g = min(g0 + i * kLanes, f.groups - 1);
+                means[i] = load_group(shared.slope, group_mean, g);
+                squared[i] = load_group(shared.shift, group_m2, g);
+              }
+              if (g0 < kLanes) near = ((spread[0] + spread[1]) + (spread[2] + spread[3])) / kSpread;
+#pragma unroll
+              for (int i = 0; i < kAhead; ++i) {
+                const float n = g0 + i * kLanes < f.groups ? f.rows(g0 + i * kLanes) : 0, d = means[i] - near;
+                sum += n * d;
+                squares += (n > 0.0f ? squared[i] : 0.0f) + n * d * d;
+              }
             }
-#pragma unroll kAhead
-            for (int g = thread % kLanes; g < f.groups; g += kLanes) {
-              const i64 at = static_cast<i64>(g) * features + (mine ? at_column : 0);
-              const float mean_g = FINISH == Finish::kOneBlock ? shared.slope[g][column] : load_l2(group_mean + at);
-              const float m2_g = FINISH == Finish::kOneBlock ? shared.shift[g][column] : load_l2(group_m2 + at);
-              const float n = f.rows(g), d = mean_g - near;
-              sum += n * d;
-              squares += m2_g + n * d * d;
-            }
+            near = ((spread[0] + spread[1]) + (spread[2] + spread[3])) / kSpread;  // of lanes without groups too
 #pragma unroll
             for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) {
               sum += __shfl_xor_sync(~0u, sum, lane_bit);
@@ -1889,7 +2009,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             centre = near + sum / batch;
             if (mine) r = 1.0f / sqrtf(s_column * s_column * squares / batch + eps);
             const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored);
-            if (mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish) f.finish(at_column, centre, squares);
+            finish_feature_here = mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish;
           } else if (mine) {
             centre = load_l2(mean + at_column);
             r = load_l2(rstd + at_column);
@@ -1915,40 +2035,46 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
       }
       if (finish_here) {
-        sync_threads(1 + consumer, 128);  // the coefficients are there; earlier copies out of the staging memory too
-        if (kStagedY && FINISH == Finish::kEvaluate) {
-          if (thread == 0) wait_copies_read();
-          sync_threads(1 + consumer, 128);
+        const int at = FINISH == Finish::kEvaluate ? buffer : consumer;
+        if (FINISH == Finish::kEvaluate) {
+          barrier_wait(&shared.known[buffer], known_parity);
+          buffer ^= 1;
+          if (buffer == 0) known_parity ^= 1;
+          if (kStagedY && thread == 0) wait_copies_read();
         }
+        sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
         const bool low = own_row < rows, high = own_row + 8 < rows;
 #pragma unroll
-        for (int i = 0; i < BN / 8; ++i) {
-          const int c = i * 8 + (lane % 4) * 2;
-          const float2 slope = *reinterpret_cast<const float2*>(&shared.slope[consumer][c]);
-          const float2 shift = *reinterpret_cast<const float2*>(&shared.shift[consumer][c]);
-          if (i % 2 == 1) keep_order();
-          const float v0 = Activation::value(slope.x * acc[4 * i] + shift.x);
-          const float v1 = Activation::value(slope.y * acc[4 * i + 1] + shift.y);
-          const float v2 = Activation::value(slope.x * acc[4 * i + 2] + shift.x);
-          const float v3 = Activation::value(slope.y * acc[4 * i + 3] + shift.y);
-          if constexpr (kStagedY) {
-            unsigned char* to = shared.staging[consumer] + (i / 8) * kGroupRows * kRowBytes + own_row * kRowBytes +
-                                (((i % 8) * 16 + (lane % 4) * 4) ^ ((own_row % 8) << 4));
-            *reinterpret_cast<u32*>(to) = pack(v0, v1, Y{});
-            *reinterpret_cast<u32*>(to + 8 * kRowBytes) = pack(v2, v3, Y{});
-          } else if (first_column + c < features) {
-            if (low) store_pair(y + row * features + first_column + c, v0, v1);
-            if (high) store_pair(y + (row + 8) * features + first_column + c, v2, v3);
+        for (int i0 = 0; i0 < BN / 8; i0 += kPairs) {
+          float2 slope[kPairs], shift[kPairs];
+          load_pairs(&shared.slope[at][i0 * 8], slope);
+          load_pairs(&shared.shift[at][i0 * 8], shift);
+#pragma unroll
+          for (int q = 0; q < kPairs; ++q) {
+            const int i = i0 + q, column = first_column + i * 8 + (lane % 4) * 2;
+            const float2 a = make_float2(Activation::value(slope[q].x * acc[4 * i] + shift[q].x),
+                                         Activation::value(slope[q].y * acc[4 * i + 1] + shift[q].y));
+            const float2 b = make_float2(Activation::value(slope[q].x * acc[4 * i + 2] + shift[q].x),
+                                         Activation::value(slope[q].y * acc[4 * i + 3] + shift[q].y));
+            if (kStagedY) {
+              stage_pairs<Y>(shared.staging[consumer], own_row, i, a, b);
+            } else if (column < features) {
+              if (low) store_pair(y + row * features + column, a);
+              if (high) store_pair(y + (row + 8) * features + column, b);
+            }
           }
+          keep_order();
         }
         if (kStagedY) fence_async_shared();
         sync_threads(1 + consumer, 128);
+        if (FINISH == Finish::kEvaluate && thread == 0) barrier_arrive(&shared.used[at]);
         if (kStagedY && thread == 0) {
           for (int part = 0; part < BN / 64; ++part)
             copy_to_global(map_y, shared.staging[consumer] + part * kGroupRows * kRowBytes, first_column + part * 64,
                            group * kGroupRows);
           commit_copies();
         }
+        if (finish_feature_here) f.finish(at_column, centre, squares);  // nobody waits for it
       }
     }
     if (kStagedY && thread == 0) wait_copies();
@@ -3241,9 +3367,9 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 8192] */,
   const int scale_stride = scale && scale->numel() == 8192 ? 1 : 0;
   const torch::Tensor counters = take_counters(x, stream, 261);
 
-  launch(fused_gemm_split_operands, batch + 5120, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
+  launch(fused_gemm_split_operands, batch + 2944, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
          split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 258, 5120 /* weight_rows */, 8192);
+         pointer<unsigned int>(counters) + 258, 2944 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
                 232448 /* shared */, false /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, 128, 64),
@@ -3257,7 +3383,7 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 8192] */,
                 nullptr /* rstd */, nullptr /* merged_slope */, nullptr /* merged_shift */,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 258,
-                flags, 1073741824 /* x_rows */, 5120 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */,
+                flags, 1073741824 /* x_rows */, 2944 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */,
                 0 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute_evaluation, 264, 256, stream, pointer<float>(x), pointer<float>(weight),
          weight_largest, weight_total, pointer<unsigned int>(counters) + 258, pointer<float>(product),

@@ -366,13 +366,15 @@ template <class R>
 __device__ __forceinline__ void finish_feature(int j, float mean_a, float variance, float s, float b, float batches,
                                                R* running_mean, R* running_var, float momentum, float eps,
                                                float* mean, float* rstd, int batch) {
+  const float old_mean = running_mean ? to_float(running_mean[j]) : 0.0f;  // both in flight before anything is stored
+  const float old_var = running_mean ? to_float(running_var[j]) : 0.0f;
   mean[j] = mean_a;
   rstd[j] = 1.0f / sqrtf(variance + eps);
   if (!running_mean) return;
   const float m = momentum >= 0.0f ? momentum : 1.0f / batches;
-  from_float((1.0f - m) * to_float(running_mean[j]) + m * (s * (mean_a + b)), running_mean[j]);
+  from_float((1.0f - m) * old_mean + m * (s * (mean_a + b)), running_mean[j]);
   const float unbiased = variance * (static_cast<float>(batch) / (batch - 1));
-  from_float((1.0f - m) * to_float(running_var[j]) + m * unbiased, running_var[j]);
+  from_float((1.0f - m) * old_var + m * unbiased, running_var[j]);
 }
 
 // Merges the groups of each feature. `batches_tracked` has been incremented.
@@ -723,7 +725,7 @@ __device__ __forceinline__ void split_gradient(const float* grad_product /* [bat
 // against the deviation of the column. Written so that NaN and infinity count as lost.
 __device__ __forceinline__ bool split_loses(float x_largest, float x_total, float weight_largest, float weight_total,
                                             float deviation) {
-  const float unit = 1.4901161193847656e-08f;  // 2^-48 / 2^-22: 2^-51, and kHeadroom (split_ahead.cuh)
+  const float unit = 1.862645149230957e-09f;  // 2^-51 / 2^-22
   return !(unit * x_largest * weight_total + unit * x_total * weight_largest <= deviation);
 }
 
