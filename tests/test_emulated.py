@@ -16,6 +16,7 @@ from support import Chain, arguments, step, stir, twin
 from torch import Tensor
 
 from gemmnorm import binding, driver, linear_scale_batch_norm, plan, runtime
+from gemmnorm.plan import hopper
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
@@ -79,6 +80,17 @@ def test_more_groups_than_a_block_merges_for_itself():
 @pytest.mark.parametrize("name", ["fp16", "tf32"])
 def test_gemm_stats_apply(name):
     check(SMALL_HOPPER, "gemm_stats_apply", name, 300, 72, 136, finish="kStatistics", scale_shape=(136,))
+
+
+@pytest.mark.parametrize("columns", [64, 256])
+def test_every_tile_that_passes_through_shared_memory(columns, monkeypatch):
+    """Its squares are summed by a warp whose lanes cover four rows at once, or one; the last group is not full."""
+    only = {key: stages for key, stages in hopper.STAGES.items() if key[-1] == columns}
+    monkeypatch.setattr(hopper, "STAGES", only)
+    plan.cached_plan.cache_clear()
+    check(SMALL_HOPPER, "one_kernel", "bf16", 300, 72, 2 * columns + 8, finish="kPersistent", activation="relu")
+    check(SMALL_HOPPER, "gemm_stats_apply", "fp16", 300, 72, columns + 8, finish="kStatistics", bias=False)
+    plan.cached_plan.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["bf16", "tf32"])

@@ -15,6 +15,7 @@ import re
 import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,25 @@ def compile_report(launch: Launch, problem: Problem, arch: int) -> dict[str, int
 
     Needs neither GPU nor driver. Raises what NVRTC raises for a source that does not compile.
     """
+    return compile_reports([(launch, problem)], arch)[0]
+
+
+def compile_reports(kernels: Sequence[tuple[Launch, Problem]], arch: int) -> list[dict[str, int]]:
+    """`compile_report` of several launches of one source file and activation, whose text is then read only once."""
+    named = [(replace(launch, entry=f"{launch.entry}_{i}"), problem) for i, (launch, problem) in enumerate(kernels)]
+    (first, of_first), *more = named
     log = io.StringIO()
-    _program(sources.translation_unit(launch, problem), arch, ptxas_options="-v").compile("cubin", logs=log)
-    text = log.getvalue()
+    _program(sources.translation_unit(first, of_first, *more), arch, ptxas_options="-v").compile("cubin", logs=log)
+    _, *parts = re.split(r"Compiling entry function '(\w+)'", log.getvalue())
+    said = dict(zip(parts[::2], parts[1::2], strict=True))
+    return [_report(launch.entry, said.get(launch.entry, "")) for launch, _ in named]
+
+
+def _report(entry: str, text: str) -> dict[str, int]:
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     registers = re.findall(r"Used (\d+) registers", text)
     if not spills or not registers:
-        raise GemmNormRuntimeError(f"the compiler's report of {launch.entry} was not understood:\n{text}")
+        raise GemmNormRuntimeError(f"the compiler's report of {entry} was not understood:\n{text}")
     stack, stores, loads = (max(int(v) for v in values) for values in zip(*spills, strict=True))
     return {
         "registers": max(map(int, registers)),

@@ -52,14 +52,15 @@ def entry_source(launch: Launch, problem: Problem) -> str:
     )
 
 
-def translation_unit(launch: Launch, problem: Problem) -> str:
-    """All that NVRTC needs to compile one launch."""
+def translation_unit(launch: Launch, problem: Problem, *more: tuple[Launch, Problem]) -> str:
+    """All that NVRTC needs to compile one launch, or several of one source file and activation by other names."""
     return (
         device_source([launch.source])
         + "\n"
         + activations.cuda_struct(problem.activation)
         + "\n"
         + entry_source(launch, problem)
+        + "".join(entry_source(*other) for other in more)
     )
 
 

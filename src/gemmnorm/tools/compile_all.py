@@ -132,14 +132,35 @@ def compile_one(kernel: Kernel) -> Outcome:
         return Outcome(kernel, {}, f"{type(error).__name__}: {error}")
 
 
+def together(chosen: Sequence[Kernel], most: int = 16) -> list[list[Kernel]]:
+    """Kernels that can share the reading of one source file; those of the own products, where that is little, alone."""
+    groups: dict[tuple[object, ...], list[Kernel]] = {}
+    for number, kernel in enumerate(chosen):
+        activation = kernel.problem.activation if "Activation" in kernel.launch.constants else None
+        alone = number if kernel.launch.source.endswith("gemm.cuh") else None
+        groups.setdefault((kernel.arch, kernel.launch.source, activation, alone), []).append(kernel)
+    return [group[i : i + most] for group in groups.values() for i in range(0, len(group), most)]
+
+
+def compile_group(kernels: Sequence[Kernel]) -> list[Outcome]:
+    """Compile kernels that `together` put together; one by one where that fails, to say which it is."""
+    try:
+        pairs = [(kernel.launch, kernel.problem) for kernel in kernels]
+        reports = driver.compile_reports(pairs, kernels[0].arch)
+        return [Outcome(kernel, report) for kernel, report in zip(kernels, reports, strict=True)]
+    except Exception:
+        return [compile_one(kernel) for kernel in kernels]
+
+
 def compile_all(jobs: int, chosen: Sequence[Kernel]) -> Iterator[Outcome]:
     """The outcome of every kernel, as they come in."""
+    groups = together(chosen)
     if jobs <= 1:
-        yield from map(compile_one, chosen)
+        yield from itertools.chain.from_iterable(map(compile_group, groups))
         return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        yield from pool.map(compile_one, chosen, chunksize=8)
+        yield from itertools.chain.from_iterable(pool.map(compile_group, groups, chunksize=2))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
