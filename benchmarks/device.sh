@@ -4,7 +4,7 @@
 #   benchmarks/device.sh tests sanitize split small cases bench
 #
 #   tests     pytest -m gpu, with its counts for the result file
-#   sanitize  every kernel at small sizes under memcheck, synccheck and racecheck
+#   sanitize  every kernel at small sizes under memcheck, synccheck, racecheck and initcheck
 #   split     float32 by split operands beside the library's float32, errors and times
 #   small     the cluster kernel of lab/ beside what ships, as graph replay
 #   cases     every strategy at every case, errors and times
@@ -33,8 +33,8 @@ for stage in "${@:-tests}"; do
   case "$stage" in
     tests) logged tests 25 python3 -m pytest -m gpu -n "${WORKERS:-6}" --junitxml "$out/gpu.xml" ;;
     sanitize)
-      for tool in memcheck synccheck racecheck; do
-        logged "$tool" 6 compute-sanitizer --tool "$tool" --report-api-errors no --print-limit 300 python3 benchmarks/sanitize.py
+      for tool in memcheck synccheck racecheck initcheck; do
+        logged "$tool" 6 compute-sanitizer --tool "$tool" --report-api-errors no --print-limit 100000 python3 benchmarks/sanitize.py
       done
       ;;
     split) logged split 30 python3 lab/device_check.py --precision fp32 --case kb33 kb39 projector odd --strategy one_kernel cublas_folded_bn ;;
