@@ -277,7 +277,7 @@ def test_the_own_product_compiles_for_hopper(tmp_path):
 
 def _broken(path: Path) -> Path:
     broken = path.with_name("broken.py")
-    broken.write_text(path.read_text().replace("const int64_t batch = x.size(0);", "const int64_t batch = y.size(0);"))
+    broken.write_text(path.read_text().replace('_HOST = r"""\n', '_HOST = r"""\n#error broken\n'))
     return broken
 
 
