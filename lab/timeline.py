@@ -31,7 +31,9 @@ MARK = (
     + str(MOST)
     + ") {{ const int at = ((blockIdx.x * 2 + consumer) * "
     + str(MOST)
-    + " + t / gridDim.x) * 8 + {0}; timeline[at] = now(); timeline[at + 512 * " + str(MOST * 8) + "] = clock64(); }}\n"
+    + " + t / gridDim.x) * 8 + {0}; timeline[at] = now(); timeline[at + 512 * "
+    + str(MOST * 8)
+    + "] = clock64(); }}\n"
 )
 # Pieces left out of the main loop, so that what is left shows what bounds it (results are then wrong).
 VARIANTS = {
@@ -49,7 +51,10 @@ VARIANTS = {
             "          if (first) barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);\n"
             "          else barrier_arrive(&shared.full[stage]);",
         ),
-        ("          for (int p = 0; p < kPlanes; ++p) {", "          for (int p = 0; p < (first ? kPlanes : 0); ++p) {"),
+        (
+            "          for (int p = 0; p < kPlanes; ++p) {",
+            "          for (int p = 0; p < (first ? kPlanes : 0); ++p) {",
+        ),
     ),
 }
 # Text after which a mark goes, or before it.
@@ -65,7 +70,9 @@ PLACES = (
 
 
 def instrumented(text):
-    text = text.replace("template <int BN, int STAGES, int PLANES", HEADER + "template <int BN, int STAGES, int PLANES", 1)
+    text = text.replace(
+        "template <int BN, int STAGES, int PLANES", HEADER + "template <int BN, int STAGES, int PLANES", 1
+    )
     for index, where, anchor in PLACES:
         assert text.count(anchor) == 1, anchor
         mark = MARK.format(index)
@@ -147,11 +154,23 @@ def main():
                 counts.append(host[0])
                 clocks = host[1]
                 cu.cuMemsetD8(address, 0, size)
-            stamps = np.median(np.where(np.stack(counts) == 0, np.nan, np.stack(counts) - np.array([c[c > 0].min() for c in counts])[:, None, None, None]), axis=0) / 1e3
+            stamps = (
+                np.median(
+                    np.where(
+                        np.stack(counts) == 0,
+                        np.nan,
+                        np.stack(counts) - np.array([c[c > 0].min() for c in counts])[:, None, None, None],
+                    ),
+                    axis=0,
+                )
+                / 1e3
+            )
             rate = np.nanmedian((clocks[..., 2] - clocks[..., 1]) / (counts[-1][..., 2] - counts[-1][..., 1]))
             end, stamps[:, -1, 7] = np.nanmax(stamps[:, -1, 7]), np.nan
             tiles = int((~np.isnan(stamps[:, :, 0])).any(axis=0).sum())
-            print(f"{case} {'train' if training else 'eval'} {strategy} {variant}: {np.nanmax(stamps):.1f} us from first mark to last, {end:.1f} to the end, {rate:.3f} GHz, {tiles} tiles")
+            print(
+                f"{case} {'train' if training else 'eval'} {strategy} {variant}: {np.nanmax(stamps):.1f} us from first mark to last, {end:.1f} to the end, {rate:.3f} GHz, {tiles} tiles"
+            )
             print("   tile  begins", *(f"{mark:>18}" for mark in MARKS))
             for t in range(tiles):
                 if 3 <= t < tiles - 2:
@@ -165,7 +184,11 @@ def main():
                     d = here - last
                     line.append(f"{np.nanmean(d):10.2f} {np.nanmax(d):7.2f}")
                     last = here
-                print(f"   {t:4d} {np.nanmean(stamps[:, t, 0]):7.1f}", *line, f"  ends {np.nanmean(last):.1f} {np.nanmax(last):.1f}")
+                print(
+                    f"   {t:4d} {np.nanmean(stamps[:, t, 0]):7.1f}",
+                    *line,
+                    f"  ends {np.nanmean(last):.1f} {np.nanmax(last):.1f}",
+                )
 
 
 if __name__ == "__main__":

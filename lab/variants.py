@@ -23,7 +23,9 @@ VARIANTS = {
         (GEMM, "if (later) store_squares", "if (false) store_squares"),
     ],
     "2 rows in flight": [(UNITS, "2 * AHEAD>(f, product", "AHEAD / 2>(f, product")],
-    "no units": [(UNITS, "  for (;;) {\n    int unit = 0;", "  for (;;) {\n    return;\n    int unit = 0;")],  # wrong results
+    "no units": [
+        (UNITS, "  for (;;) {\n    int unit = 0;", "  for (;;) {\n    return;\n    int unit = 0;")
+    ],  # wrong results
 }
 OF_SPLIT = {  # float32 by split operands
     "as it is": [],
@@ -69,14 +71,18 @@ def main():
         torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "none"
         x = torch.randn(batch, wide, device="cuda", dtype=dtype)
         w = torch.randn(out, wide, device="cuda", dtype=dtype) / wide**0.5
-        tensors = {name: torch.randn(out, device="cuda", dtype=dtype) for name in ("bn_weight", "bn_bias", "running_mean")}
+        tensors = {
+            name: torch.randn(out, device="cuda", dtype=dtype) for name in ("bn_weight", "bn_bias", "running_mean")
+        }
         tensors |= {"bias": torch.randn(out, device="cuda", dtype=dtype) if bias else None}
         tensors |= {"x": x, "weight": w, "running_var": torch.rand(out, device="cuda", dtype=dtype) + 0.1}
         tensors["num_batches_tracked"] = torch.zeros((), dtype=torch.int64, device="cuda")
         scales = torch.randn(out, device="cuda", dtype=dtype) if scale else None
         name, arithmetic = str(dtype)[6:], "float32" if precision == "fp32" else precision
         calls = {"GEMM": lambda: torch.mm(x, w.t())}  # noqa: B023
-        for phase, variant in itertools.product(("eval", "stats", "train"), OF_SPLIT if precision == "fp32" else VARIANTS):
+        for phase, variant in itertools.product(
+            ("eval", "stats", "train"), OF_SPLIT if precision == "fp32" else VARIANTS
+        ):
             if variant not in arguments.get("variant", variant).split(","):
                 continue
             if precision == "fp32":
@@ -85,7 +91,16 @@ def main():
             elif (phase == "eval" and variant != "as it is") or (phase == "stats" and variant in ONLY_TRAINING):
                 continue
             problem = Problem(
-                batch, wide, out, *[name] * 4, arithmetic, activation, phase != "eval", False, scale, runtime.chip(x.device)
+                batch,
+                wide,
+                out,
+                *[name] * 4,
+                arithmetic,
+                activation,
+                phase != "eval",
+                False,
+                scale,
+                runtime.chip(x.device),
             )
             p = build(problem, "gemm_stats_apply" if phase == "stats" else "one_kernel", variant)
             inputs = tuple(tensors.get(role) for role in binding.INPUTS["forward"])

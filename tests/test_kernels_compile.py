@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -67,3 +68,14 @@ def test_a_sample_compiles_without_a_spill(arch):
         outcome = compile_all.compile_one(kernel)
         assert not outcome.fault, f"{kernel}: {outcome.fault}"
         assert 0 < outcome.report["registers"] <= 255
+
+
+def test_kernels_compiled_together_are_told_apart():
+    kernels = [k for k in compile_all.kernels(80, quick=True) if k.launch.source == "statistics.cuh"][:6]
+    assert compile_all.together(kernels, most=4) == [kernels[:4], kernels[4:]]
+    alone = [compile_all.compile_one(kernel).report for kernel in kernels]
+    assert len({report["registers"] for report in alone}) > 1
+    assert [o.report for o in compile_all.compile_group(kernels)] == alone
+    broken = replace(kernels[1], launch=replace(kernels[1].launch, function="no_such_function"))
+    outcomes = compile_all.compile_group([kernels[0], broken, kernels[2]])
+    assert [bool(o.fault) for o in outcomes] == [False, True, False]

@@ -470,12 +470,12 @@ __device__ __forceinline__ bool split_loses(float x_largest, float x_total, floa
 // The whole chain in one Hopper kernel: GEMM -> scale -> BatchNorm -> activation (sm_90a).
 //
 // A persistent block is one warpgroup that feeds and two that multiply. Warp 0 copies tiles of x and W into a ring of
-// shared-memory stages; each consumer warpgroup multiplies 64 of the tile's 128 rows by all of its BN columns, takes the
-// statistics of its rows from the accumulators (one statistics group: a column mean, then M2 about it) and stores the
-// product minus that mean; warp 1 stores staged tiles and counts, panel by panel (a panel is one column of tiles), what
-// is complete. Warps 2 and 3 normalise complete panels out of the L2 while the tensor cores work on later ones; before
-// that, of split operands, they split rows that later tiles need (split_ahead.cuh). The last tile of every block never
-// leaves the registers before it is normalised.
+// shared-memory stages; each consumer warpgroup multiplies 64 of the tile's 128 rows by all of its BN columns, takes
+// their means from the accumulators (a statistics group) and stores the product minus them; warp 1 sums up the squares of
+// staged tiles (others: the consumers), stores them and counts, panel by panel (a panel is a column of tiles), what is
+// complete; in evaluation it computes coefficients. Warps 2 and 3 normalise complete panels out of the L2 while the tensor
+// cores work on later ones; before that, of split operands, they split rows that later tiles need (split_ahead.cuh). The
+// last tile of every block never leaves the registers before it is normalised.
 // Column sums of an accumulator tile (wgmma's layout of D: 64 rows over four warps), in a fixed order.
 // Hopper's instructions (sm_90a), one named function each. wgmma has a file of its own.
 // PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/

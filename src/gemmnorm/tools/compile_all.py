@@ -85,9 +85,9 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
     chip = plan.chip_for(arch)
     for (dtype, out, linear, norm), activation in itertools.product(dtype_forms(), names):
         uniform = out == linear == norm == dtype
-        # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. Of activations the
-        # one that needs the most registers stands for the others.
-        few = (100, 256, 1024, 16384) if arch == 90 and activation == "gelu" else (1024, 16384)
+        # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. In the first two,
+        # two activations that need many registers stand for the others.
+        few = (100, 256, 1024, 16384) if arch == 90 and activation in ("gelu", "silu") else (1024, 16384)
         everywhere = activation is None and (dtype == "float32" if quick else uniform or dtype == "bfloat16")
         for batch, features, inner in itertools.product(
             _BATCHES if everywhere else few,
