@@ -21,8 +21,6 @@ read = sources._read
 
 
 def lab_read(name):
-    if name == "cluster.cuh" and not DEVICE:
-        name = "emulated_cluster.cuh"
     return (HERE / name).read_text() if (HERE / name).exists() else read(name)
 
 

@@ -2,7 +2,7 @@
 // out the rows (ROWS tiles of 128) and K (SPLITS parts); partial products are added and statistics merged through
 // distributed shared memory. sm_90a.
 #pragma once
-#include "cluster.cuh"
+#include "ptx/hopper.cuh"
 #include "panel_units.cuh"
 #include "ptx/wgmma.cuh"
 

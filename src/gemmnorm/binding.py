@@ -55,9 +55,22 @@ class _Product:
         out, left, right = tensors[self.out], tensors[self.left], tensors[self.right]
         if out is not None:
             assert left is not None and right is not None
-            torch.mm(
-                left.t() if self.transpose_left else left, right.t() if self.transpose_right else right, out=out
+            _multiply(
+                left.t() if self.transpose_left else left, right.t() if self.transpose_right else right, out
             )  # fmt: skip
+
+
+_WIDENS = hasattr(torch.ops.aten.mm, "dtype_out")  # PyTorch 2.8 and later
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """left · right into `out`, whose dtype may be wider than theirs."""
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    elif _WIDENS and left.is_cuda:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(torch.mm(left, right))
 
 
 class _Maps:

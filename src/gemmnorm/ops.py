@@ -71,19 +71,21 @@ def linear_scale_batch_norm(
     number = 1.0 if tensor is not None or scale is None else float(scale)  # type: ignore[arg-type]
     vectors = (bias, tensor, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias)
     if not compiling and _unwatched(x, weight, *vectors):
+        operands = (x, weight)
         if torch.is_autocast_enabled(x.device.type):
-            x, weight = _cast(x, weight)
+            with torch.no_grad():  # the backward gives gradients of x and W themselves
+                operands = _cast(x, weight)
         learned = (x, weight, bias, tensor, bn_weight, bn_bias)
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
         call = runtime.call_for(
-            x, weight, bias, tensor, number, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias,
+            *operands, bias, tensor, number, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias,
             training, momentum, eps, activation, strategy, save,
         )  # fmt: skip
         if call.kernels:
             running = (running_mean, running_var, num_batches_tracked)
             if save:
-                return _Direct.apply(call, running, *learned)
-            return call.forward(x, weight, bias, tensor, *running, bn_weight, bn_bias)[0]
+                return _Direct.apply(call, operands, running, *learned)
+            return call.forward(*operands, bias, tensor, *running, bn_weight, bn_bias)[0]
     else:
         check_arguments(
             x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
@@ -120,12 +122,14 @@ def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Direct(torch.autograd.Function):
-    """A prepared call under autograd. Kept: x, W, the product, the statistics, and the per-feature parameters."""
+    """A prepared call under autograd. Kept: x and W in the compute dtype, the product, the statistics, and the
+    per-feature parameters."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         call: runtime.Call,
+        operands: tuple[Tensor, Tensor],
         running: tuple[Tensor | None, Tensor | None, Tensor | None],
         x: Tensor,
         weight: Tensor,
@@ -134,14 +138,15 @@ class _Direct(torch.autograd.Function):
         bn_weight: Tensor | None,
         bn_bias: Tensor | None,
     ) -> Tensor:
-        y, product, statistics = call.forward(x, weight, bias, scale, *running, bn_weight, bn_bias)
-        ctx.save_for_backward(x, weight, bias, scale, bn_weight, bn_bias, product, statistics)
+        y, product, statistics = call.forward(*operands, bias, scale, *running, bn_weight, bn_bias)
+        ctx.save_for_backward(*operands, bias, scale, bn_weight, bn_bias, product, statistics)
         ctx.call = call
+        ctx.dtypes = (x.dtype, weight.dtype)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        needs = list(ctx.needs_input_grad[2:])
+        needs = list(ctx.needs_input_grad[3:])
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             x, weight, bias, scale, bn_weight, bn_bias, product, statistics = ctx.saved_tensors
             scale_value, training, _, eps, activation, _ = ctx.call.options
@@ -149,9 +154,10 @@ class _Direct(torch.autograd.Function):
                 grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, product, statistics,
                 training, eps, activation, ctx.call.plan.strategy, needs,
             )  # fmt: skip
+            found = (*(g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=False)), *found[2:])
         else:
-            found = ctx.call.backward(grad, *ctx.saved_tensors, needs)
-        return None, None, *(g if needed else None for g, needed in zip(found, needs, strict=True))
+            found = ctx.call.backward(ctx.dtypes, grad, *ctx.saved_tensors, needs)
+        return None, None, None, *(g if needed else None for g, needed in zip(found, needs, strict=True))
 
 
 def _forward_impl(*args: Any) -> tuple[Tensor, ...]:

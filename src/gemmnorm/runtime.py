@@ -279,7 +279,7 @@ class Call:
             and _served_as_they_are(bias, scale)
             and _served_as_they_are(running_mean, running_var, bn_weight, bn_bias)
         )
-        self._backward: BackwardCall | None = None
+        self._backward: dict[tuple[torch.dtype, torch.dtype], BackwardCall] = {}
 
     @property
     def kernels(self) -> bool:
@@ -333,15 +333,19 @@ class Call:
         y, product, statistics = found if save else (found[0], None, None)  # type: ignore[assignment]
         return y, product, statistics
 
-    def backward(self, grad: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
-        """Gradients of x, weight, bias, scale, bn_weight, bn_bias, as `BackwardCall.run` gives them."""
-        if self._backward is None:
+    def backward(
+        self, dtypes: tuple[torch.dtype, torch.dtype], grad: Tensor, *saved: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of x and weight in `dtypes`, of bias, scale, bn_weight, bn_bias, as `BackwardCall.run` gives them."""
+        found = self._backward.get(dtypes)
+        if found is None:
             x, weight, bias, scale, bn_weight, bn_bias, _, _, _ = saved
             scale_value, training, _, eps, activation, _ = self.options
-            self._backward = BackwardCall(
-                x, weight, bias, scale, scale_value, bn_weight, bn_bias, training, eps, activation, self.plan.strategy
-            )
-        return self._backward.run(grad, *saved)
+            found = self._backward[dtypes] = BackwardCall(
+                x, weight, bias, scale, scale_value, bn_weight, bn_bias, training, eps, activation,
+                self.plan.strategy, dtypes,
+            )  # fmt: skip
+        return found.run(grad, *saved)
 
 
 class BackwardCall:
@@ -360,11 +364,14 @@ class BackwardCall:
         eps: float,
         activation: str | None,
         strategy: str,
+        dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None:
         problem = describe(
             x, weight, bias, scale, scale_value, _first(bn_weight, bn_bias), bn_weight, bn_bias,
             training, activation, True,
         )  # fmt: skip
+        self._dtypes = dtypes or (x.dtype, weight.dtype)
+        problem = replace(problem, grad_dtypes=tuple(_NAMES.get(d, str(d)) for d in self._dtypes))
         self._options = (scale_value, training, eps, activation)
         plain = strategy == "reference" or x.shape[0] == 0
         self._bound = None if plain else binding.bind(plan.cached_plan(problem, strategy, "backward"))
@@ -388,10 +395,12 @@ class BackwardCall:
         """Gradients of x, weight, bias, scale, bn_weight, bn_bias; None where `needs` is False."""
         if self._bound is None:
             scale_value, training, eps, activation = self._options
-            return reference.backward(
+            found = reference.backward(
                 grad, x, weight, bias, scale_value if scale is None else scale, bn_weight, bn_bias, product,
                 statistics, training, eps, activation, needs,
             )  # fmt: skip
+            cast = (None if g is None else g.to(dtype) for g, dtype in zip(found, self._dtypes, strict=False))
+            return (*cast, *found[2:])
         operands = (x, weight, bias, scale, bn_weight, bn_bias)
         wanted = tuple(need and t is not None for need, t in zip(needs, operands, strict=True))
         bias, scale = _vectors(bias, scale, x.device)

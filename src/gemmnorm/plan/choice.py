@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..errors import GemmNormValueError
-from . import hopper, library, split
+from . import gradient, hopper, library, split
 from .problem import C_TYPES, Problem
 from .steps import OWN_GEMM, Plan
 
@@ -104,7 +104,7 @@ def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forwa
     if phase == "forward":
         build = hopper.forward if own else library.forward
     else:
-        build = split.backward if own else library.backward
+        build = split.backward if own else gradient.backward
     return replace(build(problem, chosen), reasons=reasons)
 
 

@@ -53,7 +53,8 @@ def tiling(problem: Problem, most_groups: int = 1) -> Tiling:
     return Tiling(width, threads, per_block, Extent(panels, GROUP_ROWS * per_block))
 
 
-def _merge_grid(problem: Problem) -> Extent:
+def merge_grid(problem: Problem) -> Extent:
+    """The blocks of the merging kernels."""
     return Extent(-(-problem.out_features // MERGE_COLUMNS))
 
 
@@ -61,7 +62,8 @@ def _flag(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _form(problem: Problem, fold: bool = True) -> str:
+def form(problem: Problem, fold: bool = True) -> str:
+    """The kernels' template argument that says which formula serves the mode."""
     name = "kRunning" if not problem.training else "kFolded" if fold else "kScaled"
     return f"gemmnorm::Form::{name}"
 
@@ -76,7 +78,7 @@ def merge(problem: Problem, fold: bool) -> Launch:
         (types["L"], types["R"], _flag(fold)),
         ("group_mean", "group_m2", *VECTORS, "running_mean", "running_var", "num_batches_tracked", "momentum", "eps",
          "mean", "rstd", "batch", "features"),
-        _merge_grid(problem),
+        merge_grid(problem),
     )  # fmt: skip
 
 
@@ -87,7 +89,7 @@ def normalize(problem: Problem, fold: bool, offset: str) -> Launch:
         "fused_gemm_scale_bn_apply" if problem.training else "fused_gemm_scale_bn_evaluate",
         "normalize.cuh",
         "normalize",
-        (*c_types(problem).values(), *t.constants, str(t.groups), _form(problem, fold), "Activation"),
+        (*c_types(problem).values(), *t.constants, str(t.groups), form(problem, fold), "Activation"),
         ("product", offset, *VECTORS, "mean", "rstd", "running_mean", "running_var", "bn_weight", "bn_bias", "eps", "y",
          "batch", "features"),
         t.blocks,
@@ -134,72 +136,4 @@ def forward(problem: Problem, strategy: str) -> Plan:
         tuple(aliases),
         seconds=gemm_seconds(problem) + sweep_seconds(problem, 2 if problem.training else 1, writes=1),
         floor=gemm_seconds(problem),
-    )
-
-
-def backward(problem: Problem, strategy: str, exponents: tuple[str, str] = (NOTHING, NOTHING)) -> Plan:
-    """Column sums, their merge, the gradient of the product, and two products by the library.
-
-    The same for every strategy: what a forward saves is the product, and the mean and rstd of each feature. `exponents`
-    are the roles of x's exponents and of those of the gradient's columns, where the products are not the library's.
-    """
-    single, several, types = tiling(problem), tiling(problem, 4), c_types(problem)
-    form = _form(problem)
-    features = Extent(problem.out_features)
-    steps: tuple[Step, ...] = (
-        Launch(
-            "fused_gemm_scale_bn_gradient_sums",
-            "gradient.cuh",
-            "gradient_sums",
-            (*types.values(), *single.constants, form, "Activation"),
-            ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "group_sum",
-             "group_dot", "group_linear", "batch", "features"),
-            single.blocks,
-            resident=2 if problem.training else 1,
-        ),
-        Launch(
-            "fused_gemm_scale_bn_gradient_merge",
-            "gradient.cuh",
-            "merge_gradients",
-            (types["L"], types["R"], form),
-            ("group_sum", "group_dot", "group_linear", "scale", "scale_stride", "scale_value", "rstd", "bn_weight",
-             "eps", "mean_grad", "slope_grad", exponents[1], "grad_bias", "grad_scale", "grad_bn_weight",
-             "grad_bn_bias", "batch", "features"),
-            _merge_grid(problem),
-        ),
-        Launch(
-            "fused_gemm_scale_bn_gradient_apply",
-            "gradient.cuh",
-            "product_gradient",
-            (*types.values(), *several.constants, str(several.groups), form, "Activation"),
-            ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "mean_grad",
-             "slope_grad", *exponents, "grad_product", "batch", "features"),
-            several.blocks,
-            # erff beside eight columns' coefficients takes more than the 128 registers that two blocks leave a thread.
-            resident=1 if problem.activation == "gelu" else 2,
-        ),
-        Product("grad_x", "grad_product", "weight"),
-        Product("grad_weight", "grad_product", "x", transpose_left=True),
-    )  # fmt: skip
-    sums = ("group_sum", "group_dot") + (() if problem.training else ("group_linear",))
-    return Plan(
-        problem,
-        "backward",
-        strategy,
-        steps,
-        (
-            Buffer("grad_x", problem.dtype, (ROWS, Extent(problem.in_features))),
-            Buffer("grad_weight", problem.dtype, (features, Extent(problem.in_features))),
-            Buffer("grad_bias", problem.linear_dtype, (features,)),
-            Buffer("grad_scale", "float32", (features,)),
-            Buffer("grad_bn_weight", problem.norm_dtype, (features,)),
-            Buffer("grad_bn_bias", problem.norm_dtype, (features,)),
-        ),
-        (
-            *(Buffer(role, "float32", (GROUPS, features)) for role in sums),
-            *(Buffer(role, "float32", (features,)) for role in ("mean_grad", "slope_grad")),
-            Buffer("grad_product", problem.dtype, (ROWS, features)),
-        ),
-        seconds=2 * gemm_seconds(problem) + sweep_seconds(problem, 4, writes=1),
-        floor=2 * gemm_seconds(problem),
     )

@@ -67,6 +67,7 @@ class Problem:
         save: keep what a backward needs.
         scaled: a scale is there (a tensor or a number other than 1).
         chip: the GPU; None for any other device.
+        grad_dtypes: of the gradients of x and the weight, where autocast has made `dtype` out of others; () for `dtype`.
     """
 
     batch: int
@@ -82,6 +83,7 @@ class Problem:
     save: bool = False
     scaled: bool = True
     chip: Chip | None = field(default_factory=lambda: chip_for(90))
+    grad_dtypes: tuple[str, ...] = ()
 
     @property
     def flops(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import library
+from . import gradient
 from .cost import split_seconds
 from .library import ROWS, VECTORS
 from .problem import CHIPS, Problem, c_types
@@ -72,8 +72,8 @@ def backward(problem: Problem, strategy: str) -> Plan:
     split as for the forward, and nothing is transposed.
     """
     if not problem.split or not problem.training or problem.flops < SPLIT_BACKWARD_FLOPS:
-        return library.backward(problem, strategy)
-    plan = library.backward(problem, strategy, ("x_exponents", "column_exponents"))
+        return gradient.backward(problem, strategy)
+    plan = gradient.backward(problem, strategy, ("x_exponents", "column_exponents"))
     features, padded = Extent(problem.out_features), _padded(problem.out_features)
     split_gradient = Launch(
         "fused_gemm_split_gradient",

@@ -126,6 +126,14 @@ void release_registers() {}
 template <int COUNT>
 void claim_registers() {}
 
+inline int cluster_rank() { return static_cast<int>(blockIdx.x % emulator::machine.cluster); }
+inline void cluster_arrive() { emulator::arrive_at_cluster(); }
+inline void cluster_wait() { emulator::wait_for_cluster(); }
+template <class T>
+T load_remote(const T* own, int rank) {
+  return *reinterpret_cast<const T*>(emulator::in_cluster(own, rank));
+}
+
 inline void add_release(u32* counter, u32 value) { *counter += value; }
 inline u32 load_acquire(const u32* counter) { return *counter; }
 inline void wait_until(const u32* counter, u32 value) {

@@ -81,6 +81,27 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// Clusters of blocks: #parallel-synchronization-and-communication-instructions-barrier-cluster, and mapa for the shared
+// memory of another block.
+__device__ __forceinline__ int cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+// Of all threads of the cluster: what each wrote before it arrived is visible to all after the wait.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// What lies at `own` in the shared memory of the cluster's block `rank`.
+__device__ __forceinline__ float2 load_remote(const float2* own, int rank) {
+  float2 v;
+  asm volatile(
+      "{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %2, %3;\nld.shared::cluster.v2.f32 {%0, %1}, [a];\n}"
+      : "=f"(v.x), "=f"(v.y)
+      : "r"(shared_address(own)), "r"(rank)
+      : "memory");
+  return v;
+}
+
 // Moves registers between the warpgroups of a block: #miscellaneous-instructions-setmaxnreg
 template <int COUNT>
 __device__ __forceinline__ void release_registers() {

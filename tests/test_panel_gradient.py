@@ -1,0 +1,123 @@
+"""The backward of a panel of columns by one cluster (panel_gradient.cuh), run by the emulator against the three launches
+that serve other GPUs, and against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from emulator import COMPILER, emulated
+from gpu_support import poisoned_memory
+from test_emulated import SMALL_HOPPER
+from torch import Tensor
+
+from gemmnorm import linear_scale_batch_norm, plan, runtime
+from gemmnorm.plan import Problem, gradient
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+NOT_SPLIT = ("nothing", "nothing")
+
+
+def gradients(x: Tensor, weight: Tensor, *vectors: Tensor, grad: Tensor, activation: str | None, strategy: str) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, *vectors)]
+    bias, scale, gamma, beta = leaves[2:]
+    running = torch.zeros(weight.shape[0], dtype=x.dtype), torch.ones(weight.shape[0], dtype=x.dtype)
+    y = linear_scale_batch_norm(
+        *leaves[:2], bias, scale, *running, gamma, beta, training=True, activation=activation, strategy=strategy
+    )
+    y.backward(grad.to(y.dtype))
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def function(strategy: str, batch: int, features: int, dtype: str) -> str:
+    problem = Problem(batch, 24, features, dtype, dtype, dtype, dtype, "tf32", chip=SMALL_HOPPER, save=True)
+    return plan.make_plan(problem, strategy, "backward").launches[0].function
+
+
+@pytest.mark.parametrize("strategy", ["cublas_folded_bn", "one_kernel"])
+@pytest.mark.parametrize(
+    ("batch", "features", "dtype", "activation"),
+    [
+        (2, 8, "bfloat16", None),
+        (63, 40, "bfloat16", "relu"),
+        (64, 8, "float32", "silu"),
+        (65, 72, "float32", None),
+        (512, 32, "bfloat16", "gelu_tanh"),  # one block, a group for each warp
+        (513, 8, "float16", None),  # a cluster of two, the second with one group
+        (1100, 24, "bfloat16", "relu"),  # of four
+        (3000, 8, "float32", "tanh"),  # of eight
+        (4700, 16, "bfloat16", None),  # two groups for some warps, none for others
+    ],
+)
+def test_gradients(strategy: str, batch: int, features: int, dtype: str, activation: str | None) -> None:
+    torch.manual_seed(batch)
+    kind = getattr(torch, dtype)
+    x, weight = torch.randn(batch, 24).to(kind), torch.randn(features, 24).to(kind)
+    vectors = [torch.randn(features).to(kind) for _ in range(4)]
+    grad = torch.randn(batch, features).to(kind)
+    wide = [t.double() for t in (x, weight, *vectors)]
+    want = gradients(*wide, grad=grad.double(), activation=activation, strategy="reference")
+    eager = gradients(x, weight, *vectors, grad=grad, activation=activation, strategy="reference")
+    assert function(strategy, batch, features, dtype) == "panel_gradient"
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        got = gradients(x, weight, *vectors, grad=grad, activation=activation, strategy=strategy)
+    unit = torch.finfo(kind).eps
+    for name, ours, theirs, exact in zip(("x", "weight", "bias", "scale", "gamma", "beta"), got, eager, want, strict=True):
+        size = exact.norm().clamp_min(1e-3)
+        error, allowed = (got_.double().sub(exact).norm() / size for got_ in (ours, theirs))
+        assert error <= 1.1 * allowed + 2 * unit, name
+
+
+def test_equal_bits_whatever_the_order_of_events() -> None:
+    torch.manual_seed(1)
+    x, weight, grad = torch.randn(1100, 24), torch.randn(24, 24), torch.randn(1100, 24)
+    vectors = [torch.randn(24) for _ in range(4)]
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        found = [
+            gradients(x, weight, *vectors, grad=grad, activation="relu", strategy="one_kernel") for _ in range(3)
+        ]
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_where_it_serves() -> None:
+    problem = Problem(1024, 64, 64, "bfloat16", "bfloat16", save=True)
+    assert gradient.one_launch(problem, NOT_SPLIT) is not None
+    blocks = {b: gradient.one_launch(replace(problem, batch=b), NOT_SPLIT) for b in (512, 513, 2049, 8192)}
+    assert [launch.cluster for launch in blocks.values() if launch] == [1, 2, 8, 8]
+    for other in (
+        replace(problem, batch=16384),  # more rows than a cluster's shared memory holds
+        replace(problem, out_features=60),  # no whole words of 16 bytes
+        replace(problem, training=False),
+        replace(problem, chip=plan.chip_for(80)),  # no clusters
+        replace(problem, chip=plan.chip_for(120)),  # too little shared memory
+    ):
+        assert gradient.one_launch(other, NOT_SPLIT) is None
+        assert len(gradient.launches(other, NOT_SPLIT)[0]) == 3
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+def test_gradients_of_what_autocast_has_cast_are_not_rounded(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """They come out of the product in the dtype of x and W themselves, as autograd demands."""
+    torch.manual_seed(2)
+    x, weight = torch.randn(65, 24).to(dtypes[0]).requires_grad_(), torch.randn(40, 24, requires_grad=True)
+    bn_weight = torch.randn(40, requires_grad=True)
+    grad = torch.randn(65, 40)
+    running = torch.zeros(40), torch.ones(40)
+    with emulated(SMALL_HOPPER), poisoned_memory(), torch.autocast("cpu", torch.bfloat16), runtime.recording() as plans:
+        y = linear_scale_batch_norm(
+            x, weight, None, None, *running, bn_weight, training=True, activation="relu", strategy="one_kernel"
+        )
+    assert plans[0].problem.dtype == "bfloat16" and y.dtype == torch.bfloat16
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        y.backward(grad.to(y.dtype))
+    assert x.grad is not None and weight.grad is not None
+    assert (x.grad.dtype, weight.grad.dtype) == dtypes
+    z = (x.detach().bfloat16().double(), weight.detach().bfloat16().double().requires_grad_())
+    gamma = bn_weight.detach().double()
+    linear_scale_batch_norm(
+        *z, None, None, *(t.double() for t in running), gamma, training=True, activation="relu", strategy="reference"
+    ).backward(grad.to(y.dtype).double())
+    assert z[1].grad is not None
+    assert float((weight.grad - z[1].grad).norm() / z[1].grad.norm()) < 0.01
