@@ -34,9 +34,9 @@ def pretend_hopper(stack):
         (driver, "current_stream", lambda index: 0),
         (driver, "stream_handle", lambda index: 0),
         (driver, "tensor_map", lambda t, rows, columns: 0),
-        (torch.cuda, "current_device", lambda: None),
+        (driver, "current_device", lambda: None),
         (torch.cuda, "current_stream", lambda device=None: mock.Mock()),
-        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (driver, "capturing", lambda: False),
     ):
         stack.enter_context(mock.patch.object(target, name, value))
 

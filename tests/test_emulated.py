@@ -162,7 +162,7 @@ def test_captured_calls_have_counters_of_their_own(monkeypatch):
     with emulated(SMALL_HOPPER):
         memory = binding.Counters(torch.device("cpu"))
         capturing = [True]
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+        monkeypatch.setattr(driver, "capturing", lambda: capturing[0])
         first = memory.take(0, 100)
         capturing[0] = False
         shared = memory.take(0, 100)

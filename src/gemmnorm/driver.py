@@ -271,6 +271,18 @@ def enter(device_index: int) -> None:
         entered.add(device_index)
 
 
+def current_device() -> int:
+    """The index of PyTorch's current device, CUDA being initialised: `torch.cuda.current_device` without its checks."""
+    index: int = torch._C._cuda_getDevice()
+    return index
+
+
+def capturing() -> bool:
+    """Whether PyTorch's current stream is being captured into a graph, likewise."""
+    answer: bool = torch._C._cuda_isCurrentStreamCapturing()
+    return answer
+
+
 def stream_handle(device_index: int) -> int:
     """PyTorch's current stream on a device, as a number."""
     handle: int = torch._C._cuda_getCurrentRawStream(device_index)

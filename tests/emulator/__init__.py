@@ -139,9 +139,9 @@ def emulated(chip: Chip) -> Iterator[None]:
             (driver, "enter", lambda index: None),
             (driver, "current_stream", lambda index: None),
             (driver, "stream_handle", lambda index: 0),
-            (torch.cuda, "current_device", lambda: None),
+            (driver, "current_device", lambda: None),
             (torch.cuda, "current_stream", lambda device=None: mock.Mock()),
-            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (driver, "capturing", lambda: False),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         runtime.forget()

@@ -11,6 +11,7 @@ WARPS = THREADS // 32
 LANES = 4  # of a warp along the features: 64 bytes of a row
 MOST_BLOCKS = 8  # of a cluster on any GPU that has clusters
 SHARED = 227 * 1024  # bytes that a block can have on Hopper
+_CHEAP = ("relu", "leaky_relu", "hardtanh")
 _PARAMETERS = ("grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
 
 
@@ -41,6 +42,7 @@ def one_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
     if shared > SHARED:
         return None
     panels = -(-problem.out_features // columns)
+    cheap = (problem.activation or "relu").split("(")[0] in _CHEAP  # few registers
     return Launch(
         "fused_gemm_scale_bn_gradient",
         "panel_gradient.cuh",
@@ -49,7 +51,7 @@ def one_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
         ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", *exponents,
          *_PARAMETERS, "grad_product", "batch", "features"),
         Extent(panels * cluster),
-        resident=min(2, SHARED // shared),
+        resident=min(3 if cheap else 2, SHARED // shared),
         shared=shared,
         cluster=cluster,
     )  # fmt: skip
