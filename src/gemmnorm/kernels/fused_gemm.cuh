@@ -186,8 +186,6 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
       }
     } else if (warp >= 2 && (FINISH != Finish::kEvaluate || kAheadToo)) {
-      const int last = (tiles - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) * gridDim.x + blockIdx.x;
-      if (FINISH != Finish::kStatistics && warp == 2) f.prefetch(raster.at(last).n * BN, BN);
       if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
       if (FINISH == Finish::kPersistent)
         take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);

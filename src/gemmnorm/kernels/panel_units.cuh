@@ -51,22 +51,6 @@ struct Features {
     return value_or(bn_weight, j, 1.0f) * s(j) * rstd_j;
   }
   __device__ __forceinline__ float shift(int j) const { return value_or(bn_bias, j, 0.0f); }
-  // Brings what `count` features need from memory into the L2, as one warp.
-  template <class V>
-  __device__ __forceinline__ void prefetch(const V* vector, int first, int count) const {
-    constexpr int kLine = 128 / sizeof(V);
-    const int at = first + static_cast<int>(threadIdx.x % 32) * kLine;
-    if (vector && at < min(first + count, features)) prefetch_l2(vector + at);
-  }
-  __device__ __forceinline__ void prefetch(int first, int count) const {
-    prefetch(bias, first, count);
-    if (scale_stride) prefetch(scale, first, count);
-    prefetch(running_mean, first, count);
-    prefetch(running_var, first, count);
-    prefetch(bn_weight, first, count);
-    prefetch(bn_bias, first, count);
-    prefetch(batches_tracked, 0, 1);
-  }
   __device__ __forceinline__ int rows(int group) const {
     const int left = batch - group * kGroupRows;
     return left < 0 ? 0 : left < kGroupRows ? left : kGroupRows;

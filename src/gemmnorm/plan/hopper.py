@@ -122,10 +122,11 @@ def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, i
         m_tiles, n_tiles = -(-blocks // group_panels), group_panels
     else:
         m_tiles, n_tiles = rows, blocks // (rows * group_panels) * group_panels
-    if problem.training or m_tiles < rows:
+    if m_tiles < rows:
         m_tiles, n_tiles = (m_tiles + rows + 1) // 2, (n_tiles + panels + 1) // 2
-    else:  # only the weight is left, and in evaluation those warps have nothing else to do
-        n_tiles += (panels - n_tiles) * 3 // 20
+    else:  # only the weight is left, and in training those warps normalise tiles as well: often, where K is short
+        tenths = (3 if problem.in_features >= 4096 else 10) if problem.training else 3 if rows <= 8 else 0
+        n_tiles += -(-(panels - n_tiles) * tenths // 10)
     return (
         ALL_ROWS if m_tiles == rows else m_tiles * TILE_ROWS,
         min(problem.out_features, n_tiles * tile.columns),
@@ -238,8 +239,12 @@ def _fits_l2(problem: Problem) -> bool:
 
 
 def _group_panels(problem: Problem, tile: Tile) -> int:
-    """Panels that are worked on together: as many as one wave completes; more where x is too large to be read again."""
+    """Panels that are worked on together: as many as one wave completes; more where x is too large to be read again.
+
+    Measured (lab/README.md): 4 at kb33, 8 at projector, 6 panels of 256 columns or 8 of 128 at kb39.
+    """
     chip = problem.chip or CHIPS[90]
     rows, panels = tile.counts(problem)
-    least = 1 if _fits_l2(problem) else 4
-    return max(1, min(panels, 8, max(chip.multiprocessors // rows, least)))
+    if not _fits_l2(problem):
+        return min(panels, 6 if tile.columns == 256 else 8)
+    return max(1, min(panels, 8, rows // 2, chip.multiprocessors // rows))

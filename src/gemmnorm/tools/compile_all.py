@@ -34,7 +34,7 @@ _FORMS = (
 )
 
 # Batches and feature counts that between them lead to every vector width (1 to 8) and every tile (8, 16, 32 threads).
-_BATCHES = (2, 1024, 2048, 4096, 16384)
+_BATCHES = (2, 1024, 2048, 4096, 8192, 12288, 16384)
 _FEATURES = (8192, 4096, 512, 8196, 516, 8194, 514, 8193, 513)
 _IN_FEATURES = (64, 100, 8192)
 
@@ -87,7 +87,7 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
         uniform = out == linear == norm == dtype
         # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. In the first two,
         # two activations that need many registers stand for the others.
-        few = (100, 256, 1024, 16384) if arch == 90 and activation in ("gelu", "silu") else (1024, 16384)
+        few = (100, 256, 1024, 8192, 16384) if arch == 90 and activation in ("gelu", "silu") else (1024, 16384)
         everywhere = activation is None and (dtype == "float32" if quick else uniform or dtype == "bfloat16")
         for batch, features, inner in itertools.product(
             _BATCHES if everywhere else few,

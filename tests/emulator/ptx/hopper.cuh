@@ -49,7 +49,6 @@ inline void fence_async_global() {}
 inline void sync_threads(int barrier, int threads) {
   emulator::pass_gate(emulator::current->block->gates[barrier], threads, "bar.sync");
 }
-inline void prefetch_l2(const void*) {}
 inline void prefetch_map(const TensorMap&) {}
 
 constexpr u64 kEvictNormal = 0, kEvictFirst = 1;

@@ -75,8 +75,7 @@ __device__ __forceinline__ void wait_copies_read() { asm volatile("cp.async.bulk
 // All of this thread's copies are complete and visible to it.
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Brings a line of memory, or a map, closer: #data-movement-and-conversion-instructions-prefetch-prefetchu
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// Brings a map closer: #data-movement-and-conversion-instructions-prefetch-prefetchu
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
