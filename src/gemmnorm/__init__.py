@@ -6,6 +6,7 @@ from .module import LinearScaleBatchNorm1d
 from .plan import set_strategy
 from .tools.explain import explain, warmup
 from .tools.fuse import fuse, fuse_report, unfuse
+from .tools.prepare import prepare, unprepare
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "fuse",
     "fuse_report",
     "linear_scale_batch_norm",
+    "prepare",
     "set_strategy",
     "unfuse",
+    "unprepare",
     "warmup",
 ]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import driver
-from .plan import DTYPE_BYTES, Buffer, Launch, Plan, Product
+from .plan import DTYPE_BYTES, PREPARED, Buffer, Launch, Plan, Product
 
 DTYPES = {
     "float32": torch.float32,
@@ -33,6 +33,7 @@ INPUTS = {
         "x", "weight", "bias", "scale", "running_mean", "running_var", "num_batches_tracked", "bn_weight", "bn_bias",
     ),
     "backward": ("grad_y", "x", "weight", "bias", "scale", "bn_weight", "bn_bias", "product", "statistics"),
+    "prepare": ("weight", "weight_checksums"),
 }  # fmt: skip
 SCALARS = ("scale_stride", "scale_value", "momentum", "eps", "batch", "features", "in_features")
 # What a forward keeps per feature, as rows of one float32 tensor `statistics` [2 or 2 + groups, O]: the mean of the
@@ -106,7 +107,7 @@ class Bound:
 
     def __init__(self, chosen: Plan) -> None:
         batch = chosen.problem.batch
-        inputs = INPUTS[chosen.phase]
+        inputs = INPUTS[chosen.phase] + (PREPARED if chosen.problem.prepared else ())
         operands = {
             role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)
         }

@@ -283,6 +283,11 @@ def capturing() -> bool:
     return answer
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that was asked of a device."""
+    torch.cuda.synchronize(device)
+
+
 def stream_handle(device_index: int) -> int:
     """PyTorch's current stream on a device, as a number."""
     handle: int = torch._C._cuda_getCurrentRawStream(device_index)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import binding, driver, plan, reference
+from . import binding, driver, plan, prepared, reference
 from .arguments import check_arguments
 from .errors import GemmNormWarning
 from .plan import Chip, Plan, Problem
@@ -239,6 +239,25 @@ def _served_as_they_are(*vectors: Tensor | None) -> bool:
     return len(dtypes) <= 1 and dtypes <= _VECTOR_DTYPES and all(v.is_contiguous() for v in present)
 
 
+def _prepared_plan(chosen: Plan) -> Plan | None:
+    """The plan for a weight that is split already, where `chosen` would split it and evaluates."""
+    problem = chosen.problem
+    if not problem.split or problem.training or chosen.strategy != "one_kernel":
+        return None
+    return plan.cached_plan(replace(problem, prepared=True), "one_kernel", "forward")
+
+
+def prepare_weight(weight: Tensor) -> bool:
+    """Split `weight` for the evaluations to come (`prepared`); whether they would split it."""
+    if weight.dim() != 2 or weight.is_inference() or not weight.is_contiguous() or weight.data_ptr() % 16:
+        return False
+    problem = problem_of(weight, weight, None, None, weight.dtype, None, False, False, False)
+    if _prepared_plan(plan.cached_plan(problem, None, "forward")) is None:
+        return False
+    prepared.make(weight, problem, _scalars(problem, None, 1.0, 0.0, 0.0))
+    return True
+
+
 class Call:
     """One kind of forward call, prepared: the plan, its loaded kernels, and whether anything must be converted."""
 
@@ -274,6 +293,7 @@ class Call:
         self._bound = None if name == "reference" else binding.bind(self.plan)
         self._scalars = _scalars(problem, scale, scale_value, momentum, eps)
         self._mapped = any(launch.maps for launch in self.plan.launches)
+        self._with_prepared = _prepared_plan(self.plan)
         self._as_they_are = (
             (scale is None or scale.device == x.device)
             and _served_as_they_are(bias, scale)
@@ -303,8 +323,9 @@ class Call:
         The statistics are one float32 tensor [2 or 2 + groups, O]: the product's mean; 1/sqrt(var + eps); where the
         product is stored minus its group's mean, the means of the groups. (The reference's are its own affair.)
         """
+        ahead = prepared.find(weight) if self._with_prepared is not None else None
         for recorder in _recorders:
-            recorder.append(self.plan)
+            recorder.append(self.plan if ahead is None else self._with_prepared)  # type: ignore[arg-type]
         scale_value, training, momentum, eps, activation, save = self.options
         if self._bound is None:
             y, product, statistics = reference.forward(
@@ -325,9 +346,11 @@ class Call:
                 bn_weight, bn_bias = _unified(bn_weight, bn_bias)
             (running_mean, running_var), write_back = _running_state(running_mean, running_var)
         counter = num_batches_tracked if training else None
-        found = self._bound(
-            (x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias), self._scalars
-        )
+        inputs = (x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias)
+        if ahead is None:
+            found = self._bound(inputs, self._scalars)
+        else:
+            found = binding.bind(self._with_prepared)((*inputs, *ahead.tensors), self._scalars)  # type: ignore[arg-type]
         if training and write_back is not None:
             write_back()
         y, product, statistics = found if save else (found[0], None, None)  # type: ignore[assignment]

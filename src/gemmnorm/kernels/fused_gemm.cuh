@@ -64,9 +64,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     const float* weight /* [features, in_features], likewise */, half* split_x /* see split_rows, likewise */,
     half* split_weight /* see split_rows, likewise */, int* x_exponents /* [batch], likewise */,
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
-    float* weight_total /* [features], likewise */, u32* most /* [2], likewise */,
-    int* flags /* [features], likewise */, int x_rows, int weight_rows /* split already */, int group_panels,
-    int stream_x, int keep_product, int batch, int in_features, int features) {
+    float* weight_total /* [features], likewise */, const u32* weight_checksums /* [features] or null, likewise */,
+    u32* most /* [2], likewise */, int* flags /* [features], likewise */, int x_rows, int weight_rows /* split already */,
+    int group_panels, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
   constexpr int kAhead = 16, kPairs = FINISH == Finish::kPersistent ? 2 : 4;  // partial results in flight, pairs of columns
@@ -92,7 +92,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                             (batch + kGroupRows - 1) / kGroupRows};
   const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
   const Ahead ahead = {x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, most,
-                       counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features, features};
+                       counters + kPanels + 2 * raster.tiles_n, weight_checksums, min(x_rows, batch), weight_rows, batch,
+                       in_features, features};
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
   // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
   const int stored = FINISH == Finish::kPersistent ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;

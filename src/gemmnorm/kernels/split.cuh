@@ -73,6 +73,14 @@ __device__ __forceinline__ void hold_row(const float* row, Vec<float, 4> (&held)
   }
 }
 
+// What stands for the contents of a row: any order of adding up the parts gives the same, another order of elements not.
+__device__ __forceinline__ u32 checksum(int column, const Vec<float, 4>& v) {
+  u32 sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum += __float_as_uint(v.at[i]) * (2 * (column + i) + 1);
+  return sum;
+}
+
 // The largest of a block's values, for every thread.
 __device__ __forceinline__ int block_max(int value, int* shared /* [kThreads / 32] */) {
 #pragma unroll
@@ -94,8 +102,10 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
                                            half* split_weight /* [features, ⌈in_features/64⌉, 2, 64] */,
                                            int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
                                            float* weight_largest /* [features] or null */,
-                                           float* weight_total /* [features] or null */, u32* most /* [2] or null */,
-                                           int weight_rows /* to split, of the first */, int in_features) {
+                                           float* weight_total /* [features] or null */,
+                                           u32* weight_checksums /* [features] or null: zero */,
+                                           u32* most /* [2] or null */, int weight_rows /* to split, of the first */,
+                                           int in_features) {
   __shared__ int shared[kThreads / 32];
   __shared__ float sums[kThreads / 32];
   allow_next();
@@ -135,6 +145,11 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
       atomicMax(&most[0], bits);
       atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
     }
+  }
+  if (of_weight && weight_checksums) {
+    u32 code = 0;
+    visit_row(source, held, in_features, in_features, [&](int c, const Vec<float, 4>& v) { code += checksum(c, v); });
+    atomicAdd(&weight_checksums[row], code);
   }
   const PowerOfTwo scale = power_of_two(-exponent);
   visit_row(source, held, in_features, padded, [&](int c, const Vec<float, 4>& v) {

@@ -1,5 +1,6 @@
 // Splitting rows of x and the weight inside the fused GEMM, ahead of the tiles that need them: the launch before it
-// (split_rows) leaves rows of later waves of tiles to two warps of every block, which work beside the tensor cores.
+// (split_rows) leaves rows of later waves of tiles to two warps of every block, which work beside the tensor cores. Of a
+// weight that was split long before (`prepare`) they read every row, and compare it with what was split.
 #pragma once
 #include "ptx/hopper.cuh"
 #include "raster.cuh"
@@ -31,6 +32,7 @@ struct Ahead {
   float *weight_largest, *weight_total;
   u32* most;
   u32* ready;                        // rows split here: [panels], then [kBands]
+  const u32* weight_checksums;       // null, or the weight is split already: what its rows were then
   int x_rows, weight_rows;           // split by the launch before
   int batch, in_features, features;
   static constexpr int kAtOnce = 1, kParts = kPieceColumns / 128 / kAtOnce;
@@ -50,11 +52,13 @@ struct Ahead {
     return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
   }
 
+  // The first row of the weight that is left, to be split or to be compared.
+  __device__ __forceinline__ int first_of_weight() const { return weight_checksums ? 0 : weight_rows; }
   // The n-th of the rows that are left: x's, then the weight's.
   __device__ __forceinline__ const float* row_left(int n) const {
     const int left_of_x = batch - x_rows;
     return n < left_of_x ? x + static_cast<i64>(x_rows + n) * in_features
-                         : weight + static_cast<i64>(weight_rows + n - left_of_x) * in_features;
+                         : weight + static_cast<i64>(first_of_weight() + n - left_of_x) * in_features;
   }
 
   // Where the next piece to ask for lies: which of the rows that are left, and the piece's first column.
@@ -109,7 +113,7 @@ struct Ahead {
   template <int BN>
   __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
     const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
-    const int left_of_x = batch - x_rows, left = left_of_x + features - weight_rows;
+    const int left_of_x = batch - x_rows, left = left_of_x + features - first_of_weight();
     const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
     const int first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
     Cursor cursor = {first_row, 0};
@@ -120,9 +124,10 @@ struct Ahead {
 #pragma unroll 1
     for (int n = first_row; n < left; n += stride) {
       const bool of_x = n < left_of_x;
-      const int row = of_x ? x_rows + n : weight_rows + n - left_of_x;
+      const bool compare = weight_checksums && !of_x;
+      const int row = of_x ? x_rows + n : first_of_weight() + n - left_of_x;
       half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
-      u32 bits = 0;
+      u32 bits = 0, code = 0;
       float sum = 0.0f;
       int exponent = 0;
       PowerOfTwo scale = {};
@@ -130,7 +135,7 @@ struct Ahead {
       for (int first = 0; first < in_features; first += kPieceColumns) {
         const float* piece = ring.pieces[slot];
         barrier_wait(&ring.arrived[slot], parity);
-        if (first == 0) {
+        if (first == 0 && !compare) {
           u32 begun = 0;
 #pragma unroll
           for (int part = 0; part < kParts; ++part) {
@@ -145,6 +150,11 @@ struct Ahead {
         for (int part = 0; part < kParts; ++part) {
           Vec<float, 4> v[kAtOnce];
           read_piece(piece, first, part, v);
+          if (compare) {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) code += checksum(first + ((part * kAtOnce + i) * 32 + lane) * 4, v[i]);
+            continue;
+          }
           bits = max(bits, largest_of(v));
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
@@ -159,6 +169,13 @@ struct Ahead {
           slot = 0;
           parity ^= 1;
         }
+      }
+      if (compare) {
+#pragma unroll
+        for (int bit = 1; bit < 32; bit *= 2) code += __shfl_xor_sync(~0u, code, bit);
+        // A row that has changed is computed again, from the weight itself: nothing is small beside infinity.
+        if (lane == 0 && code != weight_checksums[row]) weight_largest[row] = __uint_as_float(0x7F800000u);
+        continue;
       }
       bits = warp_max(bits);
 #pragma unroll

@@ -8,6 +8,7 @@ counts as constants and the batch as an argument.
 from .choice import STRATEGIES, applicable, cached_plan, check_strategy, make_plan, preference, set_strategy
 from .library import GROUP_ROWS
 from .problem import C_TYPES, CHIPS, DTYPE_BYTES, Chip, Problem, c_types, chip_for, target
+from .split import PREPARED, prepare
 from .steps import NOTHING, OWN_GEMM, ROLES, Buffer, Extent, Launch, Map, Plan, Product, Step
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "GROUP_ROWS",
     "NOTHING",
     "OWN_GEMM",
+    "PREPARED",
     "ROLES",
     "STRATEGIES",
     "Buffer",
@@ -35,6 +37,7 @@ __all__ = [
     "chip_for",
     "make_plan",
     "preference",
+    "prepare",
     "set_strategy",
     "target",
 ]

@@ -8,7 +8,7 @@ from . import library
 from .cost import gemm_seconds, split_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
-from .split import ALL_ROWS, ROW_BYTES, recompute, split_operands, split_rows
+from .split import ALL_ROWS, PREPARED, ROW_BYTES, recompute, split_operands, split_rows
 from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan, Step
 
 TILE_ROWS = 2 * GROUP_ROWS
@@ -22,8 +22,7 @@ MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial 
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
 _SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
-          "most", "flags")  # fmt: skip
-_NOT_SPLIT = (NOTHING,) * len(_SPLIT)
+          "weight_checksums", "most", "flags")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -149,6 +148,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
     half = problem.dtype != "float32"
     group_panels = _group_panels(problem, tile)
     x_rows, weight_rows = _rows_ahead(problem, tile, group_panels)
+    if problem.prepared:
+        weight_rows = problem.out_features
     ahead = problem.split and finish in ("kPersistent", "kEvaluate")  # the kernel splits the rows of later waves itself
     shared = tile.shared + (RING_BYTES if ahead else 0)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
@@ -170,8 +171,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
         ),
         ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
-         "merged_slope", "merged_shift", "counters", *(_SPLIT if problem.split else _NOT_SPLIT), "x_rows",
-         "weight_rows", "group_panels", "stream_x", "keep_product", "batch", "in_features", "features"),
+         "merged_slope", "merged_shift", "counters", *_split_roles(problem), "x_rows", "weight_rows",
+         "group_panels", "stream_x", "keep_product", "batch", "in_features", "features"),
         Extent(panels, TILE_ROWS, chip.multiprocessors),
         block=384,
         resident=1,
@@ -213,10 +214,12 @@ def forward(problem: Problem, strategy: str) -> Plan:
     counters = COUNTERS + 2 * panels if finish in ("kOneBlock", "kOneWave", "kPersistent") else 0
     if problem.split:
         counters = COUNTERS + 2 * panels + (panels + BANDS if ahead else 0) + 3  # `most`
-        steps = (split_rows(problem, True, x_rows, weight_rows), launch, recompute(problem))
+        steps = (split_rows(problem, True, x_rows, 0 if problem.prepared else weight_rows), launch, recompute(problem))
         workspace += split_operands(problem)
         workspace.append(Buffer("flags", "int32", (features,)))
         workspace += [Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total")]
+        if problem.prepared:
+            workspace = [buffer for buffer in workspace if buffer.role not in PREPARED]
     if finish == "kStatistics":
         steps += (library.merge(problem, fold=True), library.normalize(problem, fold=True, offset="group_mean"))
     return Plan(
@@ -231,6 +234,13 @@ def forward(problem: Problem, strategy: str) -> Plan:
         seconds=(split_seconds if problem.split else gemm_seconds)(problem) * (1.06 if problem.training else 1.01),
         floor=gemm_seconds(problem),
     )
+
+
+def _split_roles(problem: Problem) -> tuple[str, ...]:
+    """The arguments for split operands."""
+    if not problem.split:
+        return (NOTHING,) * len(_SPLIT)
+    return _SPLIT if problem.prepared else tuple(NOTHING if role == "weight_checksums" else role for role in _SPLIT)
 
 
 def _fits_l2(problem: Problem) -> bool:

@@ -68,6 +68,7 @@ class Problem:
         scaled: a scale is there (a tensor or a number other than 1).
         chip: the GPU; None for any other device.
         grad_dtypes: of the gradients of x and the weight, where autocast has made `dtype` out of others; () for `dtype`.
+        prepared: the weight is split already (float32 by split operands, in evaluation).
     """
 
     batch: int
@@ -84,6 +85,7 @@ class Problem:
     scaled: bool = True
     chip: Chip | None = field(default_factory=lambda: chip_for(90))
     grad_dtypes: tuple[str, ...] = ()
+    prepared: bool = False
 
     @property
     def flops(self) -> float:

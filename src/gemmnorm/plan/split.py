@@ -17,7 +17,11 @@ SPLIT_GEMM_TILE, SPLIT_GEMM_STAGES = 128, 3
 SPLIT_BACKWARD_FLOPS = 4e9  # of one product; below, the passes that split the operands cost more than they save
 
 
-def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int) -> Launch:
+# What is kept of a weight that is split ahead of the calls, beside itself.
+PREPARED = ("split_weight", "weight_exponents", "weight_largest", "weight_total", "weight_checksums")
+
+
+def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, checksums: bool = False) -> Launch:
     """The pass that splits the first rows of x and of the weight, with the sizes of rows that a guard wants to know."""
     return Launch(
         "fused_gemm_split_operands",
@@ -25,11 +29,21 @@ def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int) -
         "split_rows",
         (),
         ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents",
-         *(("weight_largest", "weight_total", "most") if guarded else (NOTHING,) * 3), "weight_rows", "in_features"),
+         *(("weight_largest", "weight_total") if guarded else (NOTHING,) * 2),
+         "weight_checksums" if checksums else NOTHING, "most" if guarded else NOTHING, "weight_rows", "in_features"),
         Extent(1, 1, limit=0 if x_rows == ALL_ROWS else x_rows + weight_rows, plus=weight_rows),
         resident=4,
         numbers=(("weight_rows", weight_rows),),
     )  # fmt: skip
+
+
+def prepare(problem: Problem) -> Plan:
+    """The weight alone, split: the buffers of `PREPARED`, of which the checksums come zeroed from the caller."""
+    features = Extent(problem.out_features)
+    launch = replace(split_rows(problem, True, 0, problem.out_features, checksums=True), grid=features)
+    weight, exponents = split_operands(problem)[1::2]
+    sizes = (Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total"))
+    return Plan(problem, "prepare", "one_kernel", (launch,), (weight, exponents, *sizes))
 
 
 def _padded(columns: int) -> Extent:

@@ -148,6 +148,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "weight_exponents": ("int*", "[features]"),
     "weight_largest": ("float*", "[features]"),
     "weight_total": ("float*", "[features]"),
+    "weight_checksums": ("unsigned int*", "[features] or null"),
     "most": ("unsigned int*", "[3]: zero, and left zero"),
     "x_rows": ("int", "of x, that are split already"),
     "weight_rows": ("int", "of the weight, that are split already"),
@@ -179,7 +180,7 @@ class Plan:
     """What to run, in order, and what to allocate before.
 
     Attributes:
-        problem: what it was made for; phase: "forward" or "backward".
+        problem: what it was made for; phase: "forward", "backward" or "prepare".
         strategy: the one that was chosen; reasons: why others were not, strategy → sentence.
         steps: products and launches.
         outputs: tensors handed back; workspace: tensors that die with the call.
@@ -218,6 +219,7 @@ class Plan:
         lines = [
             f"{p.batch} × {p.in_features} → {p.out_features}, {p.dtype}"
             + (f" ({arithmetic})" if p.dtype == "float32" else "")
+            + (", weight split ahead" if p.prepared else "")
             + f", {kind}: {self.strategy} ({where})"
         ]
         for step in self.steps:

@@ -112,7 +112,12 @@ def kernels(arch: int, quick: bool = False) -> list[Kernel]:
         for strategy, phase in itertools.product(plan.STRATEGIES, ("forward", "backward")):
             if phase == "backward" and not problem.save:
                 continue
-            for launch in plan.make_plan(problem, strategy, phase).launches:
+            chosen = plan.make_plan(problem, strategy, phase)
+            launches = chosen.launches
+            if problem.split and chosen.strategy == "one_kernel" and phase == "forward" and not problem.training:
+                ahead = plan.make_plan(replace(problem, prepared=True), strategy, phase)
+                launches = (*launches, *ahead.launches, *plan.prepare(problem).launches)
+            for launch in launches:
                 same = replace(launch, grid=plan.Extent(1))
                 uses_activation = "Activation" in launch.constants
                 types = tuple(plan.c_types(problem).values())

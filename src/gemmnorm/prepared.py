@@ -1,0 +1,73 @@
+"""Weights that are split before any call asks for it: `prepare(model)`, for evaluation in float32 on Hopper.
+
+An explicit step, because it keeps a second copy of the weight (as large as the first). A call that finds its weight
+prepared does not split it; it reads the weight all the same, beside the tensor cores, and compares a checksum of every
+row with what was split. A feature whose row has changed is computed again from the weight itself, and where PyTorch knows
+of the change (`optimizer.step()`, `load_state_dict`, any operation in place, `weight.data = …`), the prepared copy is
+dropped. So it is never stale, not even after `weight.data.mul_(0.9)`, of which PyTorch does not know: then it is slow,
+and `prepare` again makes it fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import binding, driver, plan
+from .plan import Problem
+
+
+@dataclass(frozen=True)
+class PreparedWeight:
+    """The tensors of `plan.PREPARED`, and what tells whether the weight has changed since.
+
+    `memory` keeps the weight's memory from being handed out again, so that its address stands for it.
+    """
+
+    tensors: tuple[Tensor, ...]
+    version: int
+    memory: Tensor
+    stream: int
+
+
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight → PreparedWeight
+
+
+def make(weight: Tensor, problem: Problem, scalars: tuple[Any, ...]) -> None:
+    """Split `weight` now; `scalars` as for any call. Waits for the device, so that calls on any stream may follow."""
+    checksums = torch.zeros(weight.shape[0], dtype=torch.int32, device=weight.device)
+    split, exponents, largest, total = binding.bind(plan.prepare(problem))((weight, checksums), scalars)
+    assert split is not None and exponents is not None and largest is not None and total is not None
+    stream = driver.stream_handle(weight.device.index)
+    driver.synchronize(weight.device)
+    _known[weight] = PreparedWeight(
+        (split, exponents, largest, total, checksums), weight._version, weight.detach(), stream
+    )
+
+
+def find(weight: Tensor) -> PreparedWeight | None:
+    """What `make` has made of `weight`; None, and it is dropped, where the weight has changed since.
+
+    None in a call that is captured too: a graph would use it for ever.
+    """
+    found: PreparedWeight | None = _known.get(weight)
+    if found is None:
+        return None
+    if found.version != weight._version or found.memory.data_ptr() != weight.data_ptr():
+        del _known[weight]
+        return None
+    if driver.capturing():
+        return None
+    if driver.stream_handle(weight.device.index) != found.stream:
+        for t in found.tensors:
+            t.record_stream(torch.cuda.current_stream(weight.device))
+    return found
+
+
+def forget(weight: Tensor) -> bool:
+    """Drop what `make` has made of `weight`; whether there was anything."""
+    return _known.pop(weight, None) is not None

@@ -1,0 +1,135 @@
+"""`prepare`: weights split ahead of evaluation in float32, never stale (run by the emulator)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from emulator import COMPILER, emulated
+from gpu_support import poisoned_memory, precision
+from test_emulated import SMALL_HOPPER
+from torch import Tensor, nn
+
+import gemmnorm
+from gemmnorm import driver, errors, prepared, runtime
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+
+
+@pytest.fixture(autouse=True)
+def _default_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(driver, "synchronize", lambda device: None)
+    with precision("fp32"), gemmnorm.set_strategy("one_kernel"):
+        yield
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(72, 264, bias=False)
+        self.bn = nn.BatchNorm1d(264)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.bn(self.fc(x)))
+
+
+def made() -> tuple[Head, Tensor]:
+    torch.manual_seed(3)
+    model, x = Head().eval(), torch.randn(300, 72)
+    model.bn.running_var.uniform_(0.5, 2.0)
+    return gemmnorm.fuse(model), x
+
+
+def evaluated(model: nn.Module, x: Tensor) -> tuple[Tensor, bool]:
+    """y, and whether the call found its weight prepared."""
+    with poisoned_memory(), runtime.recording() as plans, torch.no_grad():
+        y = model(x)
+    assert plans[0].strategy == "one_kernel"
+    return y, plans[0].problem.prepared
+
+
+def test_the_same_bits_without_splitting_the_weight() -> None:
+    model, x = made()
+    with emulated(SMALL_HOPPER):
+        plain, before = evaluated(model, x)
+        assert gemmnorm.prepare(model) is model
+        ahead, after = evaluated(model, x)
+        again, _ = evaluated(model, x)
+        assert (before, after) == (False, True)
+        assert torch.equal(plain, ahead) and torch.equal(plain, again)
+        gemmnorm.unprepare(model)
+        assert not evaluated(model, x)[1]
+
+
+def test_the_module_of_its_own() -> None:
+    module = gemmnorm.LinearScaleBatchNorm1d(40, 72, activation="relu").eval()
+    with emulated(SMALL_HOPPER):
+        gemmnorm.prepare(module)
+        assert evaluated(module, torch.randn(5, 40))[1]
+
+
+CHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "optimizer": lambda fc: torch.optim.SGD([fc.weight], lr=1.0).step(),
+    "in place": lambda fc: fc.weight.detach().mul_(1.5),
+    "load_state_dict": lambda fc: fc.load_state_dict({"weight": torch.randn(264, 72)}),
+    "another memory": lambda fc: setattr(fc.weight, "data", fc.weight.data * 1.5),
+    "another parameter": lambda fc: setattr(fc, "weight", nn.Parameter(torch.randn(264, 72))),
+    "behind PyTorch's back": lambda fc: fc.weight.data.mul_(1.5),
+    "one element, behind PyTorch's back": lambda fc: fc.weight.data[200, 71].add_(1e3),
+    "two elements exchanged": lambda fc: fc.weight.data[7].copy_(fc.weight.data[7].flip(0)),
+    "to NaN": lambda fc: fc.weight.data[9, 3].fill_(float("nan")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_never_stale(change: str) -> None:
+    model, x = made()
+    with emulated(SMALL_HOPPER):
+        gemmnorm.prepare(model)
+        old, _ = evaluated(model, x)
+        model.fc.weight.grad = torch.ones_like(model.fc.weight)
+        CHANGES[change](model.fc)
+        new, ahead = evaluated(model, x)
+    behind = "back" in change or "exchanged" in change or "NaN" in change
+    assert ahead == behind  # then the kernel finds out
+    want = copy.deepcopy(gemmnorm.unfuse(model)).double()(x.double())
+    assert not torch.equal(old, new)
+    assert torch.equal(new.isnan(), want.isnan())
+    torch.testing.assert_close(new.double(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_not_in_training_not_under_autocast_not_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made()
+    with emulated(SMALL_HOPPER):
+        gemmnorm.prepare(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not evaluated(model, x)[1]
+        monkeypatch.setattr(driver, "capturing", lambda: True)
+        assert prepared.find(model.fc.weight) is None
+        monkeypatch.setattr(driver, "capturing", lambda: False)
+        assert prepared.find(model.fc.weight) is not None
+        assert not evaluated(model.train(), x)[1]
+
+
+def test_what_is_left_alone() -> None:
+    with emulated(SMALL_HOPPER):
+        for weight in (torch.randn(8, 8).bfloat16(), torch.randn(8, 8).t()[:, :7], torch.randn(8, 7)):
+            assert not runtime.prepare_weight(weight)
+        with torch.inference_mode():
+            assert not runtime.prepare_weight(torch.randn(8, 8))
+        with precision("tf32"):
+            assert not runtime.prepare_weight(torch.randn(8, 8))
+    assert not runtime.prepare_weight(torch.randn(8, 8))  # no kernels here
+    with pytest.raises(errors.GemmNormTypeError, match="expected an nn.Module"):
+        gemmnorm.prepare(torch.randn(8, 8))  # type: ignore[type-var]
+
+
+def test_it_dies_with_its_weight() -> None:
+    with emulated(SMALL_HOPPER):
+        module = gemmnorm.LinearScaleBatchNorm1d(40, 72).eval()
+        gemmnorm.prepare(module)
+        held = len(prepared._known)
+        del module
+    assert len(prepared._known) == held - 1
