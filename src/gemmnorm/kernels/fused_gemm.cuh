@@ -9,44 +9,11 @@
 // last tile of every block never leaves the registers before it is normalised.
 #pragma once
 #include "column_sums.cuh"
+#include "gemm_shared.cuh"
 #include "staging.cuh"
-#include "split_ahead.cuh"
 #include "split_product.cuh"
 
 namespace gemmnorm {
-
-struct split;  // operand type: float32 as two float16 (split.cuh), three products for one
-
-// Bytes of an element in shared memory, its parts, and the registers of a thread that feeds and normalises.
-template <class T>
-struct Operand {
-  using Element = T;
-  static constexpr int kSize = 2, kPlanes = 1, kFeeder = 104;
-};
-template <>
-struct Operand<tf32> : Operand<half> {
-  using Element = tf32;
-  static constexpr int kSize = 4;
-};
-template <>
-struct Operand<split> : Operand<half> {
-  static constexpr int kPlanes = 2, kFeeder = 56;
-};
-
-template <int BN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
-struct GemmShared : PieceRings<AHEAD> {
-  alignas(1024) unsigned char x[STAGES][PLANES][kTileRows * kRowBytes];
-  alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
-  alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
-  float sums[2][4][BN];   // per consumer and warp
-  float slope[2][BN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
-  float shift[2][BN];
-  float mean[BN], rstd[BN];  // of the tile's columns, for both consumers
-  u64 full[STAGES], empty[STAGES];
-  u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
-  u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
-  u32 last;
-};
 
 template <class OP, class T, class Y, class L, class R, int BN, int STAGES, int SHARED_BYTES, Finish FINISH,
           class Activation>
@@ -69,7 +36,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     int group_panels, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
-  constexpr int kAhead = 16, kPairs = FINISH == Finish::kPersistent ? 2 : 4;  // partial results in flight, pairs of columns
+  // Partial results in flight, and pairs of columns: as many as the registers hold.
+  constexpr int kAhead = FINISH == Finish::kOneWave && BN == 256 ? 12 : 16, kPairs = FINISH == Finish::kPersistent ? 2 : 4;
   constexpr int kPlanes = Operand<OP>::kPlanes;
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
@@ -203,6 +171,14 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     // Of split operands: high·high of one stage, which `acc` adds up because the tensor cores truncate; and both products
     // with a low part, in units of 2^-11, whose truncation is far below.
     float part[kSplit ? kAccumulators : 1], cross[kSplit ? kAccumulators : 1];
+
+    // Each consumer finishes half of a tile's columns, kLanes threads to a column. Of a block's only tile, where it is
+    // narrow, it reads what that takes before the multiplications.
+    constexpr int kLanes = 256 / BN;
+    constexpr bool kEarly = (FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave) && BN <= 64;
+    typename Features<L, R>::Own early = {};
+    if (kEarly && blockIdx.x < tiles)
+      early = f.own(min(raster.at(blockIdx.x).n * BN + consumer * (BN / 2) + thread / kLanes, features - 1));
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
       if (kSplit) {
@@ -347,17 +323,10 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         barrier_arrive(&shared.staged[consumer]);
 
         if (finish_here) {
-          // Mean and rstd of the tile's columns: each consumer merges half of them, kLanes threads to a column.
-          constexpr int kLanes = 256 / BN;
-          const int column = consumer * (BN / 2) + thread / kLanes;
-          at_column = first_column + column;
+          const int finished = consumer * (BN / 2) + thread / kLanes;
+          at_column = first_column + finished;
           const bool mine = at_column < features, direct = FINISH != Finish::kPersistent || f.groups <= kDirectGroups;
-          float2 unit_slope = make_float2(0.0f, 0.0f), unit_shift = unit_slope;
-          if (owner) {
-            unit_slope = make_float2(f.slope(j, 1.0f), f.slope(j + 1, 1.0f));
-            unit_shift = make_float2(f.shift(j), f.shift(j + 1));
-          }
-          const float s_column = mine ? f.s(at_column) : 0.0f;
+          const auto own = kEarly ? early : f.own(mine ? at_column : 0);
           if (FINISH == Finish::kOneBlock) {
             if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
             sync_threads(3, 256);
@@ -376,7 +345,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             const int full = max(batch / kGroupRows, 1);
             float near = 0.0f, sum = 0.0f, spread[kSpread];
             const auto load_group = [&](const float (*here)[BN], const float* vector, int g) {
-              return FINISH == Finish::kOneBlock ? here[g][column]
+              return FINISH == Finish::kOneBlock ? here[g][finished]
                                                  : load_l2(vector + static_cast<i64>(g) * features + (mine ? at_column : 0));
             };
 #pragma unroll
@@ -405,7 +374,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             }
             squares -= sum * sum / batch;
             centre = near + sum / batch;
-            if (mine) r = 1.0f / sqrtf(s_column * s_column * squares / batch + eps);
+            r = 1.0f / sqrtf(own.s * own.s * squares / batch + eps);
             const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored);
             finish_feature_here = mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish;
           } else if (mine) {
@@ -413,18 +382,19 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             r = load_l2(rstd + at_column);
           }
           if (thread % kLanes == 0) {
-            shared.mean[column] = centre;
-            shared.rstd[column] = r;
+            shared.mean[finished] = centre;
+            shared.finished_slope[finished] = own.slope * r;
+            shared.sums[consumer][0][finished] = own.shift;
           }
           sync_threads(3, 256);
           // Coefficients for values that are stored minus their group's mean.
           if (owner) {
             const float2 m = *reinterpret_cast<const float2*>(&shared.mean[2 * thread]);
-            const float2 rr = *reinterpret_cast<const float2*>(&shared.rstd[2 * thread]);
-            const float2 slope = make_float2(unit_slope.x * rr.x, unit_slope.y * rr.y);
+            const float2 slope = *reinterpret_cast<const float2*>(&shared.finished_slope[2 * thread]);
+            const float2 shift = *reinterpret_cast<const float2*>(&shared.sums[4 * thread / BN][0][2 * thread]);
             *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = slope;
             *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) =
-                make_float2(slope.x * (mu.x - m.x) + unit_shift.x, slope.y * (mu.y - m.y) + unit_shift.y);
+                make_float2(slope.x * (mu.x - m.x) + shift.x, slope.y * (mu.y - m.y) + shift.y);
           }
           if (kStagedY) {  // the product has left the staging memory
             barrier_wait(&shared.unstaged[consumer], staging_parity);
@@ -472,14 +442,16 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                            group * kGroupRows);
           commit_copies();
         }
-        if (finish_feature_here) f.finish(at_column, centre, squares);  // nobody waits for it
+        if (finish_feature_here) f.finish(at_column, kEarly ? early : f.own(at_column), centre, squares);  // nobody waits
       }
     }
     if (kStagedY && thread == 0) wait_copies();
     if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
   }
 
-  if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || kAheadToo) {
+  if (FINISH == Finish::kOneBlock && momentum >= 0.0f) {  // no block waits for another, none reads the count of batches
+    if (batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
+  } else if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || kAheadToo) {
     // The last block to get here leaves the counters as it found them, and counts the batch.
     __syncthreads();
     if (threadIdx.x == 0) {

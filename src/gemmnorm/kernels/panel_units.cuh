@@ -55,15 +55,23 @@ struct Features {
     const int left = batch - group * kGroupRows;
     return left < 0 ? 0 : left < kGroupRows ? left : kGroupRows;
   }
-  __device__ __forceinline__ void finish(int j, float mu, float m2) const {
-    const float batches = batches_tracked ? static_cast<float>(*batches_tracked + 1) : 0.0f;
-    const float variance = s(j) * s(j) * m2 / batch;
+  // What the last step for feature j reads, all of it in flight at once.
+  struct Own {
+    float s, b, slope /* with rstd = 1 */, shift, running_mean, running_var;
+  };
+  __device__ __forceinline__ Own own(int j) const {
+    return {s(j), b(j), slope(j, 1.0f), shift(j), value_or(running_mean, j, 0.0f), value_or(running_var, j, 0.0f)};
+  }
+  __device__ __forceinline__ void finish(int j, const Own& of, float mu, float m2) const {
+    const float batches = batches_tracked && momentum < 0.0f ? static_cast<float>(*batches_tracked + 1) : 0.0f;
+    const float variance = of.s * of.s * m2 / batch;
     const bool again = guard.raises(j, sqrtf(m2 / batch));  // then the running statistics wait for it
-    float slope_j = 0.0f, shift_j = 0.0f;  // read before anything is stored
-    if (merged_slope) slope_j = slope(j, 1.0f / sqrtf(variance + eps)), shift_j = shift(j);
-    finish_feature(j, mu, variance, s(j), b(j), batches, again ? nullptr : running_mean, running_var, momentum, eps, mean,
-                   rstd, batch);
-    if (merged_slope) merged_slope[j] = slope_j, merged_shift[j] = shift_j;
+    if (merged_slope) {
+      merged_slope[j] = of.slope / sqrtf(variance + eps);
+      merged_shift[j] = of.shift;
+    }
+    finish_feature(j, mu, variance, of.s, of.b, batches, again ? nullptr : running_mean, running_var, of.running_mean,
+                   of.running_var, momentum, eps, mean, rstd, batch);
   }
 };
 
@@ -125,7 +133,8 @@ __device__ __forceinline__ void merge_groups(const Features<L, R>& f, int first_
     const float mean_i = __shfl_sync(~0u, sum.mean[i], lane / 4 % 2), m2_i = __shfl_sync(~0u, sum.m2[i], lane / 4 % 2);
     if (lane % 4 == i) mean = mean_i, m2 = m2_i;
   }
-  if (lane < kMergeWidth && first_feature + lane < f.features) f.finish(first_feature + lane, mean, m2);
+  const int mine = first_feature + lane;
+  if (lane < kMergeWidth && mine < f.features) f.finish(mine, f.own(mine), mean, m2);
 }
 
 // One warp computes y = φ(slope·a + shift) of COLUMNS features with the running statistics; `keep`: mean and rstd too.

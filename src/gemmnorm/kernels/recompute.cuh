@@ -64,8 +64,8 @@ __device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j,
     r = 1.0f / sqrtf(variance + f.eps);
     if (threadIdx.x == 0) {  // the counter counts this batch already
       const float batches = f.batches_tracked ? static_cast<float>(*f.batches_tracked) : 0.0f;
-      finish_feature(j, centre, variance, s, b, batches, f.running_mean, f.running_var, f.momentum, f.eps, f.mean,
-                     f.rstd, f.batch);
+      finish_feature(j, centre, variance, s, b, batches, f.running_mean, f.running_var, value_or(f.running_mean, j, 0.0f),
+                     value_or(f.running_var, j, 0.0f), f.momentum, f.eps, f.mean, f.rstd, f.batch);
     }
     for (int g = threadIdx.x; g < f.groups; g += kThreads) f.group_mean[static_cast<i64>(g) * f.features + j] = 0.0f;
   } else {

@@ -92,10 +92,8 @@ __device__ __forceinline__ float sum_over_merge_lanes(float value, float* shared
 // A negative momentum stands for the cumulative average: m = 1 / batches, the count with this batch in it.
 template <class R>
 __device__ __forceinline__ void finish_feature(int j, float mean_a, float variance, float s, float b, float batches,
-                                               R* running_mean, R* running_var, float momentum, float eps,
-                                               float* mean, float* rstd, int batch) {
-  const float old_mean = running_mean ? to_float(running_mean[j]) : 0.0f;  // both in flight before anything is stored
-  const float old_var = running_mean ? to_float(running_var[j]) : 0.0f;
+                                               R* running_mean, R* running_var, float old_mean, float old_var,
+                                               float momentum, float eps, float* mean, float* rstd, int batch) {
   mean[j] = mean_a;
   rstd[j] = 1.0f / sqrtf(variance + eps);
   if (!running_mean) return;
@@ -149,7 +147,8 @@ __device__ __forceinline__ void merge_statistics(const float* group_mean /* [gro
   if (!inside || lane != 0) return;
   const float variance = (FOLD ? s * s * m2 : m2) / batch;
   const float batches = batches_tracked ? static_cast<float>(*batches_tracked) : 0.0f;
-  finish_feature(j, mu, variance, s, b, batches, running_mean, running_var, momentum, eps, mean, rstd, batch);
+  finish_feature(j, mu, variance, s, b, batches, running_mean, running_var, value_or(running_mean, j, 0.0f),
+                 value_or(running_var, j, 0.0f), momentum, eps, mean, rstd, batch);
 }
 
 }  // namespace gemmnorm

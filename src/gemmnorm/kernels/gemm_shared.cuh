@@ -1,0 +1,41 @@
+// What the fused GEMM keeps in shared memory, by the type of its operands.
+#pragma once
+#include "ptx/wgmma.cuh"
+#include "split_ahead.cuh"
+
+namespace gemmnorm {
+
+struct split;  // operand type: float32 as two float16 (split.cuh), three products for one
+
+// Bytes of an element in shared memory, its parts, and the registers of a thread that feeds and normalises.
+template <class T>
+struct Operand {
+  using Element = T;
+  static constexpr int kSize = 2, kPlanes = 1, kFeeder = 104;
+};
+template <>
+struct Operand<tf32> : Operand<half> {
+  using Element = tf32;
+  static constexpr int kSize = 4;
+};
+template <>
+struct Operand<split> : Operand<half> {
+  static constexpr int kPlanes = 2, kFeeder = 56;
+};
+
+template <int BN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
+struct GemmShared : PieceRings<AHEAD> {
+  alignas(1024) unsigned char x[STAGES][PLANES][kTileRows * kRowBytes];
+  alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
+  alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
+  float sums[2][4][BN];   // per consumer and warp
+  float slope[2][BN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
+  float shift[2][BN];
+  float mean[BN], finished_slope[BN];  // of the tile's columns, for both consumers
+  u64 full[STAGES], empty[STAGES];
+  u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
+  u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
+  u32 last;
+};
+
+}  // namespace gemmnorm
