@@ -154,7 +154,7 @@ def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_pat
     for save in ("_saving", "_alone"):
         launch = host_function(source, "forward_training" + save)
         assert "launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(" in launch
-        assert re.search(r"multiprocessors\(\)\), 384,\s+\d+ /\* shared \*/, true /\* cooperative \*/", launch)
+        assert re.search(r"multiprocessors\(\)\), 384,\s+\d+ /\* shared \*/, 1 /\* cluster \*/,\s+true /\* cooperative \*/", launch)
     if ending is None:
         assert kernels == ["kPersistent", "kEvaluate"]
         return
@@ -171,7 +171,11 @@ def test_the_own_product_saves_its_group_means_and_evaluation_with_gradients_is_
         source = result.source
         last = host_function(source, "forward_training" + ("_saving" if strategy == "one_kernel" else ""))
         assert last.endswith("return {y, product, group_mean, mean, rstd};\n}")
-        assert "pointer<float>(group_mean)" in host_function(source, "backward_training")
+        chooser, few, any_batch = (host_function(source, f"backward_training{e}") for e in ("", "_to_512", "_any"))
+        assert "auto run = backward_training_any;\n  if (batch <= 512) run = backward_training_to_512;" in chooser
+        assert "pointer<float>(group_mean)" in few and "pointer<float>(group_mean)" in any_batch
+        assert few.count("launch_hopper(") == 1 and "launch(" not in few and "1 /* cluster */" in few
+        assert any_batch.count("launch(") == 3 and "launch_hopper(" not in any_batch
         alone, saving = (host_function(source, f"forward_evaluation_{word}") for word in ("alone", "saving"))
         assert "launch_hopper(" in alone and "at::mm_out" not in alone and "take_counters" not in alone
         assert "at::mm_out" in saving and "launch_hopper(" not in saving
@@ -190,7 +194,7 @@ def test_launches_bind_maps_counters_and_numbers(tmp_path):
     for ending in ("", "_one_wave"):
         split = host_function(source, f"forward_training{ending}_saving")
         counters = int(re.search(r"take_counters\(x, stream, (\d+)\)", split).group(1))
-        assert split.count(f"pointer<unsigned int>(counters) + {counters - 3}") == 3  # `most` is the last three
+        assert split.count(f"pointer<unsigned int>(counters) + {counters - 4}") == 3  # `most` is the last four
         assert "tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 1024, 128, 64)" in split
         launches = re.findall(r"(launch\w*)\((\w+),", split)
         assert launches == [

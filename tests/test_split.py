@@ -42,8 +42,8 @@ def flagged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         last = steps[-1]
 
         def launch(stream: Any, values: Any) -> None:
-            address = values[2]  # x, weight, flags
-            seen.append(sum((ctypes.c_int * FEATURES).from_address(address)))
+            most = values[3]  # x, weight, flagged, most
+            seen.append(ctypes.c_int.from_address(most + 4 * 3).value)
             last[0](stream, values)
 
         self._steps = (*steps[:-1], (launch, *last[1:]))

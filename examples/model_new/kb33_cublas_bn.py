@@ -140,6 +140,18 @@ __device__ __forceinline__ float computed_anew(float v) {
   return v;
 }
 
+// Copies to shared memory past the registers, a thread's own: #data-movement-and-conversion-instructions-cp-async
+__device__ __forceinline__ void copy_16_bytes(void* to_shared, const void* from) {
+  const u32 address = static_cast<u32>(__cvta_generic_to_shared(to_shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+}
+__device__ __forceinline__ void commit_small_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// All but the newest PENDING groups of this thread's copies have taken place.
+template <int PENDING>
+__device__ __forceinline__ void wait_small_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
 // stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
 __device__ __forceinline__ void wait_for_previous() {
@@ -364,10 +376,8 @@ __device__ __forceinline__ float sum_over_merge_lanes(float value, float* shared
 // A negative momentum stands for the cumulative average: m = 1 / batches, the count with this batch in it.
 template <class R>
 __device__ __forceinline__ void finish_feature(int j, float mean_a, float variance, float s, float b, float batches,
-                                               R* running_mean, R* running_var, float momentum, float eps,
-                                               float* mean, float* rstd, int batch) {
-  const float old_mean = running_mean ? to_float(running_mean[j]) : 0.0f;  // both in flight before anything is stored
-  const float old_var = running_mean ? to_float(running_var[j]) : 0.0f;
+                                               R* running_mean, R* running_var, float old_mean, float old_var,
+                                               float momentum, float eps, float* mean, float* rstd, int batch) {
   mean[j] = mean_a;
   rstd[j] = 1.0f / sqrtf(variance + eps);
   if (!running_mean) return;
@@ -421,7 +431,8 @@ __device__ __forceinline__ void merge_statistics(const float* group_mean /* [gro
   if (!inside || lane != 0) return;
   const float variance = (FOLD ? s * s * m2 : m2) / batch;
   const float batches = batches_tracked ? static_cast<float>(*batches_tracked) : 0.0f;
-  finish_feature(j, mu, variance, s, b, batches, running_mean, running_var, momentum, eps, mean, rstd, batch);
+  finish_feature(j, mu, variance, s, b, batches, running_mean, running_var, value_or(running_mean, j, 0.0f),
+                 value_or(running_var, j, 0.0f), momentum, eps, mean, rstd, batch);
 }
 
 }  // namespace gemmnorm
@@ -608,6 +619,14 @@ __device__ __forceinline__ void hold_row(const float* row, Vec<float, 4> (&held)
   }
 }
 
+// What stands for the contents of a row: any order of adding up the parts gives the same, another order of elements not.
+__device__ __forceinline__ u32 checksum(int column, const Vec<float, 4>& v) {
+  u32 sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum += __float_as_uint(v.at[i]) * (2 * (column + i) + 1);
+  return sum;
+}
+
 // The largest of a block's values, for every thread.
 __device__ __forceinline__ int block_max(int value, int* shared /* [kThreads / 32] */) {
 #pragma unroll
@@ -629,8 +648,10 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
                                            half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
                                            int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
                                            float* weight_largest /* [features] or null */,
-                                           float* weight_total /* [features] or null */, u32* most /* [2] or null */,
-                                           int weight_rows /* to split, of the first */, int in_features) {
+                                           float* weight_total /* [features] or null */,
+                                           u32* weight_checksums /* [features] or null: zero */,
+                                           u32* most /* [2] or null */, int weight_rows /* to split, of the first */,
+                                           int in_features) {
   __shared__ int shared[kThreads / 32];
   __shared__ float sums[kThreads / 32];
   allow_next();
@@ -670,6 +691,11 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
       atomicMax(&most[0], bits);
       atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
     }
+  }
+  if (of_weight && weight_checksums) {
+    u32 code = 0;
+    visit_row(source, held, in_features, in_features, [&](int c, const Vec<float, 4>& v) { code += checksum(c, v); });
+    atomicAdd(&weight_checksums[row], code);
   }
   const PowerOfTwo scale = power_of_two(-exponent);
   visit_row(source, held, in_features, padded, [&](int c, const Vec<float, 4>& v) {

@@ -138,6 +138,18 @@ __device__ __forceinline__ float computed_anew(float v) {
   return v;
 }
 
+// Copies to shared memory past the registers, a thread's own: #data-movement-and-conversion-instructions-cp-async
+__device__ __forceinline__ void copy_16_bytes(void* to_shared, const void* from) {
+  const u32 address = static_cast<u32>(__cvta_generic_to_shared(to_shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+}
+__device__ __forceinline__ void commit_small_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// All but the newest PENDING groups of this thread's copies have taken place.
+template <int PENDING>
+__device__ __forceinline__ void wait_small_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
 // stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
 __device__ __forceinline__ void wait_for_previous() {
@@ -345,6 +357,14 @@ __device__ __forceinline__ void hold_row(const float* row, Vec<float, 4> (&held)
   }
 }
 
+// What stands for the contents of a row: any order of adding up the parts gives the same, another order of elements not.
+__device__ __forceinline__ u32 checksum(int column, const Vec<float, 4>& v) {
+  u32 sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum += __float_as_uint(v.at[i]) * (2 * (column + i) + 1);
+  return sum;
+}
+
 // The largest of a block's values, for every thread.
 __device__ __forceinline__ int block_max(int value, int* shared /* [kThreads / 32] */) {
 #pragma unroll
@@ -366,8 +386,10 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
                                            half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
                                            int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
                                            float* weight_largest /* [features] or null */,
-                                           float* weight_total /* [features] or null */, u32* most /* [2] or null */,
-                                           int weight_rows /* to split, of the first */, int in_features) {
+                                           float* weight_total /* [features] or null */,
+                                           u32* weight_checksums /* [features] or null: zero */,
+                                           u32* most /* [2] or null */, int weight_rows /* to split, of the first */,
+                                           int in_features) {
   __shared__ int shared[kThreads / 32];
   __shared__ float sums[kThreads / 32];
   allow_next();
@@ -407,6 +429,11 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
       atomicMax(&most[0], bits);
       atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
     }
+  }
+  if (of_weight && weight_checksums) {
+    u32 code = 0;
+    visit_row(source, held, in_features, in_features, [&](int c, const Vec<float, 4>& v) { code += checksum(c, v); });
+    atomicAdd(&weight_checksums[row], code);
   }
   const PowerOfTwo scale = power_of_two(-exponent);
   visit_row(source, held, in_features, padded, [&](int c, const Vec<float, 4>& v) {
@@ -552,10 +579,30 @@ __device__ __forceinline__ void wait_copies_read() { asm volatile("cp.async.bulk
 // All of this thread's copies are complete and visible to it.
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Brings a line of memory, or a map, closer: #data-movement-and-conversion-instructions-prefetch-prefetchu
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// Brings a map closer: #data-movement-and-conversion-instructions-prefetch-prefetchu
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Clusters of blocks: #parallel-synchronization-and-communication-instructions-barrier-cluster, and mapa for the shared
+// memory of another block.
+__device__ __forceinline__ int cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+// Of all threads of the cluster: what each wrote before it arrived is visible to all after the wait.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// What lies at `own` in the shared memory of the cluster's block `rank`.
+__device__ __forceinline__ float2 load_remote(const float2* own, int rank) {
+  float2 v;
+  asm volatile(
+      "{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %2, %3;\nld.shared::cluster.v2.f32 {%0, %1}, [a];\n}"
+      : "=f"(v.x), "=f"(v.y)
+      : "r"(shared_address(own)), "r"(rank)
+      : "memory");
+  return v;
 }
 
 // Moves registers between the warpgroups of a block: #miscellaneous-instructions-setmaxnreg
@@ -657,6 +704,403 @@ __device__ __forceinline__ float2 column_sums(float (*sums)[BN], int consumer, c
   }
   return total;
 }
+
+}  // namespace gemmnorm
+// What the fused GEMM keeps in shared memory, by the type of its operands.
+// Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] * B[N, 32 bytes]^T, both operands in shared
+// memory, swizzled by 128 bytes, along K or, where they are of two bytes, across it. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
+
+namespace gemmnorm {
+
+struct tf32;  // operand type: float32 words of which the tensor cores read the upper 19 bits
+
+// Shared-memory descriptor of a K-major tile whose rows are 128 bytes, 128-byte swizzle, groups of 8 rows 1024 bytes apart.
+__device__ __forceinline__ u64 matrix_descriptor(const void* tile) {
+  return ((shared_address(tile) & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+constexpr int kDescriptorStep = 2;  // the next 32 bytes of K, in the descriptor's units of 16 bytes
+
+// The same of a tile that lies across K (MN-major): 64 rows of K, 128 bytes of each; the next 64 rows or columns of the
+// operand follow after these 8 KiB.
+constexpr int kAcrossBytes = 64 * 128;
+__device__ __forceinline__ u64 across_descriptor(const void* tile) {
+  return ((shared_address(tile) & 0x3FFFF) >> 4) | (u64{kAcrossBytes >> 4} << 16) | (64ull << 32) | (1ull << 62);
+}
+constexpr int kAcrossStep = 16 * 128 / 16;  // the next 16 rows of K
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Operand type and width -> the instruction. `accumulate` 0 starts from zero. A or B may lie across K if of two bytes.
+template <class T, int N>
+struct Wgmma;
+
+// clang-format off
+#define GEMMNORM_WGMMA(N, TYPE, SHAPE, TYPES, REGISTERS, A, B, P, TAIL, ...)                                   \
+  template <>                                                                                                \
+  struct Wgmma<TYPE, N> {                                                                                    \
+    template <int A_ACROSS = 0, int B_ACROSS = 0>                                                            \
+    static __device__ __forceinline__ void run(float (&d)[N / 2], u64 a, u64 b, int accumulate) {            \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." \
+                   TYPES " {" REGISTERS "}, %" A ", %" B ", p, 1, 1" TAIL ";\n}"                               \
+                   : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));            \
+    }                                                                                                        \
+  };
+
+#define GEMMNORM_REGISTERS_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define GEMMNORM_OPERANDS_32 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define GEMMNORM_REGISTERS_64 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15," \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define GEMMNORM_OPERANDS_64 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define GEMMNORM_REGISTERS_128 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15," \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31," \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47," \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define GEMMNORM_OPERANDS_128 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
+  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
+  "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+  "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define GEMMNORM_REGISTERS_256 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15," \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31," \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47," \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63," \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79," \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95," \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111," \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define GEMMNORM_OPERANDS_256 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
+  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
+  "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+  "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), \
+  "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
+  "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), \
+  "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), \
+  "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), \
+  "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), \
+  "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
+  "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
+  "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+
+GEMMNORM_WGMMA(32, half, "m64n32k16", "f16.f16", GEMMNORM_REGISTERS_32, "16", "17", "18", ", %19, %20", GEMMNORM_OPERANDS_32)
+GEMMNORM_WGMMA(32, bfloat16, "m64n32k16", "bf16.bf16", GEMMNORM_REGISTERS_32, "16", "17", "18", ", %19, %20", GEMMNORM_OPERANDS_32)
+GEMMNORM_WGMMA(32, tf32, "m64n32k8", "tf32.tf32", GEMMNORM_REGISTERS_32, "16", "17", "18", "", GEMMNORM_OPERANDS_32)
+GEMMNORM_WGMMA(64, half, "m64n64k16", "f16.f16", GEMMNORM_REGISTERS_64, "32", "33", "34", ", %35, %36", GEMMNORM_OPERANDS_64)
+GEMMNORM_WGMMA(64, bfloat16, "m64n64k16", "bf16.bf16", GEMMNORM_REGISTERS_64, "32", "33", "34", ", %35, %36", GEMMNORM_OPERANDS_64)
+GEMMNORM_WGMMA(64, tf32, "m64n64k8", "tf32.tf32", GEMMNORM_REGISTERS_64, "32", "33", "34", "", GEMMNORM_OPERANDS_64)
+GEMMNORM_WGMMA(128, half, "m64n128k16", "f16.f16", GEMMNORM_REGISTERS_128, "64", "65", "66", ", %67, %68", GEMMNORM_OPERANDS_128)
+GEMMNORM_WGMMA(128, bfloat16, "m64n128k16", "bf16.bf16", GEMMNORM_REGISTERS_128, "64", "65", "66", ", %67, %68", GEMMNORM_OPERANDS_128)
+GEMMNORM_WGMMA(128, tf32, "m64n128k8", "tf32.tf32", GEMMNORM_REGISTERS_128, "64", "65", "66", "", GEMMNORM_OPERANDS_128)
+GEMMNORM_WGMMA(256, half, "m64n256k16", "f16.f16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
+GEMMNORM_WGMMA(256, bfloat16, "m64n256k16", "bf16.bf16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
+GEMMNORM_WGMMA(256, tf32, "m64n256k8", "tf32.tf32", GEMMNORM_REGISTERS_256, "128", "129", "130", "", GEMMNORM_OPERANDS_256)
+// clang-format on
+
+}  // namespace gemmnorm
+// Splitting rows of x and the weight inside the fused GEMM, ahead of the tiles that need them: the launch before it
+// (split_rows) leaves rows of later waves of tiles to two warps of every block, which work beside the tensor cores. Of a
+// weight that was split long before (`prepare`) they read every row, and compare it with what was split.
+// The tiles of a product: in which order they are worked on, and what happens to them then.
+
+namespace gemmnorm {
+
+constexpr int kTileRows = 2 * kGroupRows;  // a statistics group for each of two consumer warpgroups
+
+// What happens to a tile once it is multiplied.
+enum class Finish {
+  kEvaluate,    // y = phi(slope*a + shift) with the running statistics, at once
+  kStatistics,  // product and group statistics only; other kernels do the rest
+  kOneBlock,    // training, the batch fits one tile: all of it within the block
+  kOneWave,     // training, every block has one tile: wait for the panel, merge its groups, normalise the registers
+  kPersistent,  // training, any size: tiles are stored and normalised later, but for the last of every block
+};
+
+constexpr int kRowBytes = 128;     // of K in one stage: one swizzle row
+constexpr int kGemmThreads = 384;  // a warpgroup that feeds and two that multiply
+
+struct Tile {
+  int m, n;
+};
+
+// Tiles in the order of their number: `group_panels` panels at a time, along them first, so that panels are complete
+// early while their weights and a band of x stay in the L2.
+struct Raster {
+  int tiles_m, tiles_n, group_panels;
+
+  __device__ __forceinline__ int tiles() const { return tiles_m * tiles_n; }
+  // Whether any tile of panel n has a number below `stored`: its first has the lowest.
+  __device__ __forceinline__ bool has_stored(int n, int stored) const {
+    const int first = n / group_panels * group_panels;
+    return first * tiles_m + (n - first) < stored;
+  }
+  __device__ __forceinline__ Tile at(int t) const {
+    const int group = t / (group_panels * tiles_m), first = group * group_panels;
+    const int panels = min(group_panels, tiles_n - first), rest = t - first * tiles_m;
+    return {rest / panels, first + rest % panels};
+  }
+};
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+constexpr int kPieceColumns = 512;  // of a row, that the copy engine brings at a time
+constexpr int kPieces = 6;          // in flight, for each warp
+constexpr int kSplitters = 2;       // warps of a block
+constexpr int kBands = 64;          // of rows of x; each has a counter
+
+struct PieceRing {
+  alignas(128) float pieces[kPieces][kPieceColumns];
+  u64 arrived[kPieces];
+};
+template <bool AHEAD>
+struct PieceRings {};
+template <>
+struct PieceRings<true> {
+  PieceRing rings[kSplitters];
+};
+
+// The operands, and how far they are split already.
+struct Ahead {
+  const float *x, *weight;           // [batch, in_features], [features, in_features]
+  half *split_x, *split_weight;      // as split_rows leaves them
+  int *x_exponents, *weight_exponents;
+  float *weight_largest, *weight_total;
+  u32* most;
+  u32* ready;                        // rows split here: [panels], then [kBands]
+  const u32* weight_checksums;       // null, or the weight is split already: what its rows were then
+  int x_rows, weight_rows;           // split by the launch before
+  int batch, in_features, features;
+  static constexpr int kAtOnce = 1, kParts = kPieceColumns / 128 / kAtOnce;
+
+  // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
+  template <int BN>
+  __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
+    const int panel_end = min((tile.n + 1) * BN, features), panel = panel_end - max(tile.n * BN, weight_rows);
+    const int rows = band_rows(raster), band = tile.m * kTileRows / rows;
+    const int missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
+    if (panel > 0) wait_until(&ready[tile.n], panel);
+    if (missing > 0) wait_until(&ready[raster.tiles_n + band], missing);
+    if (panel > 0 || missing > 0) fence_async_global();
+  }
+
+  __device__ __forceinline__ static int band_rows(const Raster& raster) {
+    return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
+  }
+
+  // The first row of the weight that is left, to be split or to be compared.
+  __device__ __forceinline__ int first_of_weight() const { return weight_checksums ? 0 : weight_rows; }
+  // The n-th of the rows that are left: x's, then the weight's.
+  __device__ __forceinline__ const float* row_left(int n) const {
+    const int left_of_x = batch - x_rows;
+    return n < left_of_x ? x + static_cast<i64>(x_rows + n) * in_features
+                         : weight + static_cast<i64>(first_of_weight() + n - left_of_x) * in_features;
+  }
+
+  // Where the next piece to ask for lies: which of the rows that are left, and the piece's first column.
+  struct Cursor {
+    int row, first;
+  };
+  // Asks the copy engine for a piece, as one thread, and goes on to the next.
+  __device__ __forceinline__ void request(PieceRing& ring, int slot, Cursor& c, int left, int stride) const {
+    if (c.row >= left) return;
+    const u32 bytes = min(kPieceColumns, in_features - c.first) * 4;
+    barrier_expect(&ring.arrived[slot], bytes);
+    copy_bytes_to_shared(ring.pieces[slot], row_left(c.row) + c.first, bytes, &ring.arrived[slot]);
+    c.first += kPieceColumns;
+    if (c.first < in_features) return;
+    c.first = 0;
+    c.row += stride;
+  }
+
+  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4> (&v)[kAtOnce]) {
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
+    return bits;
+  }
+  __device__ __forceinline__ static u32 warp_max(u32 bits) {
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
+    return bits;
+  }
+  __device__ __forceinline__ static void store_scaled(half* row, int column, const Vec<float, 4>& v, PowerOfTwo scale) {
+    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
+    store_split(row, column, scaled);
+  }
+
+  // Part of the lane's share of a piece, zeros beyond the row's end. No load waits for a condition.
+  __device__ __forceinline__ void read_piece(const float* piece, int first, int part, Vec<float, 4> (&v)[kAtOnce]) const {
+    const int column = (part * kAtOnce * 32 + threadIdx.x % 32) * 4;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) v[i] = load<float, 4>(piece + column + i * 128);
+    if (first + kPieceColumns > in_features) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (first + column + i * 128 >= in_features) v[i] = {};
+    }
+  }
+
+  // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
+  // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
+  // zeros and is small, is split once more.
+  template <int BN>
+  __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
+    const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
+    const int left_of_x = batch - x_rows, left = left_of_x + features - first_of_weight();
+    const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+    const int first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
+    Cursor cursor = {first_row, 0};
+    int slot = 0;
+    u32 parity = 0;
+    if (lane == 0)
+      for (int s = 0; s < kPieces; ++s) request(ring, s, cursor, left, stride);
+#pragma unroll 1
+    for (int n = first_row; n < left; n += stride) {
+      const bool of_x = n < left_of_x;
+      const bool compare = weight_checksums && !of_x;
+      const int row = of_x ? x_rows + n : first_of_weight() + n - left_of_x;
+      half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
+      u32 bits = 0, code = 0;
+      float sum = 0.0f;
+      int exponent = 0;
+      PowerOfTwo scale = {};
+#pragma unroll 1
+      for (int first = 0; first < in_features; first += kPieceColumns) {
+        const float* piece = ring.pieces[slot];
+        barrier_wait(&ring.arrived[slot], parity);
+        if (first == 0 && !compare) {
+          u32 begun = 0;
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            Vec<float, 4> v[kAtOnce];
+            read_piece(piece, first, part, v);
+            begun = max(begun, largest_of(v));
+          }
+          exponent = row_exponent(warp_max(begun));
+          scale = power_of_two(-exponent);
+        }
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          Vec<float, 4> v[kAtOnce];
+          read_piece(piece, first, part, v);
+          if (compare) {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) code += checksum(first + ((part * kAtOnce + i) * 32 + lane) * 4, v[i]);
+            continue;
+          }
+          bits = max(bits, largest_of(v));
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
+            sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
+            if (c < padded) store_scaled(target, c, v[i], scale);
+          }
+        }
+        __syncwarp();  // everybody has read the piece
+        if (lane == 0) request(ring, slot, cursor, left, stride);
+        if (++slot == kPieces) {
+          slot = 0;
+          parity ^= 1;
+        }
+      }
+      if (compare) {
+#pragma unroll
+        for (int bit = 1; bit < 32; bit *= 2) code += __shfl_xor_sync(~0u, code, bit);
+        // A row that has changed is computed again, from the weight itself: nothing is small beside infinity.
+        if (lane == 0 && code != weight_checksums[row]) weight_largest[row] = __uint_as_float(0x7F800000u);
+        continue;
+      }
+      bits = warp_max(bits);
+#pragma unroll
+      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+      const int wanted = row_exponent(bits);
+      if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
+        exponent = wanted;
+        scale = power_of_two(-exponent);
+        const float* source = row_left(n);
+#pragma unroll 1
+        for (int c = lane * 4; c < padded; c += 128)
+          store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
+      }
+      if (lane == 0) {
+        (of_x ? x_exponents : weight_exponents)[row] = exponent;
+        if (!of_x) {
+          weight_largest[row] = __uint_as_float(bits);
+          weight_total[row] = sum;
+        } else {
+          atomicMax(&most[0], bits);
+          atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
+        }
+      }
+      fence_async_global();  // the copy engine will read what is written here
+      __syncwarp();
+      if (lane == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+    }
+  }
+};
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+struct split;  // operand type: float32 as two float16 (split.cuh), three products for one
+
+// Bytes of an element in shared memory, its parts, and the registers of a thread that feeds and normalises.
+template <class T>
+struct Operand {
+  using Element = T;
+  static constexpr int kSize = 2, kPlanes = 1, kFeeder = 104;
+};
+template <>
+struct Operand<tf32> : Operand<half> {
+  using Element = tf32;
+  static constexpr int kSize = 4;
+};
+template <>
+struct Operand<split> : Operand<half> {
+  static constexpr int kPlanes = 2, kFeeder = 56;
+};
+
+template <int BN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
+struct GemmShared : PieceRings<AHEAD> {
+  alignas(1024) unsigned char x[STAGES][PLANES][kTileRows * kRowBytes];
+  alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
+  alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
+  float sums[2][4][BN];   // per consumer and warp
+  float slope[2][BN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
+  float shift[2][BN];
+  float mean[BN], finished_slope[BN];  // of the tile's columns, for both consumers
+  u64 full[STAGES], empty[STAGES];
+  u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
+  u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
+  u32 last;
+};
 
 }  // namespace gemmnorm
 // A tile on its way out of the accumulators: pairs of neighbouring columns, of rows that are eight apart.
@@ -767,47 +1211,6 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
 }
 
 }  // namespace gemmnorm
-// The tiles of a product: in which order they are worked on, and what happens to them then.
-
-namespace gemmnorm {
-
-constexpr int kTileRows = 2 * kGroupRows;  // a statistics group for each of two consumer warpgroups
-
-// What happens to a tile once it is multiplied.
-enum class Finish {
-  kEvaluate,    // y = phi(slope*a + shift) with the running statistics, at once
-  kStatistics,  // product and group statistics only; other kernels do the rest
-  kOneBlock,    // training, the batch fits one tile: all of it within the block
-  kOneWave,     // training, every block has one tile: wait for the panel, merge its groups, normalise the registers
-  kPersistent,  // training, any size: tiles are stored and normalised later, but for the last of every block
-};
-
-constexpr int kRowBytes = 128;     // of K in one stage: one swizzle row
-constexpr int kGemmThreads = 384;  // a warpgroup that feeds and two that multiply
-
-struct Tile {
-  int m, n;
-};
-
-// Tiles in the order of their number: `group_panels` panels at a time, along them first, so that panels are complete
-// early while their weights and a band of x stay in the L2.
-struct Raster {
-  int tiles_m, tiles_n, group_panels;
-
-  __device__ __forceinline__ int tiles() const { return tiles_m * tiles_n; }
-  // Whether any tile of panel n has a number below `stored`: its first has the lowest.
-  __device__ __forceinline__ bool has_stored(int n, int stored) const {
-    const int first = n / group_panels * group_panels;
-    return first * tiles_m + (n - first) < stored;
-  }
-  __device__ __forceinline__ Tile at(int t) const {
-    const int group = t / (group_panels * tiles_m), first = group * group_panels;
-    const int panels = min(group_panels, tiles_n - first), rest = t - first * tiles_m;
-    return {rest / panels, first + rest % panels};
-  }
-};
-
-}  // namespace gemmnorm
 // Column statistics of the product: a mean and an M2 (sum of squared deviations) for every group of 64 rows, then
 // their merge, which also updates the running statistics. Mean first, then M2 about that mean, at both levels: safe for
 // |mean| >> std, and the order of every sum is fixed, so the same bits come out of every run.
@@ -900,10 +1303,8 @@ __device__ __forceinline__ float sum_over_merge_lanes(float value, float* shared
 // A negative momentum stands for the cumulative average: m = 1 / batches, the count with this batch in it.
 template <class R>
 __device__ __forceinline__ void finish_feature(int j, float mean_a, float variance, float s, float b, float batches,
-                                               R* running_mean, R* running_var, float momentum, float eps,
-                                               float* mean, float* rstd, int batch) {
-  const float old_mean = running_mean ? to_float(running_mean[j]) : 0.0f;  // both in flight before anything is stored
-  const float old_var = running_mean ? to_float(running_var[j]) : 0.0f;
+                                               R* running_mean, R* running_var, float old_mean, float old_var,
+                                               float momentum, float eps, float* mean, float* rstd, int batch) {
   mean[j] = mean_a;
   rstd[j] = 1.0f / sqrtf(variance + eps);
   if (!running_mean) return;
@@ -957,7 +1358,8 @@ __device__ __forceinline__ void merge_statistics(const float* group_mean /* [gro
   if (!inside || lane != 0) return;
   const float variance = (FOLD ? s * s * m2 : m2) / batch;
   const float batches = batches_tracked ? static_cast<float>(*batches_tracked) : 0.0f;
-  finish_feature(j, mu, variance, s, b, batches, running_mean, running_var, momentum, eps, mean, rstd, batch);
+  finish_feature(j, mu, variance, s, b, batches, running_mean, running_var, value_or(running_mean, j, 0.0f),
+                 value_or(running_var, j, 0.0f), momentum, eps, mean, rstd, batch);
 }
 
 }  // namespace gemmnorm
@@ -969,18 +1371,21 @@ constexpr int kMergeWidth = 8;    // features whose groups a warp merges at a ti
 constexpr int kDirectGroups = 128;  // as many as a thread merges by itself rather than wait for somebody's merge
 constexpr int kDone = 0, kTicket = 1, kPanels = 2;  // counters: blocks done, next unit, then two numbers per panel
 
-// What decides whether split operands were enough; `flags` is null where the operands are not split.
-struct Guard {
-  const u32* most;                               // over the rows of x: largest magnitude, sum of magnitudes (bits)
-  const float *weight_largest, *weight_total;    // of each row of the weight
-  int* flags;                                    // per feature: to be computed again in float32
+// Numbers of `most` behind the two of x: blocks that have read them, and features on the list.
+constexpr int kReaders = 2, kFlagged = 3;
 
-  // Whether feature j, whose deviation is given, has to be; says so in `flags`.
+// What decides whether split operands were enough; `flagged` is null where the operands are not split.
+struct Guard {
+  u32* most;                                     // over the rows of x: largest magnitude, sum of magnitudes (bits)
+  const float *weight_largest, *weight_total;    // of each row of the weight
+  int* flagged;                                  // the features to be computed again in float32, in any order
+
+  // Whether feature j, whose deviation is given, has to be; then it is put on the list.
   __device__ __forceinline__ bool raises(int j, float deviation) const {
-    if (!flags) return false;
+    if (!flagged) return false;
     const bool lost = split_loses(__uint_as_float(load_acquire(&most[0])), __uint_as_float(load_acquire(&most[1])),
                                   weight_largest[j], weight_total[j], deviation);
-    flags[j] = lost;
+    if (lost) flagged[atomicAdd(&most[kFlagged], 1u)] = j;
     return lost;
   }
 };
@@ -1006,35 +1411,27 @@ struct Features {
     return value_or(bn_weight, j, 1.0f) * s(j) * rstd_j;
   }
   __device__ __forceinline__ float shift(int j) const { return value_or(bn_bias, j, 0.0f); }
-  // Brings what `count` features need from memory into the L2, as one warp.
-  template <class V>
-  __device__ __forceinline__ void prefetch(const V* vector, int first, int count) const {
-    constexpr int kLine = 128 / sizeof(V);
-    const int at = first + static_cast<int>(threadIdx.x % 32) * kLine;
-    if (vector && at < min(first + count, features)) prefetch_l2(vector + at);
-  }
-  __device__ __forceinline__ void prefetch(int first, int count) const {
-    prefetch(bias, first, count);
-    if (scale_stride) prefetch(scale, first, count);
-    prefetch(running_mean, first, count);
-    prefetch(running_var, first, count);
-    prefetch(bn_weight, first, count);
-    prefetch(bn_bias, first, count);
-    prefetch(batches_tracked, 0, 1);
-  }
   __device__ __forceinline__ int rows(int group) const {
     const int left = batch - group * kGroupRows;
     return left < 0 ? 0 : left < kGroupRows ? left : kGroupRows;
   }
-  __device__ __forceinline__ void finish(int j, float mu, float m2) const {
-    const float batches = batches_tracked ? static_cast<float>(*batches_tracked + 1) : 0.0f;
-    const float variance = s(j) * s(j) * m2 / batch;
+  // What the last step for feature j reads, all of it in flight at once.
+  struct Own {
+    float s, b, slope /* with rstd = 1 */, shift, running_mean, running_var;
+  };
+  __device__ __forceinline__ Own own(int j) const {
+    return {s(j), b(j), slope(j, 1.0f), shift(j), value_or(running_mean, j, 0.0f), value_or(running_var, j, 0.0f)};
+  }
+  __device__ __forceinline__ void finish(int j, const Own& of, float mu, float m2) const {
+    const float batches = batches_tracked && momentum < 0.0f ? static_cast<float>(*batches_tracked + 1) : 0.0f;
+    const float variance = of.s * of.s * m2 / batch;
     const bool again = guard.raises(j, sqrtf(m2 / batch));  // then the running statistics wait for it
-    float slope_j = 0.0f, shift_j = 0.0f;  // read before anything is stored
-    if (merged_slope) slope_j = slope(j, 1.0f / sqrtf(variance + eps)), shift_j = shift(j);
-    finish_feature(j, mu, variance, s(j), b(j), batches, again ? nullptr : running_mean, running_var, momentum, eps, mean,
-                   rstd, batch);
-    if (merged_slope) merged_slope[j] = slope_j, merged_shift[j] = shift_j;
+    if (merged_slope) {
+      merged_slope[j] = of.slope / sqrtf(variance + eps);
+      merged_shift[j] = of.shift;
+    }
+    finish_feature(j, mu, variance, of.s, of.b, batches, again ? nullptr : running_mean, running_var, of.running_mean,
+                   of.running_var, momentum, eps, mean, rstd, batch);
   }
 };
 
@@ -1096,7 +1493,8 @@ __device__ __forceinline__ void merge_groups(const Features<L, R>& f, int first_
     const float mean_i = __shfl_sync(~0u, sum.mean[i], lane / 4 % 2), m2_i = __shfl_sync(~0u, sum.m2[i], lane / 4 % 2);
     if (lane % 4 == i) mean = mean_i, m2 = m2_i;
   }
-  if (lane < kMergeWidth && first_feature + lane < f.features) f.finish(first_feature + lane, mean, m2);
+  const int mine = first_feature + lane;
+  if (lane < kMergeWidth && mine < f.features) f.finish(mine, f.own(mine), mean, m2);
 }
 
 // One warp computes y = phi(slope*a + shift) of COLUMNS features with the running statistics; `keep`: mean and rstd too.
@@ -1287,308 +1685,7 @@ __device__ __forceinline__ void store_pair(Y* to, float2 v) {
 }
 
 }  // namespace gemmnorm
-// Splitting rows of x and the weight inside the fused GEMM, ahead of the tiles that need them: the launch before it
-// (split_rows) leaves rows of later waves of tiles to two warps of every block, which work beside the tensor cores.
-
-namespace gemmnorm {
-
-constexpr int kPieceColumns = 512;  // of a row, that the copy engine brings at a time
-constexpr int kPieces = 6;          // in flight, for each warp
-constexpr int kSplitters = 2;       // warps of a block
-constexpr int kBands = 64;          // of rows of x; each has a counter
-
-struct PieceRing {
-  alignas(128) float pieces[kPieces][kPieceColumns];
-  u64 arrived[kPieces];
-};
-template <bool AHEAD>
-struct PieceRings {};
-template <>
-struct PieceRings<true> {
-  PieceRing rings[kSplitters];
-};
-
-// The operands, and how far they are split already.
-struct Ahead {
-  const float *x, *weight;           // [batch, in_features], [features, in_features]
-  half *split_x, *split_weight;      // as split_rows leaves them
-  int *x_exponents, *weight_exponents;
-  float *weight_largest, *weight_total;
-  u32* most;
-  u32* ready;                        // rows split here: [panels], then [kBands]
-  int x_rows, weight_rows;           // split by the launch before
-  int batch, in_features, features;
-  static constexpr int kAtOnce = 1, kParts = kPieceColumns / 128 / kAtOnce;
-
-  // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
-  template <int BN>
-  __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
-    const int panel_end = min((tile.n + 1) * BN, features), panel = panel_end - max(tile.n * BN, weight_rows);
-    const int rows = band_rows(raster), band = tile.m * kTileRows / rows;
-    const int missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
-    if (panel > 0) wait_until(&ready[tile.n], panel);
-    if (missing > 0) wait_until(&ready[raster.tiles_n + band], missing);
-    if (panel > 0 || missing > 0) fence_async_global();
-  }
-
-  __device__ __forceinline__ static int band_rows(const Raster& raster) {
-    return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
-  }
-
-  // The n-th of the rows that are left: x's, then the weight's.
-  __device__ __forceinline__ const float* row_left(int n) const {
-    const int left_of_x = batch - x_rows;
-    return n < left_of_x ? x + static_cast<i64>(x_rows + n) * in_features
-                         : weight + static_cast<i64>(weight_rows + n - left_of_x) * in_features;
-  }
-
-  // Where the next piece to ask for lies: which of the rows that are left, and the piece's first column.
-  struct Cursor {
-    int row, first;
-  };
-  // Asks the copy engine for a piece, as one thread, and goes on to the next.
-  __device__ __forceinline__ void request(PieceRing& ring, int slot, Cursor& c, int left, int stride) const {
-    if (c.row >= left) return;
-    const u32 bytes = min(kPieceColumns, in_features - c.first) * 4;
-    barrier_expect(&ring.arrived[slot], bytes);
-    copy_bytes_to_shared(ring.pieces[slot], row_left(c.row) + c.first, bytes, &ring.arrived[slot]);
-    c.first += kPieceColumns;
-    if (c.first < in_features) return;
-    c.first = 0;
-    c.row += stride;
-  }
-
-  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4> (&v)[kAtOnce]) {
-    u32 bits = 0;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-      for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
-    return bits;
-  }
-  __device__ __forceinline__ static u32 warp_max(u32 bits) {
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
-    return bits;
-  }
-  __device__ __forceinline__ static void store_scaled(half* row, int column, const Vec<float, 4>& v, PowerOfTwo scale) {
-    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
-    store_split(row, column, scaled);
-  }
-
-  // Part of the lane's share of a piece, zeros beyond the row's end. No load waits for a condition.
-  __device__ __forceinline__ void read_piece(const float* piece, int first, int part, Vec<float, 4> (&v)[kAtOnce]) const {
-    const int column = (part * kAtOnce * 32 + threadIdx.x % 32) * 4;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) v[i] = load<float, 4>(piece + column + i * 128);
-    if (first + kPieceColumns > in_features) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (first + column + i * 128 >= in_features) v[i] = {};
-    }
-  }
-
-  // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
-  // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
-  // zeros and is small, is split once more.
-  template <int BN>
-  __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
-    const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
-    const int left_of_x = batch - x_rows, left = left_of_x + features - weight_rows;
-    const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-    const int first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
-    Cursor cursor = {first_row, 0};
-    int slot = 0;
-    u32 parity = 0;
-    if (lane == 0)
-      for (int s = 0; s < kPieces; ++s) request(ring, s, cursor, left, stride);
-#pragma unroll 1
-    for (int n = first_row; n < left; n += stride) {
-      const bool of_x = n < left_of_x;
-      const int row = of_x ? x_rows + n : weight_rows + n - left_of_x;
-      half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
-      u32 bits = 0;
-      float sum = 0.0f;
-      int exponent = 0;
-      PowerOfTwo scale = {};
-#pragma unroll 1
-      for (int first = 0; first < in_features; first += kPieceColumns) {
-        const float* piece = ring.pieces[slot];
-        barrier_wait(&ring.arrived[slot], parity);
-        if (first == 0) {
-          u32 begun = 0;
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            Vec<float, 4> v[kAtOnce];
-            read_piece(piece, first, part, v);
-            begun = max(begun, largest_of(v));
-          }
-          exponent = row_exponent(warp_max(begun));
-          scale = power_of_two(-exponent);
-        }
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          Vec<float, 4> v[kAtOnce];
-          read_piece(piece, first, part, v);
-          bits = max(bits, largest_of(v));
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
-            sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
-            if (c < padded) store_scaled(target, c, v[i], scale);
-          }
-        }
-        __syncwarp();  // everybody has read the piece
-        if (lane == 0) request(ring, slot, cursor, left, stride);
-        if (++slot == kPieces) {
-          slot = 0;
-          parity ^= 1;
-        }
-      }
-      bits = warp_max(bits);
-#pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-      const int wanted = row_exponent(bits);
-      if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
-        exponent = wanted;
-        scale = power_of_two(-exponent);
-        const float* source = row_left(n);
-#pragma unroll 1
-        for (int c = lane * 4; c < padded; c += 128)
-          store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
-      }
-      if (lane == 0) {
-        (of_x ? x_exponents : weight_exponents)[row] = exponent;
-        if (!of_x) {
-          weight_largest[row] = __uint_as_float(bits);
-          weight_total[row] = sum;
-        } else {
-          atomicMax(&most[0], bits);
-          atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
-        }
-      }
-      fence_async_global();  // the copy engine will read what is written here
-      __syncwarp();
-      if (lane == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
-    }
-  }
-};
-
-}  // namespace gemmnorm
 // One stage of K of a product of split operands: three products of float16 for one of float32.
-// Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] * B[N, 32 bytes]^T, both operands in shared
-// memory, swizzled by 128 bytes, along K or, where they are of two bytes, across it. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
-
-namespace gemmnorm {
-
-struct tf32;  // operand type: float32 words of which the tensor cores read the upper 19 bits
-
-// Shared-memory descriptor of a K-major tile whose rows are 128 bytes, 128-byte swizzle, groups of 8 rows 1024 bytes apart.
-__device__ __forceinline__ u64 matrix_descriptor(const void* tile) {
-  return ((shared_address(tile) & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-constexpr int kDescriptorStep = 2;  // the next 32 bytes of K, in the descriptor's units of 16 bytes
-
-// The same of a tile that lies across K (MN-major): 64 rows of K, 128 bytes of each; the next 64 rows or columns of the
-// operand follow after these 8 KiB.
-constexpr int kAcrossBytes = 64 * 128;
-__device__ __forceinline__ u64 across_descriptor(const void* tile) {
-  return ((shared_address(tile) & 0x3FFFF) >> 4) | (u64{kAcrossBytes >> 4} << 16) | (64ull << 32) | (1ull << 62);
-}
-constexpr int kAcrossStep = 16 * 128 / 16;  // the next 16 rows of K
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-// Operand type and width -> the instruction. `accumulate` 0 starts from zero. A or B may lie across K if of two bytes.
-template <class T, int N>
-struct Wgmma;
-
-// clang-format off
-#define GEMMNORM_WGMMA(N, TYPE, SHAPE, TYPES, REGISTERS, A, B, P, TAIL, ...)                                   \
-  template <>                                                                                                \
-  struct Wgmma<TYPE, N> {                                                                                    \
-    template <int A_ACROSS = 0, int B_ACROSS = 0>                                                            \
-    static __device__ __forceinline__ void run(float (&d)[N / 2], u64 a, u64 b, int accumulate) {            \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." \
-                   TYPES " {" REGISTERS "}, %" A ", %" B ", p, 1, 1" TAIL ";\n}"                               \
-                   : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));            \
-    }                                                                                                        \
-  };
-
-#define GEMMNORM_REGISTERS_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define GEMMNORM_OPERANDS_32 \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-#define GEMMNORM_REGISTERS_64 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15," \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define GEMMNORM_OPERANDS_64 \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define GEMMNORM_REGISTERS_128 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15," \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31," \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47," \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define GEMMNORM_OPERANDS_128 \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
-  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
-  "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-  "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define GEMMNORM_REGISTERS_256 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15," \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31," \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47," \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63," \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79," \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95," \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111," \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define GEMMNORM_OPERANDS_256 \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
-  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
-  "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-  "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), \
-  "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
-  "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), \
-  "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), \
-  "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), \
-  "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), \
-  "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
-  "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
-  "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-
-GEMMNORM_WGMMA(32, half, "m64n32k16", "f16.f16", GEMMNORM_REGISTERS_32, "16", "17", "18", ", %19, %20", GEMMNORM_OPERANDS_32)
-GEMMNORM_WGMMA(32, bfloat16, "m64n32k16", "bf16.bf16", GEMMNORM_REGISTERS_32, "16", "17", "18", ", %19, %20", GEMMNORM_OPERANDS_32)
-GEMMNORM_WGMMA(32, tf32, "m64n32k8", "tf32.tf32", GEMMNORM_REGISTERS_32, "16", "17", "18", "", GEMMNORM_OPERANDS_32)
-GEMMNORM_WGMMA(64, half, "m64n64k16", "f16.f16", GEMMNORM_REGISTERS_64, "32", "33", "34", ", %35, %36", GEMMNORM_OPERANDS_64)
-GEMMNORM_WGMMA(64, bfloat16, "m64n64k16", "bf16.bf16", GEMMNORM_REGISTERS_64, "32", "33", "34", ", %35, %36", GEMMNORM_OPERANDS_64)
-GEMMNORM_WGMMA(64, tf32, "m64n64k8", "tf32.tf32", GEMMNORM_REGISTERS_64, "32", "33", "34", "", GEMMNORM_OPERANDS_64)
-GEMMNORM_WGMMA(128, half, "m64n128k16", "f16.f16", GEMMNORM_REGISTERS_128, "64", "65", "66", ", %67, %68", GEMMNORM_OPERANDS_128)
-GEMMNORM_WGMMA(128, bfloat16, "m64n128k16", "bf16.bf16", GEMMNORM_REGISTERS_128, "64", "65", "66", ", %67, %68", GEMMNORM_OPERANDS_128)
-GEMMNORM_WGMMA(128, tf32, "m64n128k8", "tf32.tf32", GEMMNORM_REGISTERS_128, "64", "65", "66", "", GEMMNORM_OPERANDS_128)
-GEMMNORM_WGMMA(256, half, "m64n256k16", "f16.f16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
-GEMMNORM_WGMMA(256, bfloat16, "m64n256k16", "bf16.bf16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
-GEMMNORM_WGMMA(256, tf32, "m64n256k8", "tf32.tf32", GEMMNORM_REGISTERS_256, "128", "129", "130", "", GEMMNORM_OPERANDS_256)
-// clang-format on
-
-}  // namespace gemmnorm
 
 namespace gemmnorm {
 
@@ -1616,39 +1713,6 @@ __device__ __forceinline__ void multiply_stage(float (&part)[BN / 2], float (&cr
 
 namespace gemmnorm {
 
-struct split;  // operand type: float32 as two float16 (split.cuh), three products for one
-
-// Bytes of an element in shared memory, its parts, and the registers of a thread that feeds and normalises.
-template <class T>
-struct Operand {
-  using Element = T;
-  static constexpr int kSize = 2, kPlanes = 1, kFeeder = 104;
-};
-template <>
-struct Operand<tf32> : Operand<half> {
-  using Element = tf32;
-  static constexpr int kSize = 4;
-};
-template <>
-struct Operand<split> : Operand<half> {
-  static constexpr int kPlanes = 2, kFeeder = 56;
-};
-
-template <int BN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
-struct GemmShared : PieceRings<AHEAD> {
-  alignas(1024) unsigned char x[STAGES][PLANES][kTileRows * kRowBytes];
-  alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
-  alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
-  float sums[2][4][BN];   // per consumer and warp
-  float slope[2][BN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
-  float shift[2][BN];
-  float mean[BN], rstd[BN];  // of the tile's columns, for both consumers
-  u64 full[STAGES], empty[STAGES];
-  u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
-  u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
-  u32 last;
-};
-
 template <class OP, class T, class Y, class L, class R, int BN, int STAGES, int SHARED_BYTES, Finish FINISH,
           class Activation>
 __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_features] */,
@@ -1665,12 +1729,13 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     const float* weight /* [features, in_features], likewise */, half* split_x /* see split_rows, likewise */,
     half* split_weight /* see split_rows, likewise */, int* x_exponents /* [batch], likewise */,
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
-    float* weight_total /* [features], likewise */, u32* most /* [2], likewise */,
-    int* flags /* [features], likewise */, int x_rows, int weight_rows /* split already */, int group_panels,
-    int stream_x, int keep_product, int batch, int in_features, int features) {
+    float* weight_total /* [features], likewise */, const u32* weight_checksums /* [features] or null, likewise */,
+    u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* split already */,
+    int group_panels, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
-  constexpr int kAhead = 16, kPairs = FINISH == Finish::kPersistent ? 2 : 4;  // partial results in flight, pairs of columns
+  // Partial results in flight, and pairs of columns: as many as the registers hold.
+  constexpr int kAhead = FINISH == Finish::kOneWave && BN == 256 ? 12 : 16, kPairs = FINISH == Finish::kPersistent ? 2 : 4;
   constexpr int kPlanes = Operand<OP>::kPlanes;
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
@@ -1689,11 +1754,12 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   const Features<L, R> f = {bias,      scale,   scale_stride, scale_value,     running_mean, running_var,
                             bn_weight, bn_bias, batches_tracked, momentum,     eps,          group_mean,
                             group_m2,  mean,    rstd,         merged_slope,    merged_shift,
-                            {most, weight_largest, weight_total, flags}, batch, features,
+                            {most, weight_largest, weight_total, flagged}, batch, features,
                             (batch + kGroupRows - 1) / kGroupRows};
   const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
   const Ahead ahead = {x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, most,
-                       counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features, features};
+                       counters + kPanels + 2 * raster.tiles_n, weight_checksums, min(x_rows, batch), weight_rows, batch,
+                       in_features, features};
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
   // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
   const int stored = FINISH == Finish::kPersistent ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
@@ -1787,8 +1853,6 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
       }
     } else if (warp >= 2 && (FINISH != Finish::kEvaluate || kAheadToo)) {
-      const int last = (tiles - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) * gridDim.x + blockIdx.x;
-      if (FINISH != Finish::kStatistics && warp == 2) f.prefetch(raster.at(last).n * BN, BN);
       if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
       if (FINISH == Finish::kPersistent)
         take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
@@ -1805,6 +1869,14 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     // Of split operands: high*high of one stage, which `acc` adds up because the tensor cores truncate; and both products
     // with a low part, in units of 2^-11, whose truncation is far below.
     float part[kSplit ? kAccumulators : 1], cross[kSplit ? kAccumulators : 1];
+
+    // Each consumer finishes half of a tile's columns, kLanes threads to a column. Of a block's only tile, where it is
+    // narrow, it reads what that takes before the multiplications.
+    constexpr int kLanes = 256 / BN;
+    constexpr bool kEarly = (FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave) && BN <= 64;
+    typename Features<L, R>::Own early = {};
+    if (kEarly && blockIdx.x < tiles)
+      early = f.own(min(raster.at(blockIdx.x).n * BN + consumer * (BN / 2) + thread / kLanes, features - 1));
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
       if (kSplit) {
@@ -1949,17 +2021,10 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         barrier_arrive(&shared.staged[consumer]);
 
         if (finish_here) {
-          // Mean and rstd of the tile's columns: each consumer merges half of them, kLanes threads to a column.
-          constexpr int kLanes = 256 / BN;
-          const int column = consumer * (BN / 2) + thread / kLanes;
-          at_column = first_column + column;
+          const int finished = consumer * (BN / 2) + thread / kLanes;
+          at_column = first_column + finished;
           const bool mine = at_column < features, direct = FINISH != Finish::kPersistent || f.groups <= kDirectGroups;
-          float2 unit_slope = make_float2(0.0f, 0.0f), unit_shift = unit_slope;
-          if (owner) {
-            unit_slope = make_float2(f.slope(j, 1.0f), f.slope(j + 1, 1.0f));
-            unit_shift = make_float2(f.shift(j), f.shift(j + 1));
-          }
-          const float s_column = mine ? f.s(at_column) : 0.0f;
+          const auto own = kEarly ? early : f.own(mine ? at_column : 0);
           if (FINISH == Finish::kOneBlock) {
             if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
             sync_threads(3, 256);
@@ -1978,7 +2043,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             const int full = max(batch / kGroupRows, 1);
             float near = 0.0f, sum = 0.0f, spread[kSpread];
             const auto load_group = [&](const float (*here)[BN], const float* vector, int g) {
-              return FINISH == Finish::kOneBlock ? here[g][column]
+              return FINISH == Finish::kOneBlock ? here[g][finished]
                                                  : load_l2(vector + static_cast<i64>(g) * features + (mine ? at_column : 0));
             };
 #pragma unroll
@@ -2007,7 +2072,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             }
             squares -= sum * sum / batch;
             centre = near + sum / batch;
-            if (mine) r = 1.0f / sqrtf(s_column * s_column * squares / batch + eps);
+            r = 1.0f / sqrtf(own.s * own.s * squares / batch + eps);
             const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored);
             finish_feature_here = mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish;
           } else if (mine) {
@@ -2015,18 +2080,19 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             r = load_l2(rstd + at_column);
           }
           if (thread % kLanes == 0) {
-            shared.mean[column] = centre;
-            shared.rstd[column] = r;
+            shared.mean[finished] = centre;
+            shared.finished_slope[finished] = own.slope * r;
+            shared.sums[consumer][0][finished] = own.shift;
           }
           sync_threads(3, 256);
           // Coefficients for values that are stored minus their group's mean.
           if (owner) {
             const float2 m = *reinterpret_cast<const float2*>(&shared.mean[2 * thread]);
-            const float2 rr = *reinterpret_cast<const float2*>(&shared.rstd[2 * thread]);
-            const float2 slope = make_float2(unit_slope.x * rr.x, unit_slope.y * rr.y);
+            const float2 slope = *reinterpret_cast<const float2*>(&shared.finished_slope[2 * thread]);
+            const float2 shift = *reinterpret_cast<const float2*>(&shared.sums[4 * thread / BN][0][2 * thread]);
             *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = slope;
             *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) =
-                make_float2(slope.x * (mu.x - m.x) + unit_shift.x, slope.y * (mu.y - m.y) + unit_shift.y);
+                make_float2(slope.x * (mu.x - m.x) + shift.x, slope.y * (mu.y - m.y) + shift.y);
           }
           if (kStagedY) {  // the product has left the staging memory
             barrier_wait(&shared.unstaged[consumer], staging_parity);
@@ -2074,14 +2140,16 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                            group * kGroupRows);
           commit_copies();
         }
-        if (finish_feature_here) f.finish(at_column, centre, squares);  // nobody waits for it
+        if (finish_feature_here) f.finish(at_column, kEarly ? early : f.own(at_column), centre, squares);  // nobody waits
       }
     }
     if (kStagedY && thread == 0) wait_copies();
     if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
   }
 
-  if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || kAheadToo) {
+  if (FINISH == Finish::kOneBlock && momentum >= 0.0f) {  // no block waits for another, none reads the count of batches
+    if (batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
+  } else if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || kAheadToo) {
     // The last block to get here leaves the counters as it found them, and counts the batch.
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -2098,9 +2166,91 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 }
 
 }  // namespace gemmnorm
-// Features whose split operands were not enough, once more in float32 arithmetic; nothing where there are none.
+// Features whose split operands were not enough, once more in float32 arithmetic; nothing where there are none. In
+// training whoever merges a feature's statistics puts it on the list (Guard), in evaluation `find_features` does.
 
 namespace gemmnorm {
+
+// The features that the running deviation says are lost: a thread to a feature.
+template <class L, class R>
+__device__ __forceinline__ void find_features(const float* weight_largest /* [features] */,
+                                              const float* weight_total /* [features] */, u32* most /* [4] */,
+                                              int* flagged /* [features]: a list */,
+                                              const L* scale /* [features] or [1] or null */, int scale_stride,
+                                              float scale_value, const R* running_var /* [features] */, float eps,
+                                              int features) {
+  const int j = blockIdx.x * kThreads + threadIdx.x;
+  allow_next();
+  wait_for_previous();
+  if (j >= features) return;
+  const float s = scale_of(scale, scale_stride, scale_value, j), variance = to_float(running_var[j]) + eps;
+  const float deviation = s == 0.0f ? 3e38f : sqrtf(variance) / fabsf(s);
+  Guard{most, weight_largest, weight_total, flagged}.raises(j, deviation);
+}
+
+// A tile of their product: 128 rows of x by 64 features of the list, K in steps of 16, from float4 to float4.
+constexpr int kAgainRows = 128, kAgainColumns = 64, kAgainStep = 16;
+constexpr int kAgainPart = 128;  // of K that is added up by itself: less error than one long sum
+
+struct AgainShared {
+  alignas(16) float x[kAgainStep][kAgainRows + 4];  // a word of K to a row: what is read together lies together
+  alignas(16) float weight[kAgainStep][kAgainColumns + 4];
+};
+
+// This thread's 8 x 4 of the tile's sums, rows 8*(thread / 16) and columns 4*(thread % 16) on. `list` has `count` features.
+__device__ __forceinline__ void multiply_tile(const float* x, const float* weight, const int* list, int count,
+                                              int first_row, AgainShared& shared, float (&sum)[8][4], int batch,
+                                              int in_features) {
+  constexpr int kWords = kAgainStep / 4, kPerX = kAgainRows * kWords / kThreads;
+  static_assert(kAgainColumns * kWords == kThreads, "a thread loads one word of the weight");
+  const int thread = threadIdx.x, word = thread % kWords * 4, row = thread / kWords;
+  const float* of_weight = weight + static_cast<i64>(list[min(row, count - 1)]) * in_features;
+  const float* of_x[kPerX];
+#pragma unroll
+  for (int i = 0; i < kPerX; ++i)
+    of_x[i] = x + static_cast<i64>(min(first_row + row + i * (kAgainRows / kPerX), batch - 1)) * in_features;
+  float part[8][4] = {};
+#pragma unroll
+  for (int r = 0; r < 8; ++r)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[r][c] = 0.0f;
+  for (int k0 = 0; k0 < in_features; k0 += kAgainStep) {
+    const bool inside = k0 + word < in_features;
+    const Vec<float, 4> w = inside ? load<float, 4>(of_weight + k0 + word) : Vec<float, 4>{};
+    Vec<float, 4> a[kPerX];
+#pragma unroll
+    for (int i = 0; i < kPerX; ++i) a[i] = inside ? load<float, 4>(of_x[i] + k0 + word) : Vec<float, 4>{};
+    __syncthreads();  // the step before is read
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      shared.weight[word + q][row] = w.at[q];
+#pragma unroll
+      for (int i = 0; i < kPerX; ++i) shared.x[word + q][row + i * (kAgainRows / kPerX)] = a[i].at[q];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kAgainStep; ++k) {
+      const Vec<float, 4> low = load<float, 4>(&shared.x[k][thread / 16 * 8]);
+      const Vec<float, 4> high = load<float, 4>(&shared.x[k][thread / 16 * 8 + 4]);
+      const Vec<float, 4> b = load<float, 4>(&shared.weight[k][thread % 16 * 4]);
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          part[r][c] += low.at[r] * b.at[c];
+          part[r + 4][c] += high.at[r] * b.at[c];
+        }
+    }
+    if ((k0 + kAgainStep) % kAgainPart && k0 + kAgainStep < in_features) continue;
+#pragma unroll
+    for (int r = 0; r < 8; ++r)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        sum[r][c] += part[r][c];
+        part[r][c] = 0.0f;
+      }
+  }
+}
 
 // Sum over a block, in a fixed order, handed to every thread.
 __device__ __forceinline__ float sum_over_block(float value, float* shared /* [kThreads / 32] */) {
@@ -2115,35 +2265,7 @@ __device__ __forceinline__ float sum_over_block(float value, float* shared /* [k
   return sum;
 }
 
-constexpr int kTogether = 8;  // features whose products share what is read of x
-
-// Products of every row of x with the rows `list` of the weight, a warp to a row of x. Out: their columns of y.
-__device__ __forceinline__ void multiply_features(const float* x, const float* weight, const int (&list)[kThreads],
-                                                  int first, int count, float* y, int batch, int in_features,
-                                                  int features) {
-  const int lane = threadIdx.x % 32;
-  for (int row = threadIdx.x / 32; row < batch; row += kThreads / 32) {
-    float sum[kTogether] = {};
-    for (int c = lane * 4; c < in_features; c += 128) {
-      const Vec<float, 4> a = load<float, 4>(x + static_cast<i64>(row) * in_features + c);
-#pragma unroll
-      for (int n = 0; n < kTogether; ++n) {
-        if (n >= count) break;
-        const Vec<float, 4> b = load<float, 4>(weight + static_cast<i64>(list[first + n]) * in_features + c);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[n] += a.at[i] * b.at[i];
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kTogether; ++n) {
-#pragma unroll
-      for (int bit = 16; bit; bit /= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], bit);
-      if (lane == n && n < count) y[static_cast<i64>(row) * features + list[first + n]] = sum[n];
-    }
-  }
-}
-
-// The product's column j, in y -> its statistics, where they are the batch's, and y itself.
+// The product's column j, in y -> its statistics, where they are the batch's, and y itself. Other blocks wrote it.
 template <bool TRAINING, class Activation, class L, class R>
 __device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j, float* product, float* y,
                                                  float* shared /* [kThreads / 32] */) {
@@ -2151,19 +2273,19 @@ __device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j,
   float centre, r;
   if (TRAINING) {
     float sum = 0.0f;
-    for (int row = threadIdx.x; row < f.batch; row += kThreads) sum += y[static_cast<i64>(row) * f.features + j];
+    for (int row = threadIdx.x; row < f.batch; row += kThreads) sum += load_l2(y + static_cast<i64>(row) * f.features + j);
     centre = sum_over_block(sum, shared) / f.batch;
     sum = 0.0f;
     for (int row = threadIdx.x; row < f.batch; row += kThreads) {
-      const float deviation = y[static_cast<i64>(row) * f.features + j] - centre;
+      const float deviation = load_l2(y + static_cast<i64>(row) * f.features + j) - centre;
       sum += deviation * deviation;
     }
     const float variance = s * s * sum_over_block(sum, shared) / f.batch;
     r = 1.0f / sqrtf(variance + f.eps);
     if (threadIdx.x == 0) {  // the counter counts this batch already
       const float batches = f.batches_tracked ? static_cast<float>(*f.batches_tracked) : 0.0f;
-      finish_feature(j, centre, variance, s, b, batches, f.running_mean, f.running_var, f.momentum, f.eps, f.mean,
-                     f.rstd, f.batch);
+      finish_feature(j, centre, variance, s, b, batches, f.running_mean, f.running_var, value_or(f.running_mean, j, 0.0f),
+                     value_or(f.running_var, j, 0.0f), f.momentum, f.eps, f.mean, f.rstd, f.batch);
     }
     for (int g = threadIdx.x; g < f.groups; g += kThreads) f.group_mean[static_cast<i64>(g) * f.features + j] = 0.0f;
   } else {
@@ -2174,20 +2296,19 @@ __device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j,
   const float shift = f.shift(j) + (TRAINING ? 0.0f : value_or(f.bn_weight, j, 1.0f) * r * (s * b - centre));
   for (int row = threadIdx.x; row < f.batch; row += kThreads) {
     const i64 at = static_cast<i64>(row) * f.features + j;
-    const float a = y[at];
+    const float a = load_l2(y + at);
     if (product) product[at] = a;
     y[at] = Activation::value(slope * (a - origin) + shift);
   }
 }
 
-// A block takes every gridDim-th feature. y serves as memory for the product's columns until their statistics are known.
+// The blocks share out the tiles; who finishes the last one of 64 features normalises them. y serves as memory for the
+// product's columns until then.
 template <class L, class R, bool TRAINING, class Activation>
 __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_features] */,
                                                    const float* weight /* [features, in_features] */,
-                                                   const int* flags /* [features], in training */,
-                                                   const float* weight_largest /* [features] */,
-                                                   const float* weight_total /* [features] */,
-                                                   u32* most /* [3]: left zero */,
+                                                   const int* flagged /* [features]: a list */,
+                                                   u32* most /* [4], after a number for each 64 features: left zero */,
                                                    float* product /* [batch, features] or null */,
                                                    float* y /* [batch, features] */,
                                                    const L* bias /* [features] or null */,
@@ -2200,9 +2321,10 @@ __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_
                                                    float* group_mean /* [groups, features] */,
                                                    float* mean /* [features] */, float* rstd /* [features] */,
                                                    int keep_product, int batch, int in_features, int features) {
-  __shared__ float shared[kThreads / 32], x_largest, x_total;
-  __shared__ int list[kThreads];
-  __shared__ u32 count;
+  __shared__ AgainShared shared;
+  __shared__ float sums[kThreads / 32];
+  __shared__ int list[kAgainColumns];
+  __shared__ u32 found, arrived;
   const Features<L, R> f = {bias,    scale,   scale_stride, scale_value,     running_mean, running_var,
                             bn_weight, bn_bias, batches_tracked, momentum,   eps,          group_mean,
                             nullptr, mean,    rstd,         nullptr,         nullptr,      {},
@@ -2210,31 +2332,41 @@ __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_
   allow_next();
   wait_for_previous();
   if (threadIdx.x == 0) {
-    x_largest = __uint_as_float(most[0]);
-    x_total = __uint_as_float(most[1]);
+    found = most[kFlagged];
     __threadfence();
-    if (atomicAdd(&most[2], 1u) == gridDim.x - 1) most[0] = most[1] = most[2] = 0;  // everybody has read
+    if (atomicAdd(&most[kReaders], 1u) == gridDim.x - 1) most[0] = most[1] = most[kReaders] = most[kFlagged] = 0;
   }
-  // In training whoever merged a feature's statistics has decided. In evaluation its running deviation tells.
-  const auto lost = [&](int j) {
-    if (TRAINING) return flags[j] != 0;
-    const float variance = to_float(running_var[j]) + eps, s = f.s(j);
-    const float deviation = s == 0.0f ? 3e38f : sqrtf(variance) / fabsf(s);
-    return split_loses(x_largest, x_total, weight_largest[j], weight_total[j], deviation);
-  };
-  for (int start = blockIdx.x; start < features; start += gridDim.x * kThreads) {
-    if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  const int count = static_cast<int>(found), row_tiles = (batch + kAgainRows - 1) / kAgainRows;
+  const int chunks = (count + kAgainColumns - 1) / kAgainColumns;
+  u32* const done = most - (features + kAgainColumns - 1) / kAgainColumns;
+  for (int item = blockIdx.x; item < chunks * row_tiles; item += gridDim.x) {
+    const int chunk = item % chunks, first_row = item / chunks * kAgainRows;
+    const int columns = min(count - chunk * kAgainColumns, kAgainColumns);
+    if (threadIdx.x < columns) list[threadIdx.x] = flagged[chunk * kAgainColumns + threadIdx.x];
     __syncthreads();
-    const int mine = start + threadIdx.x * gridDim.x;
-    if (mine < features && lost(mine)) list[atomicAdd(&count, 1u)] = mine;
-    __syncthreads();
-    const int flagged = count;
-    for (int n = 0; n < flagged; ++n) {
-      if (n % kTogether == 0) {
-        multiply_features(x, weight, list, n, min(kTogether, flagged - n), y, batch, in_features, features);
-        __syncthreads();
+    float sum[8][4];
+    multiply_tile(x, weight, list, columns, first_row, shared, sum, batch, in_features);
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      const int row = first_row + threadIdx.x / 16 * 8 + r;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int column = threadIdx.x % 16 * 4 + c;
+        if (row < batch && column < columns) y[static_cast<i64>(row) * features + list[column]] = sum[r][c];
       }
-      normalize_column<TRAINING, Activation>(f, list[n], keep_product ? product : nullptr, y, shared);
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      arrived = atomicAdd(&done[chunk], 1u);
+      __threadfence();
+    }
+    __syncthreads();
+    if (arrived == row_tiles - 1) {
+      if (threadIdx.x == 0) done[chunk] = 0;
+      for (int n = 0; n < columns; ++n)
+        normalize_column<TRAINING, Activation>(f, list[n], keep_product ? product : nullptr, y, sums);
     }
     __syncthreads();
   }
@@ -2629,11 +2761,11 @@ extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands(
     int* weight_exponents /* [features] */,
     float* weight_largest /* [features] */,
     float* weight_total /* [features] */,
-    unsigned int* most /* [3]: zero, and left zero */,
+    unsigned int* most /* [4], after a number for each 64 features: zero, and left zero */,
     int weight_rows /* of the weight, that are split already */,
     int in_features) {
   gemmnorm::split_rows(
-      x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, most,
+      x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, nullptr, most,
       weight_rows, in_features);
 }
 
@@ -2670,8 +2802,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
     int* weight_exponents /* [features] */,
     float* weight_largest /* [features] */,
     float* weight_total /* [features] */,
-    unsigned int* most /* [3]: zero, and left zero */,
-    int* flags /* [features] */,
+    unsigned int* most /* [4], after a number for each 64 features: zero, and left zero */,
+    int* flagged /* [features]: a list */,
     int x_rows /* of x, that are split already */,
     int weight_rows /* of the weight, that are split already */,
     int group_panels /* panels that are worked on together */,
@@ -2684,17 +2816,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
       map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
       running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
       rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
-      weight_largest, weight_total, most, flags, x_rows, weight_rows, group_panels, stream_x, keep_product, batch,
-      in_features, features);
+      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, group_panels, stream_x,
+      keep_product, batch, in_features, features);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompute(
     const float* x /* [batch, in_features] */,
     const float* weight /* [features, in_features] */,
-    int* flags /* [features] */,
-    float* weight_largest /* [features] */,
-    float* weight_total /* [features] */,
-    unsigned int* most /* [3]: zero, and left zero */,
+    int* flagged /* [features]: a list */,
+    unsigned int* most /* [4], after a number for each 64 features: zero, and left zero */,
     float* stored_product /* [batch, features] */,
     float* y /* [batch, features] */,
     const float* bias /* [features] or null */,
@@ -2716,9 +2846,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompu
     int in_features,
     int features) {
   gemmnorm::recompute_features<float, float, true, Identity>(
-      x, weight, flags, weight_largest, weight_total, most, stored_product, y, bias, scale, scale_stride,
-      scale_value, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean,
-      mean, rstd, keep_product, batch, in_features, features);
+      x, weight, flagged, most, stored_product, y, bias, scale, scale_stride, scale_value, running_mean,
+      running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, mean, rstd, keep_product,
+      batch, in_features, features);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluate(
@@ -2754,8 +2884,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
     int* weight_exponents /* [features] */,
     float* weight_largest /* [features] */,
     float* weight_total /* [features] */,
-    unsigned int* most /* [3]: zero, and left zero */,
-    int* flags /* [features] */,
+    unsigned int* most /* [4], after a number for each 64 features: zero, and left zero */,
+    int* flagged /* [features]: a list */,
     int x_rows /* of x, that are split already */,
     int weight_rows /* of the weight, that are split already */,
     int group_panels /* panels that are worked on together */,
@@ -2768,16 +2898,30 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
       map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
       running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
       rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
-      weight_largest, weight_total, most, flags, x_rows, weight_rows, group_panels, stream_x, keep_product, batch,
-      in_features, features);
+      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, group_panels, stream_x,
+      keep_product, batch, in_features, features);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_find(
+    float* weight_largest /* [features] */,
+    float* weight_total /* [features] */,
+    unsigned int* most /* [4], after a number for each 64 features: zero, and left zero */,
+    int* flagged /* [features]: a list */,
+    const float* scale /* [features] or [1] or null */,
+    int scale_stride /* 1 for a vector, 0 for one number */,
+    float scale_value /* the scale where it is a plain number */,
+    float* running_var /* [features] or null */,
+    float eps,
+    int features) {
+  gemmnorm::find_features<float, float>(
+      weight_largest, weight_total, most, flagged, scale, scale_stride, scale_value, running_var, eps, features);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompute_evaluation(
     const float* x /* [batch, in_features] */,
     const float* weight /* [features, in_features] */,
-    float* weight_largest /* [features] */,
-    float* weight_total /* [features] */,
-    unsigned int* most /* [3]: zero, and left zero */,
+    int* flagged /* [features]: a list */,
+    unsigned int* most /* [4], after a number for each 64 features: zero, and left zero */,
     float* stored_product /* [batch, features] */,
     float* y /* [batch, features] */,
     const float* bias /* [features] or null */,
@@ -2799,9 +2943,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompu
     int in_features,
     int features) {
   gemmnorm::recompute_features<float, float, false, Identity>(
-      x, weight, nullptr, weight_largest, weight_total, most, stored_product, y, bias, scale, scale_stride,
-      scale_value, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean,
-      mean, rstd, keep_product, batch, in_features, features);
+      x, weight, flagged, most, stored_product, y, bias, scale, scale_stride, scale_value, running_mean,
+      running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, mean, rstd, keep_product,
+      batch, in_features, features);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_evaluate_evaluation(
@@ -2836,8 +2980,8 @@ extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands_2
     int weight_rows /* of the weight, that are split already */,
     int in_features) {
   gemmnorm::split_rows(
-      x, weight, split_x, split_weight, x_exponents, weight_exponents, nullptr, nullptr, nullptr, weight_rows,
-      in_features);
+      x, weight, split_x, split_weight, x_exponents, weight_exponents, nullptr, nullptr, nullptr, nullptr,
+      weight_rows, in_features);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_sums(
@@ -3179,27 +3323,30 @@ void allow_shared(const void* kernel, int bytes) {
   done.insert({kernel, device});
 }
 
-// With dynamic shared memory; and `cooperative` where blocks wait for each other, so that all of them must run at once.
-// Else the kernel may start early, as `launch` has it.
+// With dynamic shared memory, in clusters of blocks; and `cooperative` where blocks wait for each other, so that all of them
+// must run at once. Else the kernel may start early, as `launch` has it.
 template <class... Parameters, class... Arguments>
-void launch_hopper(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, bool cooperative,
+void launch_hopper(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, int cluster, bool cooperative,
                    cudaStream_t stream, Arguments... arguments) {
   allow_shared(reinterpret_cast<const void*>(kernel), shared);
-  cudaLaunchAttribute attribute = {};
+  cudaLaunchAttribute attributes[2] = {};
   if (cooperative) {
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
+    attributes[0].id = cudaLaunchAttributeCooperative;
+    attributes[0].val.cooperative = 1;
   } else {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
   }
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -3232,18 +3379,18 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 4096] */,
   gemmnorm::half* split_weight = scratch.piece<gemmnorm::half>(7);
   int* x_exponents = scratch.piece<int>(8);
   int* weight_exponents = scratch.piece<int>(9);
-  int* flags = scratch.piece<int>(10);
+  int* flagged = scratch.piece<int>(10);
   float* weight_largest = scratch.piece<float>(11);
   float* weight_total = scratch.piece<float>(12);
   torch::Tensor product = y;
   const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
-  const torch::Tensor counters = take_counters(x, stream, 165);
+  const torch::Tensor counters = take_counters(x, stream, 230);
 
-  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2304, 12672), 256, stream, pointer<float>(x),
+  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2560, 11904), 256, stream, pointer<float>(x),
          pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 162, 2304 /* weight_rows */, 4096);
+         pointer<unsigned int>(counters) + 226, 2560 /* weight_rows */, 4096);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
-                232448 /* shared */, true /* cooperative */, stream,
+                232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
                 tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
@@ -3253,15 +3400,14 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 4096] */,
                 pointer<long long>(num_batches_tracked), pointer<float>(bn_weight), pointer<float>(bn_bias),
                 momentum, eps, group_mean, group_m2, mean, rstd, merged_slope, merged_shift,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
-                x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 162,
-                flags, 10368 /* x_rows */, 2304 /* weight_rows */, 4 /* group_panels */, 1 /* stream_x */,
+                x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 226,
+                flagged, 9344 /* x_rows */, 2560 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */,
                 0 /* keep_product */, batch, 4096, 4096);
-  launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flags,
-         weight_largest, weight_total, pointer<unsigned int>(counters) + 162, pointer<float>(product),
-         pointer<float>(y), pointer<float>(bias), pointer<float>(scale), scale_stride, scale_value,
-         pointer<float>(running_mean), pointer<float>(running_var), pointer<long long>(num_batches_tracked),
-         pointer<float>(bn_weight), pointer<float>(bn_bias), momentum, eps, group_mean, mean, rstd,
-         0 /* keep_product */, batch, 4096, 4096);
+  launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
+         pointer<unsigned int>(counters) + 226, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
+         pointer<float>(scale), scale_stride, scale_value, pointer<float>(running_mean),
+         pointer<float>(running_var), pointer<long long>(num_batches_tracked), pointer<float>(bn_weight),
+         pointer<float>(bn_bias), momentum, eps, group_mean, mean, rstd, 0 /* keep_product */, batch, 4096, 4096);
 
   return {y};
 }
@@ -3293,17 +3439,17 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 4096] */,
   gemmnorm::half* split_weight = scratch.piece<gemmnorm::half>(4);
   int* x_exponents = scratch.piece<int>(5);
   int* weight_exponents = scratch.piece<int>(6);
-  int* flags = scratch.piece<int>(7);
+  int* flagged = scratch.piece<int>(7);
   float* weight_largest = scratch.piece<float>(8);
   float* weight_total = scratch.piece<float>(9);
   const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
-  const torch::Tensor counters = take_counters(x, stream, 165);
+  const torch::Tensor counters = take_counters(x, stream, 230);
 
-  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2304, 12672), 256, stream, pointer<float>(x),
+  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2560, 11904), 256, stream, pointer<float>(x),
          pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 162, 2304 /* weight_rows */, 4096);
+         pointer<unsigned int>(counters) + 226, 2560 /* weight_rows */, 4096);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
-                232448 /* shared */, true /* cooperative */, stream,
+                232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
                 tensor_map(pointer<float>(product), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
@@ -3314,15 +3460,15 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 4096] */,
                 momentum, eps, pointer<float>(group_mean), group_m2, pointer<float>(mean), pointer<float>(rstd),
                 merged_slope, merged_shift, pointer<unsigned int>(counters), pointer<float>(x),
                 pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest,
-                weight_total, pointer<unsigned int>(counters) + 162, flags, 10368 /* x_rows */,
-                2304 /* weight_rows */, 4 /* group_panels */, 1 /* stream_x */, 1 /* keep_product */, batch, 4096,
+                weight_total, pointer<unsigned int>(counters) + 226, flagged, 9344 /* x_rows */,
+                2560 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */, 1 /* keep_product */, batch, 4096,
                 4096);
-  launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flags,
-         weight_largest, weight_total, pointer<unsigned int>(counters) + 162, pointer<float>(product),
-         pointer<float>(y), pointer<float>(bias), pointer<float>(scale), scale_stride, scale_value,
-         pointer<float>(running_mean), pointer<float>(running_var), pointer<long long>(num_batches_tracked),
-         pointer<float>(bn_weight), pointer<float>(bn_bias), momentum, eps, pointer<float>(group_mean),
-         pointer<float>(mean), pointer<float>(rstd), 1 /* keep_product */, batch, 4096, 4096);
+  launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
+         pointer<unsigned int>(counters) + 226, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
+         pointer<float>(scale), scale_stride, scale_value, pointer<float>(running_mean),
+         pointer<float>(running_var), pointer<long long>(num_batches_tracked), pointer<float>(bn_weight),
+         pointer<float>(bn_bias), momentum, eps, pointer<float>(group_mean), pointer<float>(mean),
+         pointer<float>(rstd), 1 /* keep_product */, batch, 4096, 4096);
 
   return {y, product, group_mean, mean, rstd};
 }
@@ -3358,18 +3504,18 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 4096] */,
   gemmnorm::half* split_weight = scratch.piece<gemmnorm::half>(1);
   int* x_exponents = scratch.piece<int>(2);
   int* weight_exponents = scratch.piece<int>(3);
-  int* flags = scratch.piece<int>(4);
+  int* flagged = scratch.piece<int>(4);
   float* weight_largest = scratch.piece<float>(5);
   float* weight_total = scratch.piece<float>(6);
   torch::Tensor product = y;
   const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
-  const torch::Tensor counters = take_counters(x, stream, 165);
+  const torch::Tensor counters = take_counters(x, stream, 230);
 
-  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2304, 12672), 256, stream, pointer<float>(x),
+  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2560, 11904), 256, stream, pointer<float>(x),
          pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 162, 2304 /* weight_rows */, 4096);
+         pointer<unsigned int>(counters) + 226, 2560 /* weight_rows */, 4096);
   launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
-                232448 /* shared */, false /* cooperative */, stream,
+                232448 /* shared */, 1 /* cluster */, false /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
                 tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
@@ -3380,15 +3526,18 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 4096] */,
                 momentum, eps, nullptr /* group_mean */, nullptr /* group_m2 */, nullptr /* mean */,
                 nullptr /* rstd */, nullptr /* merged_slope */, nullptr /* merged_shift */,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
-                x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 162,
-                flags, 10368 /* x_rows */, 2304 /* weight_rows */, 4 /* group_panels */, 1 /* stream_x */,
+                x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 226,
+                flagged, 9344 /* x_rows */, 2560 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */,
                 0 /* keep_product */, batch, 4096, 4096);
+  launch(fused_gemm_scale_bn_find, 16, 256, stream, weight_largest, weight_total,
+         pointer<unsigned int>(counters) + 226, flagged, pointer<float>(scale), scale_stride, scale_value,
+         pointer<float>(running_var), eps, 4096);
   launch(fused_gemm_scale_bn_recompute_evaluation, 264, 256, stream, pointer<float>(x), pointer<float>(weight),
-         weight_largest, weight_total, pointer<unsigned int>(counters) + 162, pointer<float>(product),
-         pointer<float>(y), pointer<float>(bias), pointer<float>(scale), scale_stride, scale_value,
-         pointer<float>(running_mean), pointer<float>(running_var), pointer<long long>(num_batches_tracked),
-         pointer<float>(bn_weight), pointer<float>(bn_bias), momentum, eps, nullptr /* group_mean */,
-         nullptr /* mean */, nullptr /* rstd */, 0 /* keep_product */, batch, 4096, 4096);
+         flagged, pointer<unsigned int>(counters) + 226, pointer<float>(product), pointer<float>(y),
+         pointer<float>(bias), pointer<float>(scale), scale_stride, scale_value, pointer<float>(running_mean),
+         pointer<float>(running_var), pointer<long long>(num_batches_tracked), pointer<float>(bn_weight),
+         pointer<float>(bn_bias), momentum, eps, nullptr /* group_mean */, nullptr /* mean */, nullptr /* rstd */,
+         0 /* keep_product */, batch, 4096, 4096);
 
   return {y};
 }
@@ -3492,13 +3641,13 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
          column_exponents, split_by_rows, split_by_columns, row_exponents, 4096);
   if (grad_x.defined()) launch_hopper(fused_gemm_split_grad_x,
                                       std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
-                                      197632 /* shared */, false /* cooperative */, stream,
+                                      197632 /* shared */, 1 /* cluster */, false /* cooperative */, stream,
                                       tensor_map(split_by_rows, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
                                       tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 64, 64),
                                       row_exponents, pointer<float>(grad_x), 12 /* group_panels */, batch, 4096,
                                       4096);
   if (grad_weight.defined()) launch_hopper(fused_gemm_split_grad_weight, 132, 384, 197632 /* shared */,
-                                           false /* cooperative */, stream,
+                                           1 /* cluster */, false /* cooperative */, stream,
                                            tensor_map(split_by_columns, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 64, 64),
                                            tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 64, 64),
                                            column_exponents, pointer<float>(grad_weight), 12 /* group_panels */,

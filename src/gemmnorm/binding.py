@@ -202,7 +202,7 @@ class Bound:
             pool.append(find(tensors, pool))
         if self._counters:
             address = counters(device).take(driver.stream_handle(index), self._counters)
-            pool += (address, address + 4 * (self._counters - 3))
+            pool += (address, address + 4 * (self._counters - 4))
         stream = driver.current_stream(index)
         for step in self._steps:
             if isinstance(step, _Product):

@@ -32,7 +32,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     half* split_weight /* see split_rows, likewise */, int* x_exponents /* [batch], likewise */,
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
     float* weight_total /* [features], likewise */, const u32* weight_checksums /* [features] or null, likewise */,
-    u32* most /* [2], likewise */, int* flags /* [features], likewise */, int x_rows, int weight_rows /* split already */,
+    u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* split already */,
     int group_panels, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   const Features<L, R> f = {bias,      scale,   scale_stride, scale_value,     running_mean, running_var,
                             bn_weight, bn_bias, batches_tracked, momentum,     eps,          group_mean,
                             group_m2,  mean,    rstd,         merged_slope,    merged_shift,
-                            {most, weight_largest, weight_total, flags}, batch, features,
+                            {most, weight_largest, weight_total, flagged}, batch, features,
                             (batch + kGroupRows - 1) / kGroupRows};
   const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
   const Ahead ahead = {x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, most,

@@ -14,18 +14,21 @@ constexpr int kMergeWidth = 8;    // features whose groups a warp merges at a ti
 constexpr int kDirectGroups = 128;  // as many as a thread merges by itself rather than wait for somebody's merge
 constexpr int kDone = 0, kTicket = 1, kPanels = 2;  // counters: blocks done, next unit, then two numbers per panel
 
-// What decides whether split operands were enough; `flags` is null where the operands are not split.
-struct Guard {
-  const u32* most;                               // over the rows of x: largest magnitude, sum of magnitudes (bits)
-  const float *weight_largest, *weight_total;    // of each row of the weight
-  int* flags;                                    // per feature: to be computed again in float32
+// Numbers of `most` behind the two of x: blocks that have read them, and features on the list.
+constexpr int kReaders = 2, kFlagged = 3;
 
-  // Whether feature j, whose deviation is given, has to be; says so in `flags`.
+// What decides whether split operands were enough; `flagged` is null where the operands are not split.
+struct Guard {
+  u32* most;                                     // over the rows of x: largest magnitude, sum of magnitudes (bits)
+  const float *weight_largest, *weight_total;    // of each row of the weight
+  int* flagged;                                  // the features to be computed again in float32, in any order
+
+  // Whether feature j, whose deviation is given, has to be; then it is put on the list.
   __device__ __forceinline__ bool raises(int j, float deviation) const {
-    if (!flags) return false;
+    if (!flagged) return false;
     const bool lost = split_loses(__uint_as_float(load_acquire(&most[0])), __uint_as_float(load_acquire(&most[1])),
                                   weight_largest[j], weight_total[j], deviation);
-    flags[j] = lost;
+    if (lost) flagged[atomicAdd(&most[kFlagged], 1u)] = j;
     return lost;
   }
 };

@@ -1,8 +1,90 @@
-// Features whose split operands were not enough, once more in float32 arithmetic; nothing where there are none.
+// Features whose split operands were not enough, once more in float32 arithmetic; nothing where there are none. In
+// training whoever merges a feature's statistics puts it on the list (Guard), in evaluation `find_features` does.
 #pragma once
 #include "panel_units.cuh"
 
 namespace gemmnorm {
+
+// The features that the running deviation says are lost: a thread to a feature.
+template <class L, class R>
+__device__ __forceinline__ void find_features(const float* weight_largest /* [features] */,
+                                              const float* weight_total /* [features] */, u32* most /* [4] */,
+                                              int* flagged /* [features]: a list */,
+                                              const L* scale /* [features] or [1] or null */, int scale_stride,
+                                              float scale_value, const R* running_var /* [features] */, float eps,
+                                              int features) {
+  const int j = blockIdx.x * kThreads + threadIdx.x;
+  allow_next();
+  wait_for_previous();
+  if (j >= features) return;
+  const float s = scale_of(scale, scale_stride, scale_value, j), variance = to_float(running_var[j]) + eps;
+  const float deviation = s == 0.0f ? 3e38f : sqrtf(variance) / fabsf(s);
+  Guard{most, weight_largest, weight_total, flagged}.raises(j, deviation);
+}
+
+// A tile of their product: 128 rows of x by 64 features of the list, K in steps of 16, from float4 to float4.
+constexpr int kAgainRows = 128, kAgainColumns = 64, kAgainStep = 16;
+constexpr int kAgainPart = 128;  // of K that is added up by itself: less error than one long sum
+
+struct AgainShared {
+  alignas(16) float x[kAgainStep][kAgainRows + 4];  // a word of K to a row: what is read together lies together
+  alignas(16) float weight[kAgainStep][kAgainColumns + 4];
+};
+
+// This thread's 8 × 4 of the tile's sums, rows 8·(thread / 16) and columns 4·(thread % 16) on. `list` has `count` features.
+__device__ __forceinline__ void multiply_tile(const float* x, const float* weight, const int* list, int count,
+                                              int first_row, AgainShared& shared, float (&sum)[8][4], int batch,
+                                              int in_features) {
+  constexpr int kWords = kAgainStep / 4, kPerX = kAgainRows * kWords / kThreads;
+  static_assert(kAgainColumns * kWords == kThreads, "a thread loads one word of the weight");
+  const int thread = threadIdx.x, word = thread % kWords * 4, row = thread / kWords;
+  const float* of_weight = weight + static_cast<i64>(list[min(row, count - 1)]) * in_features;
+  const float* of_x[kPerX];
+#pragma unroll
+  for (int i = 0; i < kPerX; ++i)
+    of_x[i] = x + static_cast<i64>(min(first_row + row + i * (kAgainRows / kPerX), batch - 1)) * in_features;
+  float part[8][4] = {};
+#pragma unroll
+  for (int r = 0; r < 8; ++r)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[r][c] = 0.0f;
+  for (int k0 = 0; k0 < in_features; k0 += kAgainStep) {
+    const bool inside = k0 + word < in_features;
+    const Vec<float, 4> w = inside ? load<float, 4>(of_weight + k0 + word) : Vec<float, 4>{};
+    Vec<float, 4> a[kPerX];
+#pragma unroll
+    for (int i = 0; i < kPerX; ++i) a[i] = inside ? load<float, 4>(of_x[i] + k0 + word) : Vec<float, 4>{};
+    __syncthreads();  // the step before is read
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      shared.weight[word + q][row] = w.at[q];
+#pragma unroll
+      for (int i = 0; i < kPerX; ++i) shared.x[word + q][row + i * (kAgainRows / kPerX)] = a[i].at[q];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kAgainStep; ++k) {
+      const Vec<float, 4> low = load<float, 4>(&shared.x[k][thread / 16 * 8]);
+      const Vec<float, 4> high = load<float, 4>(&shared.x[k][thread / 16 * 8 + 4]);
+      const Vec<float, 4> b = load<float, 4>(&shared.weight[k][thread % 16 * 4]);
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          part[r][c] += low.at[r] * b.at[c];
+          part[r + 4][c] += high.at[r] * b.at[c];
+        }
+    }
+    if ((k0 + kAgainStep) % kAgainPart && k0 + kAgainStep < in_features) continue;
+#pragma unroll
+    for (int r = 0; r < 8; ++r)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        sum[r][c] += part[r][c];
+        part[r][c] = 0.0f;
+      }
+  }
+}
 
 // Sum over a block, in a fixed order, handed to every thread.
 __device__ __forceinline__ float sum_over_block(float value, float* shared /* [kThreads / 32] */) {
@@ -17,35 +99,7 @@ __device__ __forceinline__ float sum_over_block(float value, float* shared /* [k
   return sum;
 }
 
-constexpr int kTogether = 8;  // features whose products share what is read of x
-
-// Products of every row of x with the rows `list` of the weight, a warp to a row of x. Out: their columns of y.
-__device__ __forceinline__ void multiply_features(const float* x, const float* weight, const int (&list)[kThreads],
-                                                  int first, int count, float* y, int batch, int in_features,
-                                                  int features) {
-  const int lane = threadIdx.x % 32;
-  for (int row = threadIdx.x / 32; row < batch; row += kThreads / 32) {
-    float sum[kTogether] = {};
-    for (int c = lane * 4; c < in_features; c += 128) {
-      const Vec<float, 4> a = load<float, 4>(x + static_cast<i64>(row) * in_features + c);
-#pragma unroll
-      for (int n = 0; n < kTogether; ++n) {
-        if (n >= count) break;
-        const Vec<float, 4> b = load<float, 4>(weight + static_cast<i64>(list[first + n]) * in_features + c);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[n] += a.at[i] * b.at[i];
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kTogether; ++n) {
-#pragma unroll
-      for (int bit = 16; bit; bit /= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], bit);
-      if (lane == n && n < count) y[static_cast<i64>(row) * features + list[first + n]] = sum[n];
-    }
-  }
-}
-
-// The product's column j, in y → its statistics, where they are the batch's, and y itself.
+// The product's column j, in y → its statistics, where they are the batch's, and y itself. Other blocks wrote it.
 template <bool TRAINING, class Activation, class L, class R>
 __device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j, float* product, float* y,
                                                  float* shared /* [kThreads / 32] */) {
@@ -53,11 +107,11 @@ __device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j,
   float centre, r;
   if (TRAINING) {
     float sum = 0.0f;
-    for (int row = threadIdx.x; row < f.batch; row += kThreads) sum += y[static_cast<i64>(row) * f.features + j];
+    for (int row = threadIdx.x; row < f.batch; row += kThreads) sum += load_l2(y + static_cast<i64>(row) * f.features + j);
     centre = sum_over_block(sum, shared) / f.batch;
     sum = 0.0f;
     for (int row = threadIdx.x; row < f.batch; row += kThreads) {
-      const float deviation = y[static_cast<i64>(row) * f.features + j] - centre;
+      const float deviation = load_l2(y + static_cast<i64>(row) * f.features + j) - centre;
       sum += deviation * deviation;
     }
     const float variance = s * s * sum_over_block(sum, shared) / f.batch;
@@ -76,20 +130,19 @@ __device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j,
   const float shift = f.shift(j) + (TRAINING ? 0.0f : value_or(f.bn_weight, j, 1.0f) * r * (s * b - centre));
   for (int row = threadIdx.x; row < f.batch; row += kThreads) {
     const i64 at = static_cast<i64>(row) * f.features + j;
-    const float a = y[at];
+    const float a = load_l2(y + at);
     if (product) product[at] = a;
     y[at] = Activation::value(slope * (a - origin) + shift);
   }
 }
 
-// A block takes every gridDim-th feature. y serves as memory for the product's columns until their statistics are known.
+// The blocks share out the tiles; who finishes the last one of 64 features normalises them. y serves as memory for the
+// product's columns until then.
 template <class L, class R, bool TRAINING, class Activation>
 __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_features] */,
                                                    const float* weight /* [features, in_features] */,
-                                                   const int* flags /* [features], in training */,
-                                                   const float* weight_largest /* [features] */,
-                                                   const float* weight_total /* [features] */,
-                                                   u32* most /* [3]: left zero */,
+                                                   const int* flagged /* [features]: a list */,
+                                                   u32* most /* [4], after a number for each 64 features: left zero */,
                                                    float* product /* [batch, features] or null */,
                                                    float* y /* [batch, features] */,
                                                    const L* bias /* [features] or null */,
@@ -102,9 +155,10 @@ __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_
                                                    float* group_mean /* [groups, features] */,
                                                    float* mean /* [features] */, float* rstd /* [features] */,
                                                    int keep_product, int batch, int in_features, int features) {
-  __shared__ float shared[kThreads / 32], x_largest, x_total;
-  __shared__ int list[kThreads];
-  __shared__ u32 count;
+  __shared__ AgainShared shared;
+  __shared__ float sums[kThreads / 32];
+  __shared__ int list[kAgainColumns];
+  __shared__ u32 found, arrived;
   const Features<L, R> f = {bias,    scale,   scale_stride, scale_value,     running_mean, running_var,
                             bn_weight, bn_bias, batches_tracked, momentum,   eps,          group_mean,
                             nullptr, mean,    rstd,         nullptr,         nullptr,      {},
@@ -112,31 +166,41 @@ __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_
   allow_next();
   wait_for_previous();
   if (threadIdx.x == 0) {
-    x_largest = __uint_as_float(most[0]);
-    x_total = __uint_as_float(most[1]);
+    found = most[kFlagged];
     __threadfence();
-    if (atomicAdd(&most[2], 1u) == gridDim.x - 1) most[0] = most[1] = most[2] = 0;  // everybody has read
+    if (atomicAdd(&most[kReaders], 1u) == gridDim.x - 1) most[0] = most[1] = most[kReaders] = most[kFlagged] = 0;
   }
-  // In training whoever merged a feature's statistics has decided. In evaluation its running deviation tells.
-  const auto lost = [&](int j) {
-    if (TRAINING) return flags[j] != 0;
-    const float variance = to_float(running_var[j]) + eps, s = f.s(j);
-    const float deviation = s == 0.0f ? 3e38f : sqrtf(variance) / fabsf(s);
-    return split_loses(x_largest, x_total, weight_largest[j], weight_total[j], deviation);
-  };
-  for (int start = blockIdx.x; start < features; start += gridDim.x * kThreads) {
-    if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  const int count = static_cast<int>(found), row_tiles = (batch + kAgainRows - 1) / kAgainRows;
+  const int chunks = (count + kAgainColumns - 1) / kAgainColumns;
+  u32* const done = most - (features + kAgainColumns - 1) / kAgainColumns;
+  for (int item = blockIdx.x; item < chunks * row_tiles; item += gridDim.x) {
+    const int chunk = item % chunks, first_row = item / chunks * kAgainRows;
+    const int columns = min(count - chunk * kAgainColumns, kAgainColumns);
+    if (threadIdx.x < columns) list[threadIdx.x] = flagged[chunk * kAgainColumns + threadIdx.x];
     __syncthreads();
-    const int mine = start + threadIdx.x * gridDim.x;
-    if (mine < features && lost(mine)) list[atomicAdd(&count, 1u)] = mine;
-    __syncthreads();
-    const int flagged = count;
-    for (int n = 0; n < flagged; ++n) {
-      if (n % kTogether == 0) {
-        multiply_features(x, weight, list, n, min(kTogether, flagged - n), y, batch, in_features, features);
-        __syncthreads();
+    float sum[8][4];
+    multiply_tile(x, weight, list, columns, first_row, shared, sum, batch, in_features);
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      const int row = first_row + threadIdx.x / 16 * 8 + r;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int column = threadIdx.x % 16 * 4 + c;
+        if (row < batch && column < columns) y[static_cast<i64>(row) * features + list[column]] = sum[r][c];
       }
-      normalize_column<TRAINING, Activation>(f, list[n], keep_product ? product : nullptr, y, shared);
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      arrived = atomicAdd(&done[chunk], 1u);
+      __threadfence();
+    }
+    __syncthreads();
+    if (arrived == row_tiles - 1) {
+      if (threadIdx.x == 0) done[chunk] = 0;
+      for (int n = 0; n < columns; ++n)
+        normalize_column<TRAINING, Activation>(f, list[n], keep_product ? product : nullptr, y, sums);
     }
     __syncthreads();
   }

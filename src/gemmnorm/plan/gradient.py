@@ -57,6 +57,15 @@ def one_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
     )  # fmt: skip
 
 
+def most_rows(plan: Plan) -> int | None:
+    """The largest batch that a backward's launches serve; None for any."""
+    for launch in plan.launches:
+        if launch.function == "panel_gradient":
+            per_warp, cluster = (int(constant) for constant in launch.constants[5:7])
+            return per_warp * cluster * WARPS * GROUP_ROWS
+    return None
+
+
 def _three_launches(problem: Problem, exponents: tuple[str, str]) -> tuple[Launch, ...]:
     """Column sums of every group of rows, their merge, and the gradient of the product."""
     single, several, types, kind = tiling(problem), tiling(problem, 4), c_types(problem), form(problem)

@@ -8,7 +8,7 @@ from . import library
 from .cost import gemm_seconds, split_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
-from .split import ALL_ROWS, PREPARED, ROW_BYTES, recompute, split_operands, split_rows
+from .split import ALL_ROWS, PREPARED, ROW_BYTES, counters_to_recompute, recompute, split_operands, split_rows
 from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan, Step
 
 TILE_ROWS = 2 * GROUP_ROWS
@@ -22,7 +22,7 @@ MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial 
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
 _SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
-          "weight_checksums", "most", "flags")  # fmt: skip
+          "weight_checksums", "most", "flagged")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -213,10 +213,10 @@ def forward(problem: Problem, strategy: str) -> Plan:
             aliases = (("product", "y"),)
     counters = COUNTERS + 2 * panels if finish in ("kOneBlock", "kOneWave", "kPersistent") else 0
     if problem.split:
-        counters = COUNTERS + 2 * panels + (panels + BANDS if ahead else 0) + 3  # `most`
-        steps = (split_rows(problem, True, x_rows, 0 if problem.prepared else weight_rows), launch, recompute(problem))
+        counters = COUNTERS + 2 * panels + (panels + BANDS if ahead else 0) + counters_to_recompute(problem)
+        steps = (split_rows(problem, True, x_rows, 0 if problem.prepared else weight_rows), launch, *recompute(problem))
         workspace += split_operands(problem)
-        workspace.append(Buffer("flags", "int32", (features,)))
+        workspace.append(Buffer("flagged", "int32", (features,)))
         workspace += [Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total")]
         if problem.prepared:
             workspace = [buffer for buffer in workspace if buffer.role not in PREPARED]

@@ -149,10 +149,10 @@ ROLES: dict[str, tuple[str, str]] = {
     "weight_largest": ("float*", "[features]"),
     "weight_total": ("float*", "[features]"),
     "weight_checksums": ("unsigned int*", "[features] or null"),
-    "most": ("unsigned int*", "[3]: zero, and left zero"),
+    "most": ("unsigned int*", "[4], after a number for each 64 features: zero, and left zero"),
     "x_rows": ("int", "of x, that are split already"),
     "weight_rows": ("int", "of the weight, that are split already"),
-    "flags": ("int*", "[features]"),
+    "flagged": ("int*", "[features]: a list"),
     "map_a": ("const __grid_constant__ gemmnorm::TensorMap", "left operand, split"),
     "map_b": ("const __grid_constant__ gemmnorm::TensorMap", "right operand, split"),
     "split_by_rows": ("gemmnorm::half*", "[batch, ⌈features/64⌉, 2, 64]"),
@@ -185,7 +185,7 @@ class Plan:
         steps: products and launches.
         outputs: tensors handed back; workspace: tensors that die with the call.
         aliases: role → role whose memory it shares (y over the product where nothing needs it later).
-        counters: 32-bit numbers that the launches find zero and leave zero; `most` is the last three.
+        counters: 32-bit numbers that the launches find zero and leave zero; `most` is the last four.
         seconds: predicted time; floor: the product alone at the rate of the library.
     """
 

@@ -37,7 +37,7 @@ _INPUTS = ("x", "weight", "bias", "scale", "running_mean", "running_var", "num_b
 
 _KNOWN = {
     Launch: {"entry", "source", "function", "constants", "arguments", "grid", "block", "resident", "shared",
-             "cooperative", "maps", "numbers", "only_for"},
+             "cooperative", "cluster", "maps", "numbers", "only_for"},
     Map: {"role", "tensor", "rows", "columns"},
     Product: {"out", "left", "right", "transpose_left", "transpose_right"},
     Buffer: {"role", "dtype", "shape"},
@@ -67,17 +67,17 @@ class Site:
 
     Attributes:
         suffix: what its host functions' names end in ("" where the file has one kind of chain only).
-        forward: training → cases, of which the last serves every batch. backward: training → plan.
+        forward, backward: training → cases, of which the last serves every batch.
     """
 
     suffix: str
     forward: dict[bool, tuple[Case, ...]]
-    backward: dict[bool, Plan]
+    backward: dict[bool, tuple[Case, ...]]
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        forward = (plan for cases in self.forward.values() for case in cases for plan in case.plans.values())
-        return (*forward, *self.backward.values())
+        every = (*self.forward.values(), *self.backward.values())
+        return tuple(plan for cases in every for case in cases for plan in case.plans.values())
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def cuda_text(sites: Sequence[Site]) -> CudaText:
     kernels = _Kernels()
     functions = [f for site in sites for f in _functions(site, kernels)]
     launches = [launch for site in sites for plan in site.plans for launch in plan.launches]
-    files = ["host.cu", *(["hopper.cu"] if any(launch.maps for launch in launches) else [])]
+    files = ["host.cu", *(["hopper.cu"] if any(launch.shared for launch in launches) else [])]
     helpers = [(TEMPLATES / name).read_text(encoding="utf-8") for name in files]
     exposed = [f for f in functions if f.exposed]
     return CudaText(
@@ -210,10 +210,13 @@ def _functions(site: Site, kernels: _Kernels) -> list[_Function]:
             found.append(_forward(name, plain, saving, kernels, site.suffix))
         else:
             found += _forward_by_case(name, cases, kernels, site.suffix)
-    for training, plan in site.backward.items():
+    for training, cases in site.backward.items():
         name = f"backward_{'training' if training else 'evaluation'}{site.suffix}"
         saved = saved_roles(site.forward[training][-1].plans[True])
-        found.append(_backward(name, plan, saved, kernels, site.suffix))
+        if len(cases) == 1:
+            found.append(_backward(name, cases[0].plans[True], saved, kernels, site.suffix))
+        else:
+            found += _backward_by_case(name, cases, saved, kernels, site.suffix)
     return found
 
 
@@ -278,6 +281,29 @@ def _forward_by_case(name: str, cases: Sequence[Case], kernels: _Kernels, suffix
         f"{signature} {{",
         "  const c10::cuda::CUDAGuard guard(x.device());",
         *(["  const int64_t batch = x.size(0);"] if len(cases) > 1 else []),
+        *choice,
+        _wrap("  return run(", _parameter_names(signature), ");"),
+        "}\n",
+    ]
+    return [*found, _Function(name, signature, "\n".join(lines))]
+
+
+def _backward_by_case(
+    name: str, cases: Sequence[Case], saved: Sequence[str], kernels: _Kernels, suffix: str
+) -> list[_Function]:
+    """A function for each plan, and one that chooses by the batch."""
+    found: list[_Function] = []
+    choice: list[str] = []
+    for case in reversed(cases):
+        inner = f"{name}{case.ending or '_any'}"
+        function = _backward(inner, case.plans[True], saved, kernels, case.ending + suffix)
+        found.append(replace(function, exposed=False))
+        choice.append(f"  if ({case.condition}) run = {inner};" if case.condition else f"  auto run = {inner};")
+    signature = _signature(name, "backward", cases[-1].plans[True].problem, saved)
+    lines = [
+        "// Chooses by the batch.",
+        f"{signature} {{",
+        "  const int64_t batch = x.size(0);",
         *choice,
         _wrap("  return run(", _parameter_names(signature), ");"),
         "}\n",
@@ -416,7 +442,8 @@ class _Body:
         size = [self.extent(step.grid), str(step.block)]
         if step.shared or step.cooperative:
             waits = "true" if step.cooperative else "false"
-            head, more = "  launch_hopper(", [f"{step.shared} /* shared */", f"{waits} /* cooperative */"]
+            more = [f"{step.shared} /* shared */", f"{step.cluster} /* cluster */", f"{waits} /* cooperative */"]
+            head = "  launch_hopper("
         else:
             head, more = "  launch(", []
         if step.only_for in self.optional:
@@ -441,7 +468,7 @@ class _Body:
         elif role == "offset" and self.plan.keeps_offsets:
             role = "group_mean"
         elif role == "most":
-            return f"{self.argument('counters')} + {self.plan.counters - 3}"
+            return f"{self.argument('counters')} + {self.plan.counters - 4}"
         if role in self.pointers:
             return role
         if role in self.tensors:

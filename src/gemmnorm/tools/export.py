@@ -20,7 +20,7 @@ from torch import nn
 
 from .. import activations, plan
 from ..errors import GemmNormRuntimeError, GemmNormValueError
-from ..plan import GROUP_ROWS, OWN_GEMM, Plan, Problem
+from ..plan import GROUP_ROWS, OWN_GEMM, Plan, Problem, gradient
 from ..plan.hopper import MOST_GROUPS_IN_ONE_WAVE
 from . import cpp
 from .analysis import OwnerPlan, analyse
@@ -155,16 +155,28 @@ def plan_site(problem: Problem, strategy: str, suffix: str = "") -> cpp.Site:
 
     A strategy that cannot keep what a backward needs gives way to the library's product there, as at run time.
     """
-
-    def backward(training: bool) -> Plan:
-        return plan.make_plan(replace(problem, training=training, save=True), strategy, "backward")
-
     modes = (True, False)
     return cpp.Site(
         suffix,
         {training: _cases(replace(problem, training=training), strategy) for training in modes},
-        {training: backward(training) for training in modes},
+        {training: _backward_cases(replace(problem, training=training, save=True), strategy) for training in modes},
     )
+
+
+def _backward_cases(problem: Problem, strategy: str) -> tuple[cpp.Case, ...]:
+    """Likewise: a cluster's shared memory holds so many rows."""
+
+    def made(p: Problem) -> Plan:
+        return plan.make_plan(p, strategy, "backward")
+
+    found = made(problem)
+    rows = gradient.most_rows(found)
+    if rows is None:
+        return (cpp.Case("", "", {True: found}),)
+    large = problem
+    while gradient.most_rows(made(large)) is not None:
+        large = replace(large, batch=2 * large.batch)
+    return (cpp.Case(f"_to_{rows}", f"batch <= {rows}", {True: found}), cpp.Case("", "", {True: made(large)}))
 
 
 def _cases(problem: Problem, strategy: str) -> tuple[cpp.Case, ...]:

@@ -84,27 +84,30 @@ void allow_shared(const void* kernel, int bytes) {
   done.insert({kernel, device});
 }
 
-// With dynamic shared memory; and `cooperative` where blocks wait for each other, so that all of them must run at once.
-// Else the kernel may start early, as `launch` has it.
+// With dynamic shared memory, in clusters of blocks; and `cooperative` where blocks wait for each other, so that all of them
+// must run at once. Else the kernel may start early, as `launch` has it.
 template <class... Parameters, class... Arguments>
-void launch_hopper(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, bool cooperative,
+void launch_hopper(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, int cluster, bool cooperative,
                    cudaStream_t stream, Arguments... arguments) {
   allow_shared(reinterpret_cast<const void*>(kernel), shared);
-  cudaLaunchAttribute attribute = {};
+  cudaLaunchAttribute attributes[2] = {};
   if (cooperative) {
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
+    attributes[0].id = cudaLaunchAttributeCooperative;
+    attributes[0].val.cooperative = 1;
   } else {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
   }
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
