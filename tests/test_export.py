@@ -154,7 +154,9 @@ def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_pat
     for save in ("_saving", "_alone"):
         launch = host_function(source, "forward_training" + save)
         assert "launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(" in launch
-        assert re.search(r"multiprocessors\(\)\), 384,\s+\d+ /\* shared \*/, 1 /\* cluster \*/,\s+true /\* cooperative \*/", launch)
+        assert re.search(
+            r"multiprocessors\(\)\), 384,\s+\d+ /\* shared \*/, 1 /\* cluster \*/,\s+true /\* cooperative \*/", launch
+        )
     if ending is None:
         assert kernels == ["kPersistent", "kEvaluate"]
         return

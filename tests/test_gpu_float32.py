@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
 import torch
 from gpu_support import poisoned_memory, precision
 
+import gemmnorm
 from gemmnorm import linear_scale_batch_norm, runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -80,3 +82,32 @@ def test_never_worse_than_float32(seed: int) -> None:
             worst(ours, exact),
             worst(eager, exact),
         )
+
+
+CHANGES = {
+    "in place": lambda w: w.detach()[5].mul_(1.5),
+    "behind PyTorch's back": lambda w: w.data[5].mul_(1.5),
+    "all of it, behind PyTorch's back": lambda w: w.data.mul_(1.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("size", [(300, 520, 776), (1024, 2048, 4096)])
+def test_a_prepared_weight_gives_the_same_bits_and_is_never_stale(size: tuple[int, int, int], change: str) -> None:
+    torch.manual_seed(1)
+    batch, inner, features = size
+    module = gemmnorm.LinearScaleBatchNorm1d(inner, features, activation="relu", device="cuda").eval()
+    x = torch.randn(batch, inner, device="cuda")
+    with precision("fp32"), gemmnorm.set_strategy("one_kernel"), torch.no_grad(), runtime.recording() as plans:
+        plain = module(x)
+        gemmnorm.prepare(module)
+        assert torch.equal(module(x), plain)
+        assert plans[-1].problem.prepared
+        CHANGES[change](module.gemm.weight)
+        new = module(x)
+        gemmnorm.unprepare(module)
+        wide = copy.deepcopy(module).double()
+        want = wide(x.double())
+    assert not torch.equal(new, plain)
+    error = (new.double() - want).norm(dim=0) / want.norm(dim=0).clamp_min(1e-6)
+    assert float(error.max()) < 2e-6

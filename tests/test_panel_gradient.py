@@ -1,5 +1,5 @@
-"""The backward of a panel of columns by one cluster (panel_gradient.cuh), run by the emulator against the three launches
-that serve other GPUs, and against float64."""
+"""The backward of a panel of columns by one cluster (panel_gradient.cuh), run by the emulator, and on a GPU,
+against float64."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from torch import Tensor
 from gemmnorm import linear_scale_batch_norm, plan, runtime
 from gemmnorm.plan import Problem, gradient
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
 NOT_SPLIT = ("nothing", "nothing")
+NAMES = ("x", "weight", "bias", "scale", "gamma", "beta")
 
 
-def gradients(x: Tensor, weight: Tensor, *vectors: Tensor, grad: Tensor, activation: str | None, strategy: str) -> list[Tensor]:
+def gradients(
+    x: Tensor, weight: Tensor, *vectors: Tensor, grad: Tensor, activation: str | None, strategy: str
+) -> list[Tensor]:
     leaves = [t.detach().clone().requires_grad_() for t in (x, weight, *vectors)]
     bias, scale, gamma, beta = leaves[2:]
-    running = torch.zeros(weight.shape[0], dtype=x.dtype), torch.ones(weight.shape[0], dtype=x.dtype)
+    running = x.new_zeros(weight.shape[0]), x.new_ones(weight.shape[0])
     y = linear_scale_batch_norm(
         *leaves[:2], bias, scale, *running, gamma, beta, training=True, activation=activation, strategy=strategy
     )
@@ -35,6 +38,7 @@ def function(strategy: str, batch: int, features: int, dtype: str) -> str:
     return plan.make_plan(problem, strategy, "backward").launches[0].function
 
 
+@needs_compiler
 @pytest.mark.parametrize("strategy", ["cublas_folded_bn", "one_kernel"])
 @pytest.mark.parametrize(
     ("batch", "features", "dtype", "activation"),
@@ -63,20 +67,19 @@ def test_gradients(strategy: str, batch: int, features: int, dtype: str, activat
     with emulated(SMALL_HOPPER), poisoned_memory():
         got = gradients(x, weight, *vectors, grad=grad, activation=activation, strategy=strategy)
     unit = torch.finfo(kind).eps
-    for name, ours, theirs, exact in zip(("x", "weight", "bias", "scale", "gamma", "beta"), got, eager, want, strict=True):
+    for name, ours, theirs, exact in zip(NAMES, got, eager, want, strict=True):
         size = exact.norm().clamp_min(1e-3)
         error, allowed = (got_.double().sub(exact).norm() / size for got_ in (ours, theirs))
         assert error <= 1.1 * allowed + 2 * unit, name
 
 
+@needs_compiler
 def test_equal_bits_whatever_the_order_of_events() -> None:
     torch.manual_seed(1)
     x, weight, grad = torch.randn(1100, 24), torch.randn(24, 24), torch.randn(1100, 24)
     vectors = [torch.randn(24) for _ in range(4)]
     with emulated(SMALL_HOPPER), poisoned_memory():
-        found = [
-            gradients(x, weight, *vectors, grad=grad, activation="relu", strategy="one_kernel") for _ in range(3)
-        ]
+        found = [gradients(x, weight, *vectors, grad=grad, activation="relu", strategy="one_kernel") for _ in range(3)]
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
@@ -97,6 +100,7 @@ def test_where_it_serves() -> None:
         assert len(gradient.launches(other, NOT_SPLIT)[0]) == 3
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
 def test_gradients_of_what_autocast_has_cast_are_not_rounded(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """They come out of the product in the dtype of x and W themselves, as autograd demands."""
@@ -121,3 +125,28 @@ def test_gradients_of_what_autocast_has_cast_are_not_rounded(dtypes: tuple[torch
     ).backward(grad.to(y.dtype).double())
     assert z[1].grad is not None
     assert float((weight.grad - z[1].grad).norm() / z[1].grad.norm()) < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("batch", "features", "activation"),
+    [(2, 8, None), (65, 72, "relu"), (513, 264, "gelu"), (2100, 136, "silu"), (4200, 64, None), (9000, 40, "relu")],
+)
+def test_gradients_on_a_gpu(dtype: str, batch: int, features: int, activation: str | None) -> None:
+    torch.manual_seed(batch)
+    kind = getattr(torch, dtype)
+    x, weight = torch.randn(batch, 24).to(kind).cuda(), torch.randn(features, 24).to(kind).cuda()
+    vectors = [torch.randn(features).to(kind).cuda() for _ in range(4)]
+    grad = torch.randn(batch, features).to(kind).cuda()
+    wide = [t.double() for t in (x, weight, *vectors)]
+    want = gradients(*wide, grad=grad.double(), activation=activation, strategy="reference")
+    eager = gradients(x, weight, *vectors, grad=grad, activation=activation, strategy="reference")
+    for strategy in ("cublas_folded_bn", "one_kernel"):
+        with poisoned_memory():
+            got = gradients(x, weight, *vectors, grad=grad, activation=activation, strategy=strategy)
+        for name, ours, theirs, exact in zip(NAMES, got, eager, want, strict=True):
+            size = exact.norm().clamp_min(1e-3)
+            error, allowed = (g.double().sub(exact).norm() / size for g in (ours, theirs))
+            assert error <= 1.1 * allowed + 2 * torch.finfo(kind).eps, (strategy, name)

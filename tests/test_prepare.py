@@ -122,7 +122,7 @@ def test_what_is_left_alone() -> None:
         with precision("tf32"):
             assert not runtime.prepare_weight(torch.randn(8, 8))
     assert not runtime.prepare_weight(torch.randn(8, 8))  # no kernels here
-    with pytest.raises(errors.GemmNormTypeError, match="expected an nn.Module"):
+    with pytest.raises(errors.GemmNormTypeError, match=r"expected an nn\.Module"):
         gemmnorm.prepare(torch.randn(8, 8))  # type: ignore[type-var]
 
 

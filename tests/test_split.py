@@ -184,22 +184,23 @@ def test_forward_and_backward(finish: str, batch: int, in_features: int, out_fea
     )
 
 
-def test_features_computed_again_have_their_running_statistics_and_gradients() -> None:
+@pytest.mark.parametrize(("batch", "features"), [(200, 40), (300, 200)])  # a tile of flagged features, and several
+def test_features_computed_again_have_their_running_statistics_and_gradients(batch: int, features: int) -> None:
     """As `test_forward_and_backward`, with every feature flagged, in training, and the output in evaluation."""
     grade = 10.0 ** torch.linspace(-6, 6, 136)
-    x, weight = torch.randn(200, 136) * grade, (torch.randn(40, 136) / grade)
+    x, weight = torch.randn(batch, 136) * grade, (torch.randn(features, 136) / grade)
     results = []
     for dtype, strategy in ((torch.float64, None), (torch.float32, "one_kernel")):
         w = weight.to(dtype).requires_grad_()
-        scale, gamma = torch.linspace(-1, 2, 40).to(dtype), torch.linspace(1, 2, 40).to(dtype)
-        running = torch.zeros(40, dtype=dtype), torch.ones(40, dtype=dtype)
+        scale, gamma = torch.linspace(-1, 2, features).to(dtype), torch.linspace(1, 2, features).to(dtype)
+        running = torch.zeros(features, dtype=dtype), torch.ones(features, dtype=dtype)
         counter = torch.tensor(3)
         with emulated(SMALL_HOPPER), poisoned_memory():
             y = linear_scale_batch_norm(
                 x.to(dtype), w, None, scale, *running, gamma, num_batches_tracked=counter, training=True,
                 momentum=None, strategy=strategy or "reference",
             )  # fmt: skip
-            (y * torch.linspace(-1, 1, 200).to(dtype).unsqueeze(1)).sum().backward()
+            (y * torch.linspace(-1, 1, batch).to(dtype).unsqueeze(1)).sum().backward()
             with torch.no_grad():
                 z = linear_scale_batch_norm(
                     x.to(dtype), w, None, scale, *running, gamma, strategy=strategy or "reference"

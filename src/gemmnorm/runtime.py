@@ -248,11 +248,11 @@ def _prepared_plan(chosen: Plan) -> Plan | None:
 
 
 def prepare_weight(weight: Tensor) -> bool:
-    """Split `weight` for the evaluations to come (`prepared`); whether they would split it."""
+    """Split `weight` for the evaluations to come (`prepared`); whether any would split it."""
     if weight.dim() != 2 or weight.is_inference() or not weight.is_contiguous() or weight.data_ptr() % 16:
         return False
     problem = problem_of(weight, weight, None, None, weight.dtype, None, False, False, False)
-    if _prepared_plan(plan.cached_plan(problem, None, "forward")) is None:
+    if _prepared_plan(plan.cached_plan(problem, "one_kernel", "forward")) is None:
         return False
     prepared.make(weight, problem, _scalars(problem, None, 1.0, 0.0, 0.0))
     return True
@@ -356,10 +356,8 @@ class Call:
         y, product, statistics = found if save else (found[0], None, None)  # type: ignore[assignment]
         return y, product, statistics
 
-    def backward(
-        self, dtypes: tuple[torch.dtype, torch.dtype], grad: Tensor, *saved: Any
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of x and weight in `dtypes`, of bias, scale, bn_weight, bn_bias, as `BackwardCall.run` gives them."""
+    def backward(self, dtypes: tuple[torch.dtype, torch.dtype], grad: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+        """Gradients of x and weight in `dtypes`, and of the others, as `BackwardCall.run` gives them."""
         found = self._backward.get(dtypes)
         if found is None:
             x, weight, bias, scale, bn_weight, bn_bias, _, _, _ = saved

@@ -28,7 +28,7 @@ def launches(problem: Problem, exponents: tuple[str, str]) -> tuple[tuple[Launch
 
 
 def one_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
-    """A cluster of blocks for each panel of columns, which reads the product and y's gradient once; None if it cannot."""
+    """A cluster for each panel of columns, which reads the product and y's gradient once; None if none can."""
     size, out_size = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
     width = 16 // size
     if problem.chip is None or problem.chip.arch != 90 or not problem.training or problem.out_features % width:

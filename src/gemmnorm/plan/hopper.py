@@ -19,6 +19,7 @@ STAGES = {
     (2, 2, 128): 3, (2, 2, 64): 4, (2, 2, 32): 4,
 }  # fmt: skip
 MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial results
+SPLIT_FLOPS = 2e8  # of one product; below, the launches around split operands cost more than they save
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
 _SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
@@ -74,10 +75,12 @@ def refusal(problem: Problem, strategy: str) -> str | None:
 def better_served(problem: Problem) -> tuple[str, str] | None:
     """A strategy that is faster than `one_kernel` where that could serve, and why: `lab/grid.py` on an H200."""
     if problem.split:
+        if problem.flops < SPLIT_FLOPS:
+            return "cublas_folded_bn", "so small a product is done before its operands could be split"
         return None
     tile, chip = choose_tile(problem), problem.chip or CHIPS[90]
     rows, panels = tile.counts(problem)
-    idle = rows * panels <= chip.multiprocessors / 2 and problem.in_features >= 64 * tile.k
+    idle = rows * panels <= chip.multiprocessors / 2 and problem.in_features >= (64 if tile.size == 2 else 32) * tile.k
     narrow = tile.columns * tile.size <= 128 and problem.in_features >= 4096
     if idle or narrow:
         return "cublas_folded_bn", "few tiles with a long K leave most multiprocessors idle; the library splits K"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .cost import gemm_seconds, sweep_seconds
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
-from .steps import NOTHING, Buffer, Extent, Launch, Plan, Product, Step
+from .steps import Buffer, Extent, Launch, Plan, Product, Step
 
 GROUP_ROWS = 64  # rows of one statistics group, in every strategy
 MERGE_COLUMNS = 16  # features per block of the merging kernels

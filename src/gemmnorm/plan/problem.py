@@ -67,7 +67,7 @@ class Problem:
         save: keep what a backward needs.
         scaled: a scale is there (a tensor or a number other than 1).
         chip: the GPU; None for any other device.
-        grad_dtypes: of the gradients of x and the weight, where autocast has made `dtype` out of others; () for `dtype`.
+        grad_dtypes: of the gradients of x and the weight, where autocast has cast those to `dtype`; () for `dtype`.
         prepared: the weight is split already (float32 by split operands, in evaluation).
     """
 
