@@ -2,8 +2,8 @@
 
 An explicit step, because it keeps a second copy of the weight (as large as the first). A call that finds its weight
 prepared does not split it; it reads the weight all the same, beside the tensor cores, and compares a checksum of every
-row with what was split. A feature whose row has changed is computed again from the weight itself. Where PyTorch knows of
-the change (`optimizer.step()`, `load_state_dict`, any operation in place, `weight.data = …`), the prepared copy is
+row with what was split. A feature whose row has changed is computed again from the weight itself. Where PyTorch knows
+of the change (`optimizer.step()`, `load_state_dict`, any operation in place, `weight.data = …`), the prepared copy is
 dropped. So it is never stale, not even after `weight.data.mul_(0.9)`, of which PyTorch does not know: then it is slow,
 and `prepare` again makes it fast.
 """

@@ -6,20 +6,16 @@ a new kind of step) is an error that names it, never a file that silently does s
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from .. import activations
 from ..errors import GemmNormRuntimeError
 from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Map, Plan, Problem, Product, c_types
-from ..sources import device_source, entry_source
+from .cpp_kernels import Kernels, check_known, wrap
 
 TEMPLATES = Path(__file__).parent / "templates"
-WIDTH = 116
 
 _SCALAR_TYPES = {
     "float32": "torch::kFloat32",
@@ -34,16 +30,6 @@ _MAP_TYPES = {"float32": "TFLOAT32", "float16": "FLOAT16", "bfloat16": "BFLOAT16
 _NUMBERS = ("batch", "features", "in_features", "scale_stride", "scale_value", "momentum", "eps")
 _GRADIENTS = ("grad_x", "grad_weight", "grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
 _INPUTS = ("x", "weight", "bias", "scale", "running_mean", "running_var", "num_batches_tracked", "bn_weight", "bn_bias")
-
-_KNOWN = {
-    Launch: {"entry", "source", "function", "constants", "arguments", "grid", "block", "resident", "shared",
-             "cooperative", "cluster", "maps", "numbers", "only_for"},
-    Map: {"role", "tensor", "rows", "columns"},
-    Product: {"out", "left", "right", "transpose_left", "transpose_right"},
-    Buffer: {"role", "dtype", "shape"},
-    Plan: {"problem", "phase", "strategy", "steps", "outputs", "workspace", "aliases", "reasons", "counters", "seconds",
-           "floor"},
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,7 +96,7 @@ def cuda_text(sites: Sequence[Site]) -> CudaText:
     Raises:
         GemmNormRuntimeError: a plan holds something that this printer does not know.
     """
-    kernels = _Kernels()
+    kernels = Kernels()
     functions = [f for site in sites for f in _functions(site, kernels)]
     launches = [launch for site in sites for plan in site.plans for launch in plan.launches]
     files = ["host.cu", *(["hopper.cu"] if any(launch.shared for launch in launches) else [])]
@@ -124,72 +110,6 @@ def cuda_text(sites: Sequence[Site]) -> CudaText:
     )
 
 
-# --- kernels ---------------------------------------------------------------------------------------------------------
-
-
-class _Kernels:
-    """The `__global__` functions of a file, each distinct one once and under a name of its own."""
-
-    def __init__(self) -> None:
-        self.files: list[str] = []
-        self.structs: dict[str | None, tuple[str, str]] = {}
-        self.names: dict[str, str] = {}
-        self.entries: list[str] = []
-
-    def name(self, launch: Launch, problem: Problem, suffix: str) -> str:
-        """The name of the kernel that `launch` calls."""
-        _check_known(launch)
-        if launch.source not in self.files:
-            self.files.append(launch.source)
-        struct = self._activation(problem.activation) if "Activation" in launch.constants else ""
-        launch = replace(launch, constants=tuple(struct if c == "Activation" else c for c in launch.constants))
-        text = entry_source(launch, problem)
-        if text not in self.names:
-            self.names[text] = name = self._free_name(launch.entry + suffix, problem)
-            self.entries.append(_folded(entry_source(replace(launch, entry=name), problem)))
-        return self.names[text]
-
-    def _free_name(self, name: str, problem: Problem) -> str:
-        taken = set(self.names.values())
-        if name in taken and not problem.training:
-            name += "_evaluation"
-        base, n = name, 1
-        while name in taken:
-            n += 1
-            name = f"{base}_{n}"
-        return name
-
-    def _activation(self, activation: str | None) -> str:
-        """The name of the struct that computes `activation`: Identity, Relu, LeakyRelu, …"""
-        if activation not in self.structs:
-            base = "Identity" if activation is None else _camel(activations.parse(activation)[0].name)
-            taken, name, n = {name for name, _ in self.structs.values()}, base, 1
-            while name in taken:
-                n += 1
-                name = f"{base}{n}"
-            text = activations.cuda_struct(activation).replace("struct Activation", f"struct {name}")
-            self.structs[activation] = (name, text)
-        return self.structs[activation][0]
-
-    def text(self) -> str:
-        structs = (text for _, text in self.structs.values())
-        return "\n".join([device_source(self.files), *structs, *self.entries])
-
-
-def _folded(entry: str) -> str:
-    """An entry with its one call broken into lines."""
-    lines = entry.split("\n")
-    for i, line in enumerate(lines):
-        if len(line) > WIDTH and line.endswith(");") and "(" in line:
-            head, arguments = line[:-2].split("(", 1)
-            lines[i] = _wrap("      ", arguments.split(", "), ");", first=f"{head}(\n")
-    return "\n".join(lines)
-
-
-def _camel(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("_"))
-
-
 # --- host functions --------------------------------------------------------------------------------------------------
 
 
@@ -201,7 +121,7 @@ class _Function:
     exposed: bool = True
 
 
-def _functions(site: Site, kernels: _Kernels) -> list[_Function]:
+def _functions(site: Site, kernels: Kernels) -> list[_Function]:
     found: list[_Function] = []
     for training, cases in site.forward.items():
         plain, saving = cases[-1].plans[False], cases[-1].plans[True]
@@ -230,10 +150,10 @@ def _signature(name: str, direction: str, problem: Problem, saved: Iterable[str]
     text = (TEMPLATES / f"{direction}.txt").read_text(encoding="utf-8")
     kept = "\n".join(f"const torch::Tensor& {role}" for role in saved)
     text = text.format(inner=problem.in_features, features=problem.out_features, saved=kept)
-    return _wrap(f"Tensors {name}(", text.splitlines(), ")")
+    return wrap(f"Tensors {name}(", text.splitlines(), ")")
 
 
-def _forward(name: str, plain: Plan, saving: Plan, kernels: _Kernels, suffix: str) -> _Function:
+def _forward(name: str, plain: Plan, saving: Plan, kernels: Kernels, suffix: str) -> _Function:
     """One function for both plans, which differ in what they keep."""
     saved = saved_roles(saving)
     mode = "Batch statistics" if plain.problem.training else "Running statistics"
@@ -255,7 +175,7 @@ def _forward(name: str, plain: Plan, saving: Plan, kernels: _Kernels, suffix: st
     return _Function(name, signature, body.function(comment, signature))
 
 
-def _forward_by_case(name: str, cases: Sequence[Case], kernels: _Kernels, suffix: str) -> list[_Function]:
+def _forward_by_case(name: str, cases: Sequence[Case], kernels: Kernels, suffix: str) -> list[_Function]:
     """A function for each plan, where they take other steps by batch or by what they keep, and one that chooses."""
     found: list[_Function] = []
     choice: list[str] = []
@@ -282,14 +202,14 @@ def _forward_by_case(name: str, cases: Sequence[Case], kernels: _Kernels, suffix
         "  const c10::cuda::CUDAGuard guard(x.device());",
         *(["  const int64_t batch = x.size(0);"] if len(cases) > 1 else []),
         *choice,
-        _wrap("  return run(", _parameter_names(signature), ");"),
+        wrap("  return run(", _parameter_names(signature), ");"),
         "}\n",
     ]
     return [*found, _Function(name, signature, "\n".join(lines))]
 
 
 def _backward_by_case(
-    name: str, cases: Sequence[Case], saved: Sequence[str], kernels: _Kernels, suffix: str
+    name: str, cases: Sequence[Case], saved: Sequence[str], kernels: Kernels, suffix: str
 ) -> list[_Function]:
     """A function for each plan, and one that chooses by the batch."""
     found: list[_Function] = []
@@ -305,7 +225,7 @@ def _backward_by_case(
         f"{signature} {{",
         "  const int64_t batch = x.size(0);",
         *choice,
-        _wrap("  return run(", _parameter_names(signature), ");"),
+        wrap("  return run(", _parameter_names(signature), ");"),
         "}\n",
     ]
     return [*found, _Function(name, signature, "\n".join(lines))]
@@ -316,7 +236,7 @@ def _parameter_names(signature: str) -> list[str]:
     return [parameter.split()[-1].lstrip("&") for parameter in inside.split(",")]
 
 
-def _backward(name: str, plan: Plan, saved: Sequence[str], kernels: _Kernels, suffix: str) -> _Function:
+def _backward(name: str, plan: Plan, saved: Sequence[str], kernels: Kernels, suffix: str) -> _Function:
     mode = "batch" if plan.problem.training else "running"
     comment = (
         f"// Through {mode} statistics. Returns the gradients of x, weight, bias, scale, bn_weight and bn_bias; those\n"
@@ -340,8 +260,8 @@ def _backward(name: str, plan: Plan, saved: Sequence[str], kernels: _Kernels, su
 class _Body:
     """Collects the statements of one host function for one plan."""
 
-    def __init__(self, plan: Plan, kernels: _Kernels, suffix: str, inputs: Iterable[str]) -> None:
-        _check_known(plan)
+    def __init__(self, plan: Plan, kernels: Kernels, suffix: str, inputs: Iterable[str]) -> None:
+        check_known(plan)
         self.plan = plan
         self.kernels = kernels
         self.suffix = suffix
@@ -368,7 +288,7 @@ class _Body:
 
     def tensor(self, buffer: Buffer, form: str = "{}") -> None:
         """Declare and allocate one tensor; `form` says under which condition."""
-        _check_known(buffer)
+        check_known(buffer)
         shape = ", ".join(map(self.extent, buffer.shape))
         value = form.format(f"empty(x, {_SCALAR_TYPES[buffer.dtype]}, {{{shape}}})")
         self.tensors.add(buffer.role)
@@ -380,7 +300,7 @@ class _Body:
         operands = {role for p in products for role in (p.out, p.left, p.right)}
         scratch = []
         for buffer in buffers:
-            _check_known(buffer)
+            check_known(buffer)
             if buffer.role in operands:
                 self.tensor(buffer)
             else:
@@ -388,7 +308,7 @@ class _Body:
         if not scratch:
             return
         sizes = [" * ".join([str(DTYPE_BYTES[b.dtype]), *map(self.extent, b.shape)]) for b in scratch]
-        self.lines += _wrap("  const Scratch scratch(x, {", sizes, "});").split("\n")
+        self.lines += wrap("  const Scratch scratch(x, {", sizes, "});").split("\n")
         for i, buffer in enumerate(scratch):
             kind = self.element_type(buffer.role)
             self.pointers.add(buffer.role)
@@ -428,7 +348,7 @@ class _Body:
         self.line("")
 
     def product(self, step: Product) -> None:
-        _check_known(step)
+        check_known(step)
         left = step.left + (".t()" if step.transpose_left else "")
         right = step.right + (".t()" if step.transpose_right else "")
         condition = f"if ({step.out}.defined()) " if step.out in self.optional else ""
@@ -448,11 +368,11 @@ class _Body:
             head, more = "  launch(", []
         if step.only_for in self.optional:
             head = f"  if ({step.only_for}.defined()) {head.strip()}"
-        self.lines += _wrap(head, [name, *size, *more, "stream", *arguments], ");").split("\n")
+        self.lines += wrap(head, [name, *size, *more, "stream", *arguments], ");").split("\n")
 
     def tensor_map(self, found: Map) -> str:
         """The expression that encodes a tensor map."""
-        _check_known(found)
+        check_known(found)
         p, role = self.plan.problem, dict(self.plan.aliases).get(found.tensor, found.tensor)
         buffers = {b.role: b for b in (*self.plan.outputs, *self.plan.workspace)}
         buffers["x"] = Buffer("x", p.dtype, (Extent(1, 1), Extent(p.in_features)))
@@ -489,27 +409,3 @@ class _Body:
         ]
         lines = [line.rstrip() for line in (*start, *self.lines)]
         return "\n".join([comment, f"{signature} {{", *lines, "}", ""])
-
-
-def _wrap(head: str, items: Sequence[str], tail: str, first: str = "") -> str:
-    """`head item, item, … tail`, broken into lines that hang below the first item."""
-    lines, line, indent = [], head, " " * len(head)
-    for i, item in enumerate(items):
-        piece = item + ("," if i + 1 < len(items) else tail)
-        gap = "" if line in (head, indent) else " "
-        if gap and len(line) + 1 + len(piece) > WIDTH:
-            lines.append(line)
-            line, gap = indent, ""
-        line += gap + piece
-    return first + "\n".join([*lines, line])
-
-
-def _check_known(item: Any) -> None:
-    """Raise for a field that this printer does not know and that is not at its default."""
-    known = _KNOWN[type(item)]
-    for entry in dataclasses.fields(item):
-        if entry.name not in known and getattr(item, entry.name) != entry.default:
-            kind = type(item).__name__
-            raise GemmNormRuntimeError(
-                f"export: the {kind} has {entry.name}={getattr(item, entry.name)!r}, which it cannot print as C++ yet"
-            )

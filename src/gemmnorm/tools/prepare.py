@@ -18,10 +18,10 @@ M = TypeVar("M", bound=nn.Module)
 def prepare(model: M) -> M:
     """Split the weights of `model`'s fused chains now, so that evaluation in float32 need not do it at each call.
 
-    For float32 weights [O, I] on a Hopper GPU, where evaluation multiplies split operands (`explain` says "three float16
-    products"); any other weight is left alone. Each takes as much memory again. Results have the same bits with and
-    without. Changing a weight undoes it, in whatever way it is changed (`gemmnorm.prepared`), so call it again after
-    training or loading. Training, autocast, `torch.compile` and CUDA graphs split the weight at each call as before.
+    For float32 weights [O, I] on a Hopper GPU, where evaluation multiplies split operands (`explain` says "three
+    float16 products"); any other weight is left alone. Each takes as much memory again. Results are of the same
+    accuracy with and without. Changing a weight undoes it, in whatever way it is changed (`gemmnorm.prepared`), so call
+    it again after training or loading. Training, autocast, `torch.compile` and CUDA graphs split the weight at each call as before.
 
     Raises:
         GemmNormTypeError: `model` is no `nn.Module`.
