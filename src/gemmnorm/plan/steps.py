@@ -26,7 +26,7 @@ class Extent:
     def cpp(self) -> str:
         """The same as a C++ expression in `batch`."""
         if not self.rows:
-            return str(self.times)
+            return str(self.value(0))
         groups = "batch" if self.rows == 1 else f"((batch + {self.rows - 1}) / {self.rows})"
         size = groups if self.times == 1 else f"{self.times} * {groups}"
         size += f" + {self.plus}" if self.plus else ""
