@@ -33,8 +33,9 @@ for stage in "${@:-tests}"; do
   case "$stage" in
     tests) logged tests 25 python3 -m pytest -m gpu -n "${WORKERS:-6}" --junitxml "$out/gpu.xml" ;;
     sanitize)
-      for tool in memcheck synccheck racecheck initcheck; do
-        logged "$tool" 6 compute-sanitizer --tool "$tool" --report-api-errors no --print-limit 100000 python3 benchmarks/sanitize.py
+      for tool in memcheck synccheck racecheck "initcheck --plain"; do
+        read -r name plain <<<"$tool"
+        logged "$name" 6 compute-sanitizer --tool "$name" --report-api-errors no --print-limit 100000 python3 benchmarks/sanitize.py $plain
       done
       ;;
     split) logged split 30 python3 lab/device_check.py --precision fp32 --case kb33 kb39 projector odd --strategy one_kernel cublas_folded_bn ;;

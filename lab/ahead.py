@@ -1,16 +1,26 @@
 """How much of the split is done before the product, and how much inside it: PYTHONPATH=src python lab/ahead.py, on a GPU.
 
-Microseconds for shares of the rows that are split before: 0 is what the first wave of tiles needs, 1 is everything.
+Microseconds for shares of the rows that are split before: 0 is what the first wave of tiles needs, 1 is everything. With the
+argument `variants` also of kernels that are changed here and there.
 """
+
+import sys
 
 import torch
 from device_check import CASES, Timer
 
 import gemmnorm
-from gemmnorm import plan, runtime
+from gemmnorm import plan, runtime, sources
 from gemmnorm.plan import hopper
 
 SHARES = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
+STORE = "if (c < padded) store_scaled(target, c, v[i], scale);"
+VARIANTS = {
+    "as it is": ("", ""),
+    "2 at once": ("kAtOnce = 1", "kAtOnce = 2"),
+    "no store": (STORE, STORE.replace("padded)", "padded && v[i].at[0] == 1e30f)")),  # wrong results
+}
+read = sources._read
 
 
 def rows_for(share):
@@ -29,6 +39,13 @@ def rows_for(share):
 def main():
     timer = Timer()
     print("share split before", *(f"{share:8}" for share in SHARES))
+    for name in VARIANTS if "variants" in sys.argv else ("as it is",):
+        sources._read = lambda file, name=name: read(file).replace(*VARIANTS[name])
+        print(name)
+        shares(timer)
+
+
+def shares(timer):
     for case in ("kb33", "kb39", "projector"):
         batch, wide, out, bias, scale, activation = CASES[case]
         module = gemmnorm.LinearScaleBatchNorm1d(wide, out, bias, scale, activation=activation, device="cuda")

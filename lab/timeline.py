@@ -70,9 +70,9 @@ PLACES = (
 
 
 def instrumented(text):
-    text = text.replace(
-        "template <int BN, int STAGES, int PLANES", HEADER + "template <int BN, int STAGES, int PLANES", 1
-    )
+    head = "template <class OP, class T, class Y"
+    assert text.count(head) == 1
+    text = text.replace(head, HEADER + head)
     for index, where, anchor in PLACES:
         assert text.count(anchor) == 1, anchor
         mark = MARK.format(index)

@@ -1,0 +1,92 @@
+"""The backward up to the product's gradient, three launches against one, with other panels and clusters, beside a copy of as
+many bytes: PYTHONPATH=src python lab/panel_gradient.py, on a GPU. Microseconds, and the worst gradient against the three's.
+"""
+
+from dataclasses import replace
+
+import torch
+from device_check import CASES, Timer
+
+from gemmnorm import binding, plan, runtime
+from gemmnorm.plan import DTYPE_BYTES, NOTHING, Extent, Problem, gradient
+
+CASES |= {"4096": (4096, 512, 8192, True, True, None), "8192": (8192, 512, 4096, True, True, None)}
+RUNS = (("kb33", "bf16"), ("kb33", "amp"), ("kb33", "fp32"), ("projector", "bf16"), ("projector", "fp32"), ("4096", "bf16"),
+        ("4096", "fp32"), ("8192", "bf16"), ("8192", "fp32"), ("v0", "bf16"), ("kb39", "bf16"), ("kb39", "fp32"))  # fmt: skip
+KINDS = {
+    "bf16": ("bfloat16",) * 4,
+    "amp": ("bfloat16", "float32", "float32", "float32"),
+    "fp32": ("float32",) * 4,
+}
+NOT_SPLIT = (NOTHING, NOTHING)
+
+
+def variant(problem, lanes, cluster, resident):
+    """The launch with other constants, or None where it does not fit or most warps have no rows."""
+    base = gradient.one_launch(replace(problem, batch=64), NOT_SPLIT)
+    size, out = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
+    groups = -(-problem.batch // 64)
+    per_warp, columns = -(-groups // (cluster * 8)), lanes * 16 // size
+    shared = per_warp * 8 * 64 * columns * (size + out) + columns * (20 + 64 + 8)
+    if resident * shared > gradient.SHARED or per_warp * 8 * cluster >= 2 * max(groups, 8):
+        return None
+    constants = (*base.constants[:4], str(lanes), str(per_warp), str(cluster), str(shared), base.constants[8])
+    grid = Extent(-(-problem.out_features // columns) * cluster)
+    return replace(base, constants=constants, grid=grid, shared=shared, cluster=cluster, resident=resident)
+
+
+def main():
+    timer = Timer()
+    for case, kind in RUNS:
+        batch, wide, out, _, _, activation = CASES[case]
+        names = KINDS[kind]
+        t, y, linear = (getattr(torch, name) for name in names[:3])
+        arithmetic = "tf32" if kind == "fp32" else "native"
+        problem = Problem(
+            batch, wide, out, *names, arithmetic, activation, save=True, chip=runtime.chip(torch.device("cuda", 0))
+        )
+        base = plan.make_plan(problem, "one_kernel", "backward")
+        products = tuple(step for step in base.steps if isinstance(step, plan.Product))
+        product = next(b for b in base.workspace if b.role == "grad_product")
+        three = replace(
+            base,
+            steps=(*gradient._three_launches(problem, NOT_SPLIT), *products),
+            workspace=(*gradient._between(problem), product),
+        )
+        random = lambda *shape, dtype=t: torch.randn(*shape, device="cuda", dtype=dtype)  # noqa: E731
+        statistics = torch.cat([random(1, out, dtype=torch.float32), random(1, out, dtype=torch.float32).abs() + 0.5,
+                                random(-(-batch // 64), out, dtype=torch.float32)])  # fmt: skip
+        vectors = [random(out, dtype=linear) for _ in range(4)]
+        inputs = (
+            random(batch, out, dtype=y),
+            random(batch, wide),
+            random(out, wide),
+            *vectors,
+            random(batch, out),
+            statistics,
+        )
+        scalars = runtime._scalars(problem, vectors[1], 1.0, 0.1, 1e-5)
+        want = binding.Bound(three)(inputs, scalars)
+        calls = {"three launches": binding.Bound(replace(three, steps=three.launches))}
+        moved = torch.empty(batch * out * (2 * t.itemsize + y.itemsize) // 2, dtype=torch.uint8, device="cuda")
+        calls["a copy"] = lambda *_, to=torch.empty_like(moved), moved=moved: to.copy_(moved)
+        for lanes, cluster, resident in ((n, c, r) for n in (2, 4, 8) for c in (1, 2, 4, 8) for r in (1, 2, 3)):
+            launch = variant(problem, lanes, cluster, resident)
+            if launch is None:
+                continue
+            panel = replace(base, steps=(launch, *products), workspace=(product,))
+            got = binding.Bound(panel)(inputs, scalars)
+            worst = max(
+                float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-20))
+                for a, b in zip(got, want, strict=True)
+            )
+            name = f"{lanes} lanes, clusters of {cluster}, {resident} blocks ({worst:.1e})"
+            calls[name] = binding.Bound(replace(panel, steps=(launch,)))
+        print(case, kind)
+        times = timer({name: lambda call=call: call(inputs, scalars) for name, call in calls.items()}, 9)  # noqa: B023
+        for name, ms in times.items():
+            print(f"  {ms * 1e3:8.1f} us  {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
