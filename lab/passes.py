@@ -16,7 +16,8 @@ NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 # Function → elements of [B, O] that it reads and writes, in units of the product's element. Statistics of groups of 64
 # rows, two float32 each, come on top.
 TRAFFIC = {
-    "column_statistics": 1, "normalize": 2, "gradient_sums": 2, "product_gradient": 3, "split_gradient": 3, "panel_gradient": 3,
+    "column_statistics": 1, "normalize": 2, "gradient_sums": 2, "product_gradient": 3, "split_gradient": 3,
+    "panel_gradient": 3,
 }  # fmt: skip
 AT_ONCE = "P::kRows < 4 ? P::kRows : 4;"
 VARIANTS = {
