@@ -8,7 +8,7 @@ disturbs is noticed.
 initcheck does not see the copy engine's stores. First PyTorch alone reads a product of the library's: that of bfloat16,
 which the copy engine has stored, is reported (before the line "control"), that of float32 is not. So of whatever reads
 such a product it says nothing that means anything. `--plain` leaves those strategies and dtypes out: then every report
-after the first line "control" counts. What the copy engine stores is the GPU suite's business, which poisons all memory.
+after the first line "control" counts. What the copy engine stores is for the GPU suite, which poisons all memory.
 """
 
 from __future__ import annotations
