@@ -33,7 +33,7 @@ def pretend_hopper(stack):
         (driver, "enter", lambda index: None),
         (driver, "current_stream", lambda index: 0),
         (driver, "stream_handle", lambda index: 0),
-        (driver, "tensor_map", lambda t, rows, columns: 0),
+        (driver, "tensor_map", lambda t, rows, columns: 1),
         (driver, "current_device", lambda: None),
         (torch.cuda, "current_stream", lambda device=None: mock.Mock()),
         (driver, "capturing", lambda: False),

@@ -94,6 +94,19 @@ def test_every_tile_that_passes_through_shared_memory(columns, monkeypatch):
     plan.cached_plan.cache_clear()
 
 
+@pytest.mark.parametrize("columns", [32, 64])
+@pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
+def test_one_tile_of_rows_and_several_for_a_block(name, columns, monkeypatch):
+    """Each with the scale, the affine part and the running statistics of its own features."""
+    only = {key: stages for key, stages in hopper.STAGES.items() if key[-1] == columns}
+    monkeypatch.setattr(hopper, "STAGES", only)
+    plan.cached_plan.cache_clear()
+    features = 7 * columns + 8
+    with precision(name):
+        check(SMALL_HOPPER, "one_kernel", name, 100, 72, features, finish="kOneBlock", scale_shape=(features,))
+    plan.cached_plan.cache_clear()
+
+
 @pytest.mark.parametrize("name", ["bf16", "tf32"])
 def test_evaluation_in_one_launch(name):
     check(SMALL_HOPPER, "one_kernel", name, 300, 72, 136, False, "kEvaluate", scale_shape=(136,), activation="relu")

@@ -12,7 +12,7 @@ from gpu_support import poisoned_memory
 from test_emulated import SMALL_HOPPER
 from torch import Tensor
 
-from gemmnorm import linear_scale_batch_norm, plan, runtime
+from gemmnorm import GemmNormError, binding, linear_scale_batch_norm, plan, runtime
 from gemmnorm.plan import Problem, gradient
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
@@ -125,6 +125,39 @@ def test_gradients_of_what_autocast_has_cast_are_not_rounded(dtypes: tuple[torch
     ).backward(grad.to(y.dtype).double())
     assert z[1].grad is not None
     assert float((weight.grad - z[1].grad).norm() / z[1].grad.norm()) < 0.01
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_second_derivative_under_autocast(dtype: torch.dtype) -> None:
+    """The casts are nobody's graph; still a gradient penalty must not be left out in silence."""
+    x, weight = torch.randn(65, 24).to(dtype).requires_grad_(), torch.randn(40, 24, requires_grad=True)
+    running = torch.zeros(40), torch.ones(40)
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = linear_scale_batch_norm(x, weight, None, None, *running, training=True, strategy="one_kernel")
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        assert first.dtype == dtype
+        with pytest.raises(GemmNormError, match="second derivative"):
+            first.float().square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32])
+def test_a_product_of_another_dtype(kind: torch.dtype) -> None:
+    left, right = torch.randn(5, 7).bfloat16(), torch.randn(7, 3).bfloat16()
+    out = torch.empty(5, 3, dtype=kind)
+    binding._multiply(left, right, out)
+    torch.testing.assert_close(out.float(), (left.float() @ right.float()), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("kinds", [(torch.float16, torch.bfloat16), (torch.float32, torch.float16)])
+def test_a_product_of_another_dtype_on_a_gpu(kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    left, right = torch.randn(5, 8).to(kinds[1]).cuda(), torch.randn(8, 16).to(kinds[1]).cuda()
+    out = torch.empty(5, 16, dtype=kinds[0], device="cuda")
+    binding._multiply(left, right, out)
+    torch.testing.assert_close(out.float(), (left.float() @ right.float()), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ def _default_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fc = nn.Linear(72, 264, bias=False)
+        self.fc = nn.Linear(96, 264, bias=False)
         self.bn = nn.BatchNorm1d(264)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Head(nn.Module):
 
 def made() -> tuple[Head, Tensor]:
     torch.manual_seed(3)
-    model, x = Head().eval(), torch.randn(300, 72)
+    model, x = Head().eval(), torch.randn(300, 96)
     model.bn.running_var.uniform_(0.5, 2.0)
     return gemmnorm.fuse(model), x
 
@@ -73,11 +73,14 @@ def test_the_module_of_its_own() -> None:
 CHANGES: dict[str, Callable[[nn.Linear], object]] = {
     "optimizer": lambda fc: torch.optim.SGD([fc.weight], lr=1.0).step(),
     "in place": lambda fc: fc.weight.detach().mul_(1.5),
-    "load_state_dict": lambda fc: fc.load_state_dict({"weight": torch.randn(264, 72)}),
+    "load_state_dict": lambda fc: fc.load_state_dict({"weight": torch.randn(264, 96)}),
     "another memory": lambda fc: setattr(fc.weight, "data", fc.weight.data * 1.5),
-    "another parameter": lambda fc: setattr(fc, "weight", nn.Parameter(torch.randn(264, 72))),
+    "another parameter": lambda fc: setattr(fc, "weight", nn.Parameter(torch.randn(264, 96))),
     "behind PyTorch's back": lambda fc: fc.weight.data.mul_(1.5),
-    "one element, behind PyTorch's back": lambda fc: fc.weight.data[200, 71].add_(1e3),
+    "one element, behind PyTorch's back": lambda fc: fc.weight.data[200, 95].add_(1e3),
+    "halved, behind PyTorch's back": lambda fc: fc.weight.data.mul_(0.5),
+    "negated, behind PyTorch's back": lambda fc: fc.weight.data.neg_(),
+    "two signs, behind PyTorch's back": lambda fc: fc.weight.data[3, :2].neg_(),
     "two elements exchanged": lambda fc: fc.weight.data[7].copy_(fc.weight.data[7].flip(0)),
     "to NaN": lambda fc: fc.weight.data[9, 3].fill_(float("nan")),
 }
@@ -133,3 +136,28 @@ def test_it_dies_with_its_weight() -> None:
         held = len(prepared._known)
         del module
     assert len(prepared._known) == held - 1
+
+
+def test_another_shape_of_the_same_memory_is_another_weight() -> None:
+    with emulated(SMALL_HOPPER):
+        module = gemmnorm.LinearScaleBatchNorm1d(40, 72).eval()
+        gemmnorm.prepare(module)
+        assert prepared.find(module.gemm.weight) is not None
+        module.gemm.weight.data = module.gemm.weight.data.view(144, 20)
+        assert prepared.find(module.gemm.weight) is None
+
+
+def test_kernels_that_do_not_load_leave_the_weight_to_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made()
+    with emulated(SMALL_HOPPER):
+        plain, _ = evaluated(model, x)
+        gemmnorm.prepare(model)
+
+        def broken(chosen: object) -> None:
+            raise RuntimeError("no such kernel")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(runtime.binding, "bind", broken)
+            with pytest.warns(errors.GemmNormWarning, match="prepared weights are not used: no such kernel"):
+                y, ahead = evaluated(model, x)
+    assert not ahead and torch.equal(y, plain)

@@ -254,6 +254,21 @@ def test_only_one_gradient_is_wanted(wanted: str) -> None:
     assert float((grads[1] - grads[0]).norm() / grads[0].norm()) < 1e-6
 
 
+@pytest.mark.usefixtures("small_gradients")
+def test_gradients_of_matrices_that_are_views() -> None:
+    """Half of a wider x, and a weight that is stored transposed: the kernels read rows one behind the other."""
+    wide, across, grad = torch.randn(200, 272), torch.randn(136, 40), torch.randn(200, 40)
+    grads = []
+    for dtype in (torch.float64, torch.float32):
+        x, weight = (t.to(dtype, copy=True).requires_grad_() for t in (wide, across))
+        with emulated(SMALL_HOPPER), poisoned_memory():
+            strategy = "reference" if dtype == torch.float64 else "one_kernel"
+            chain(x.chunk(2, 1)[1], weight.t(), strategy=strategy).backward(grad.to(dtype))
+        grads.append([x.grad.double(), weight.grad.double()])
+    for exact, got in zip(*grads, strict=True):
+        assert float((got - exact).norm() / exact.norm()) < 1e-6
+
+
 def gradient_families() -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     x, weight, grad = torch.randn(BATCH, INNER), torch.randn(FEATURES, INNER) / 16, torch.randn(BATCH, FEATURES)
     rows, features = (10.0 ** torch.linspace(-6, 6, n)[torch.randperm(n)].unsqueeze(1) for n in (BATCH, FEATURES))

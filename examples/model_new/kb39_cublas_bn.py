@@ -619,11 +619,16 @@ __device__ __forceinline__ void hold_row(const float* row, Vec<float, 4> (&held)
   }
 }
 
-// What stands for the contents of a row: any order of adding up the parts gives the same, another order of elements not.
+// What stands for the contents of a row, added up over its words in any order. Each element is mixed with its place, bit by
+// bit, so that sign flips, powers of two and exchanges do not cancel.
 __device__ __forceinline__ u32 checksum(int column, const Vec<float, 4>& v) {
   u32 sum = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sum += __float_as_uint(v.at[i]) * (2 * (column + i) + 1);
+  for (int i = 0; i < 4; ++i) {
+    u32 h = __float_as_uint(v.at[i]) + static_cast<u32>(column + i) * 0x9E3779B1u;
+    h = (h ^ h >> 15) * 0x2C1B3C6Du;
+    sum += h ^ h >> 13;
+  }
   return sum;
 }
 
@@ -706,7 +711,7 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
 
 // The gradient of the product, split twice: with an exponent per row, its columns multiplied by the weight's powers of
 // two, for dx = da*W; and with an exponent per column, its rows multiplied by x's, for dW = da^T*x. Split W and x lack
-// just those powers. A row's exponent is found here, a column's was in `grad_exponents` (gradient.cuh).
+// just those powers. A row's exponent is found here, a column's was in `column_exponents` (panel_gradient.cuh, gradient.cuh).
 __device__ __forceinline__ void split_gradient(const float* grad_product /* [batch, features] */,
                                                const int* x_exponents /* [batch] */,
                                                const int* weight_exponents /* [features] */,

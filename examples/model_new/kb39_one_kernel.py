@@ -357,11 +357,16 @@ __device__ __forceinline__ void hold_row(const float* row, Vec<float, 4> (&held)
   }
 }
 
-// What stands for the contents of a row: any order of adding up the parts gives the same, another order of elements not.
+// What stands for the contents of a row, added up over its words in any order. Each element is mixed with its place, bit by
+// bit, so that sign flips, powers of two and exchanges do not cancel.
 __device__ __forceinline__ u32 checksum(int column, const Vec<float, 4>& v) {
   u32 sum = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sum += __float_as_uint(v.at[i]) * (2 * (column + i) + 1);
+  for (int i = 0; i < 4; ++i) {
+    u32 h = __float_as_uint(v.at[i]) + static_cast<u32>(column + i) * 0x9E3779B1u;
+    h = (h ^ h >> 15) * 0x2C1B3C6Du;
+    sum += h ^ h >> 13;
+  }
   return sum;
 }
 
@@ -444,7 +449,7 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
 
 // The gradient of the product, split twice: with an exponent per row, its columns multiplied by the weight's powers of
 // two, for dx = da*W; and with an exponent per column, its rows multiplied by x's, for dW = da^T*x. Split W and x lack
-// just those powers. A row's exponent is found here, a column's was in `grad_exponents` (gradient.cuh).
+// just those powers. A row's exponent is found here, a column's was in `column_exponents` (panel_gradient.cuh, gradient.cuh).
 __device__ __forceinline__ void split_gradient(const float* grad_product /* [batch, features] */,
                                                const int* x_exponents /* [batch] */,
                                                const int* weight_exponents /* [features] */,
@@ -1011,7 +1016,10 @@ struct Ahead {
           read_piece(piece, first, part, v);
           if (compare) {
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) code += checksum(first + ((part * kAtOnce + i) * 32 + lane) * 4, v[i]);
+            for (int i = 0; i < kAtOnce; ++i) {
+              const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
+              code += c < in_features ? checksum(c, v[i]) : 0;
+            }
             continue;
           }
           bits = max(bits, largest_of(v));
@@ -1095,7 +1103,7 @@ struct GemmShared : PieceRings<AHEAD> {
   float sums[2][4][BN];   // per consumer and warp
   float slope[2][BN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
   float shift[2][BN];
-  float mean[BN], finished_slope[BN];  // of the tile's columns, for both consumers
+  float mean[BN], finished_slope[BN], finished_shift[BN];  // of the tile's columns, for both consumers
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
   u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
@@ -1870,15 +1878,14 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     // with a low part, in units of 2^-11, whose truncation is far below.
     float part[kSplit ? kAccumulators : 1], cross[kSplit ? kAccumulators : 1];
 
-    // Each consumer finishes half of a tile's columns, kLanes threads to a column. Of a block's only tile, where it is
-    // narrow, it reads what that takes before the multiplications.
+    // Each consumer finishes half of a tile's columns, kLanes threads to a column. Of a narrow tile, which leaves registers
+    // for it, it reads what that takes before the multiplications.
     constexpr int kLanes = 256 / BN;
     constexpr bool kEarly = (FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave) && BN <= 64;
-    typename Features<L, R>::Own early = {};
-    if (kEarly && blockIdx.x < tiles)
-      early = f.own(min(raster.at(blockIdx.x).n * BN + consumer * (BN / 2) + thread / kLanes, features - 1));
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+      typename Features<L, R>::Own early = {};
+      if (kEarly) early = f.own(min(raster.at(t).n * BN + consumer * (BN / 2) + thread / kLanes, features - 1));
       if (kSplit) {
 #pragma unroll
         for (int i = 0; i < kAccumulators; ++i) acc[i] = 0.0f;
@@ -1947,6 +1954,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       float centre = 0.0f, squares = 0.0f;
       int at_column = 0;
       if (FINISH != Finish::kEvaluate) {
+        if (FINISH == Finish::kOneBlock && kStagedY && thread == 0) wait_copies_read();  // of the tile before
         // Column means of the group, then M2 about them. Rows beyond the batch are zero in the accumulators.
         float2 mu = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
           return acc[(i / 2) * 4 + i % 2] + acc[(i / 2) * 4 + 2 + i % 2];
@@ -2082,22 +2090,19 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           if (thread % kLanes == 0) {
             shared.mean[finished] = centre;
             shared.finished_slope[finished] = own.slope * r;
-            shared.sums[consumer][0][finished] = own.shift;
+            shared.finished_shift[finished] = own.shift;
           }
           sync_threads(3, 256);
           // Coefficients for values that are stored minus their group's mean.
           if (owner) {
             const float2 m = *reinterpret_cast<const float2*>(&shared.mean[2 * thread]);
             const float2 slope = *reinterpret_cast<const float2*>(&shared.finished_slope[2 * thread]);
-            const float2 shift = *reinterpret_cast<const float2*>(&shared.sums[4 * thread / BN][0][2 * thread]);
+            const float2 shift = *reinterpret_cast<const float2*>(&shared.finished_shift[2 * thread]);
             *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = slope;
             *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) =
                 make_float2(slope.x * (mu.x - m.x) + shift.x, slope.y * (mu.y - m.y) + shift.y);
           }
-          if (kStagedY) {  // the product has left the staging memory
-            barrier_wait(&shared.unstaged[consumer], staging_parity);
-            staging_parity ^= 1;
-          }
+          if (kStagedY) barrier_wait(&shared.unstaged[consumer], staging_parity);  // the product has left its memory
         }
       }
       if (finish_here) {

@@ -203,7 +203,7 @@ __device__ __forceinline__ void cluster_gemm(const TensorMap& map_x, const Tenso
       const float s = f.s(j);
       shared.slope[thread] = f.slope(j, 1.0f / sqrtf(s * s * squares / batch + eps));
       shared.shift[thread] = f.shift(j);
-      if (row_tile == 0) f.finish(j, centre, squares);
+      if (row_tile == 0) f.finish(j, f.own(j), centre, squares);
       if (keep_product)
         for (int g = 0; g < 2; ++g)
           if (f.rows(2 * row_tile + g))

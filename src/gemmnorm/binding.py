@@ -65,31 +65,33 @@ _WIDENS = hasattr(torch.ops.aten.mm, "dtype_out")  # PyTorch 2.8 and later
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """left · right into `out`, whose dtype may be wider than theirs."""
+    """left · right into `out`, whose dtype may differ from theirs; in float32 it is not rounded in between."""
     if out.dtype == left.dtype:
         torch.mm(left, right, out=out)
-    elif _WIDENS and left.is_cuda:
+    elif _WIDENS and left.is_cuda and out.dtype == torch.float32:
         torch.mm(left, right, out_dtype=out.dtype, out=out)
     else:
         out.copy_(torch.mm(left, right))
 
 
 class _Maps:
-    """Tensor maps of one matrix argument. A map holds an address and sizes, so one address has one map here."""
+    """Tensor maps of one matrix argument. A map holds an address and sizes, so one address has one map here.
+
+    Attributes:
+        tensor: the place of the matrix among the tensors.
+        known: address → map.
+    """
 
     def __init__(self, tensor: int, rows: int, columns: int) -> None:
-        self._tensor, self._rows, self._columns = tensor, rows, columns
-        self._known: dict[int, Any] = {}
+        self.tensor, self._rows, self._columns = tensor, rows, columns
+        self.known: dict[int, Any] = {}
 
-    def __call__(self, tensors: Sequence[Tensor | None], pool: list[Any]) -> Any:
-        address = pool[self._tensor]
-        found = self._known.get(address)
-        if found is None:
-            t = tensors[self._tensor]
-            assert t is not None
-            if len(self._known) >= 1024:
-                self._known.clear()
-            found = self._known[address] = driver.tensor_map(t, self._rows, self._columns)
+    def make(self, t: Tensor | None) -> Any:
+        """The map of a tensor that is not known yet."""
+        assert t is not None
+        if len(self.known) >= 1024:
+            self.known.clear()
+        found = self.known[t.data_ptr()] = driver.tensor_map(t, self._rows, self._columns)
         return found
 
 
@@ -198,8 +200,8 @@ class Bound:
         pool += [pool[tensor] + offset for tensor, offset in self._inside]
         pool += scalars
         pool += self._constants
-        for find in self._maps:
-            pool.append(find(tensors, pool))
+        for maps in self._maps:
+            pool.append(maps.known.get(pool[maps.tensor]) or maps.make(tensors[maps.tensor]))
         if self._counters:
             address = counters(device).take(driver.stream_handle(index), self._counters)
             pool += (address, address + 4 * (self._counters - 4))

@@ -234,18 +234,21 @@ class Launcher:
         )
         self._launch = core_launch
         if launch.shared > 48 * 1024:
-            _allow_shared(self._kernel, launch.shared)
+            _allow_shared(self._kernel, launch.shared, problem.chip.arch)
 
     def __call__(self, stream: Any, values: Sequence[Any]) -> None:
         self._launch(stream, self._config, self._kernel, *values)
 
 
-def _allow_shared(kernel: Any, size: int) -> None:
-    """Lift the limit of 48 KB of dynamic shared memory on the current device."""
+def _allow_shared(kernel: Any, size: int, arch: int) -> None:
+    """Lift the limit of 48 KB of dynamic shared memory on every device of this architecture."""
     from cuda.bindings import driver as cu
 
     attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        if major * 10 + minor != arch:
+            continue
         (result,) = cu.cuKernelSetAttribute(attribute, size, kernel.handle, cu.CUdevice(index))
         if int(result) != 0:
             raise GemmNormRuntimeError(f"{size} bytes of shared memory are not to be had: {result}")

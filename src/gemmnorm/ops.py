@@ -105,13 +105,12 @@ _transforms = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: Non
 
 def _unwatched(*tensors: Tensor | None) -> bool:
     """No mode, function transform, trace or tensor subclass wants to see the operator itself."""
-    return (
-        not _modes()
-        and _transforms() is None
-        and torch.autograd.forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
-        and all(t is None or type(t) in _PLAIN for t in tensors)
-    )
+    if _modes() or _transforms() is not None or torch._C._get_tracing_state() is not None:
+        return False
+    for t in tensors:  # a generator would cost twice as much
+        if t is not None and type(t) not in _PLAIN:
+            return False
+    return torch.autograd.forward_ad._current_level < 0
 
 
 def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,6 +148,11 @@ class _Direct(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[3:])
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             x, weight, bias, scale, bn_weight, bn_bias, product, statistics = ctx.saved_tensors
+            # Autocast's copies are no part of the graph; the operator has to see that somebody may differentiate again.
+            x, weight = (
+                t.detach().requires_grad_() if needed and not t.requires_grad else t
+                for t, needed in zip((x, weight), needs, strict=False)
+            )
             scale_value, training, _, eps, activation, _ = ctx.call.options
             found = _backward_op(
                 grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, product, statistics,

@@ -23,30 +23,32 @@ from .plan import Problem
 
 @dataclass(frozen=True)
 class PreparedWeight:
-    """The tensors of `plan.PREPARED`, and what tells whether the weight has changed since.
-
-    `memory` keeps the weight's memory from being handed out again, so that its address stands for it.
-    """
+    """The tensors of `plan.PREPARED`, the weight that they were made of as PyTorch sees it, and the stream."""
 
     tensors: tuple[Tensor, ...]
-    version: int
-    memory: Tensor
+    made_of: tuple[Any, ...]
     stream: int
 
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight → PreparedWeight
 
 
+def _seen(weight: Tensor) -> tuple[Any, ...]:
+    """What changes with every change that PyTorch knows of. The kernel looks at the contents."""
+    return weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device
+
+
 def make(weight: Tensor, problem: Problem, scalars: tuple[Any, ...]) -> None:
     """Split `weight` now; `scalars` as for any call. Waits for the device, so that calls on any stream may follow."""
+    for other, found in list(_known.items()):  # whose weight has gone elsewhere, and is not evaluated any more
+        if found.made_of != _seen(other):
+            forget(other)
     checksums = torch.zeros(weight.shape[0], dtype=torch.int32, device=weight.device)
     split, exponents, largest, total = binding.bind(plan.prepare(problem))((weight, checksums), scalars)
     assert split is not None and exponents is not None and largest is not None and total is not None
     stream = driver.stream_handle(weight.device.index)
     driver.synchronize(weight.device)
-    _known[weight] = PreparedWeight(
-        (split, exponents, largest, total, checksums), weight._version, weight.detach(), stream
-    )
+    _known[weight] = PreparedWeight((split, exponents, largest, total, checksums), _seen(weight), stream)
 
 
 def find(weight: Tensor) -> PreparedWeight | None:
@@ -57,8 +59,8 @@ def find(weight: Tensor) -> PreparedWeight | None:
     found: PreparedWeight | None = _known.get(weight)
     if found is None:
         return None
-    if found.version != weight._version or found.memory.data_ptr() != weight.data_ptr():
-        del _known[weight]
+    if found.made_of != _seen(weight):
+        forget(weight)
         return None
     if driver.capturing():
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from . import binding, driver, plan, prepared, reference
 from .arguments import check_arguments
 from .errors import GemmNormWarning
+from .operands import dense, first, kind, running_state, served_as_they_are, unified, vectors
 from .plan import Chip, Plan, Problem
 
 _NAMES = {dtype: name for name, dtype in binding.DTYPES.items()}
-_VECTOR_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
 
 @functools.lru_cache(maxsize=64)
@@ -140,31 +140,6 @@ def _resolved(problem: Problem, requested: str | None) -> str:
     return "reference"
 
 
-def _dense(t: Tensor) -> Tensor:
-    """Contiguous and aligned to 16 bytes, as the kernels read it."""
-    t = t.contiguous()
-    return t.clone() if t.data_ptr() % 16 else t
-
-
-def _unified(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Contiguous vectors of one dtype that the kernels know; float32 where they differ."""
-    dtypes = {v.dtype for v in vectors if v is not None}
-    if len(dtypes) <= 1 and dtypes <= _VECTOR_DTYPES:
-        return tuple(None if v is None else v.contiguous() for v in vectors)
-    return tuple(None if v is None else v.float().contiguous() for v in vectors)
-
-
-def _first(*tensors: Tensor | None) -> Tensor | None:
-    return next((t for t in tensors if t is not None), None)
-
-
-def _vectors(bias: Tensor | None, scale: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    if scale is not None and scale.device != device:
-        scale = scale.to(device)
-    bias, scale = _unified(bias, scale)
-    return bias, scale
-
-
 def _scalars(
     problem: Problem, scale: Tensor | None, scale_value: float, momentum: float, eps: float
 ) -> tuple[Any, ...]:
@@ -194,8 +169,8 @@ def describe(
     save: bool,
 ) -> Problem:
     """The problem that a call poses, with the dtypes that the kernels will see."""
-    linear = _first(bias, scale)
-    norm = _first(running_mean, bn_weight, bn_bias)
+    linear = first(bias, scale)
+    norm = first(running_mean, bn_weight, bn_bias)
     problem = problem_of(
         x,
         weight,
@@ -212,33 +187,6 @@ def describe(
     return problem
 
 
-def _running_state(
-    mean: Tensor | None, var: Tensor | None
-) -> tuple[tuple[Tensor | None, Tensor | None], Callable[[], None] | None]:
-    """The running statistics as the kernels take them, and what copies them back if those are copies."""
-    if mean is None or var is None or (mean.is_contiguous() and var.is_contiguous() and mean.dtype == var.dtype):
-        return (mean, var), None
-    copies = (mean.contiguous(), var.to(mean.dtype).contiguous())
-
-    def write_back() -> None:
-        mean.copy_(copies[0])
-        var.copy_(copies[1])
-
-    return copies, write_back
-
-
-def _kind(t: Tensor | None) -> tuple[Any, ...] | None:
-    """What two tensors must share to be served alike, but for their contents."""
-    return None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous())
-
-
-def _served_as_they_are(*vectors: Tensor | None) -> bool:
-    """Contiguous vectors of one dtype that the kernels know: `_unified` has nothing to do."""
-    present = [v for v in vectors if v is not None]
-    dtypes = {v.dtype for v in present}
-    return len(dtypes) <= 1 and dtypes <= _VECTOR_DTYPES and all(v.is_contiguous() for v in present)
-
-
 def _prepared_plan(chosen: Plan) -> Plan | None:
     """The plan for a weight that is split already, where `chosen` would split it and evaluates."""
     problem = chosen.problem
@@ -249,7 +197,9 @@ def _prepared_plan(chosen: Plan) -> Plan | None:
 
 def prepare_weight(weight: Tensor) -> bool:
     """Split `weight` for the evaluations to come (`prepared`); whether any would split it."""
-    if weight.dim() != 2 or weight.is_inference() or not weight.is_contiguous() or weight.data_ptr() % 16:
+    if type(weight) not in (Tensor, torch.nn.Parameter) or weight.dim() != 2 or weight.is_inference():
+        return False
+    if not weight.is_contiguous() or weight.data_ptr() % 16:
         return False
     problem = problem_of(weight, weight, None, None, weight.dtype, None, False, False, False)
     if _prepared_plan(plan.cached_plan(problem, "one_kernel", "forward")) is None:
@@ -294,10 +244,11 @@ class Call:
         self._scalars = _scalars(problem, scale, scale_value, momentum, eps)
         self._mapped = any(launch.maps for launch in self.plan.launches)
         self._with_prepared = _prepared_plan(self.plan)
+        self._bound_prepared: binding.Bound | None = None
         self._as_they_are = (
             (scale is None or scale.device == x.device)
-            and _served_as_they_are(bias, scale)
-            and _served_as_they_are(running_mean, running_var, bn_weight, bn_bias)
+            and served_as_they_are(bias, scale)
+            and served_as_they_are(running_mean, running_var, bn_weight, bn_bias)
         )
         self._backward: dict[tuple[torch.dtype, torch.dtype], BackwardCall] = {}
 
@@ -305,6 +256,19 @@ class Call:
     def kernels(self) -> bool:
         """Kernels will run, rather than plain PyTorch ops."""
         return self._bound is not None
+
+    def _find_prepared(self, weight: Tensor) -> prepared.PreparedWeight | None:
+        """The prepared weight, once its kernels are there too."""
+        found = prepared.find(weight)
+        if found is not None and self._bound_prepared is None:
+            assert self._with_prepared is not None
+            try:
+                self._bound_prepared = binding.bind(self._with_prepared)
+            except Exception as error:
+                self._with_prepared = None
+                warnings.warn(f"prepared weights are not used: {error}", GemmNormWarning, stacklevel=2)
+                return None
+        return found
 
     def forward(
         self,
@@ -323,7 +287,7 @@ class Call:
         The statistics are one float32 tensor [2 or 2 + groups, O]: the product's mean; 1/sqrt(var + eps); where the
         product is stored minus its group's mean, the means of the groups. (The reference's are its own affair.)
         """
-        ahead = prepared.find(weight) if self._with_prepared is not None else None
+        ahead = self._find_prepared(weight) if self._with_prepared is not None else None
         for recorder in _recorders:
             recorder.append(self.plan if ahead is None else self._with_prepared)  # type: ignore[arg-type]
         scale_value, training, momentum, eps, activation, save = self.options
@@ -334,23 +298,24 @@ class Call:
             )  # fmt: skip
             return (y, product, statistics) if save else (y, None, None)
         if self._mapped:
-            x, weight = _dense(x), _dense(weight)
+            x, weight = dense(x), dense(weight)
         write_back = None
         if not self._as_they_are:
-            bias, scale = _vectors(bias, scale, x.device)
+            bias, scale = vectors(bias, scale, x.device)
             if running_mean is not None:
                 bn_weight, bn_bias = (
                     None if v is None else v.to(running_mean.dtype).contiguous() for v in (bn_weight, bn_bias)
                 )
             else:
-                bn_weight, bn_bias = _unified(bn_weight, bn_bias)
-            (running_mean, running_var), write_back = _running_state(running_mean, running_var)
+                bn_weight, bn_bias = unified(bn_weight, bn_bias)
+            (running_mean, running_var), write_back = running_state(running_mean, running_var)
         counter = num_batches_tracked if training else None
         inputs = (x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias)
         if ahead is None:
             found = self._bound(inputs, self._scalars)
         else:
-            found = binding.bind(self._with_prepared)((*inputs, *ahead.tensors), self._scalars)  # type: ignore[arg-type]
+            assert self._bound_prepared is not None
+            found = self._bound_prepared((*inputs, *ahead.tensors), self._scalars)
         if training and write_back is not None:
             write_back()
         y, product, statistics = found if save else (found[0], None, None)  # type: ignore[assignment]
@@ -388,7 +353,7 @@ class BackwardCall:
         dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None:
         problem = describe(
-            x, weight, bias, scale, scale_value, _first(bn_weight, bn_bias), bn_weight, bn_bias,
+            x, weight, bias, scale, scale_value, first(bn_weight, bn_bias), bn_weight, bn_bias,
             training, activation, True,
         )  # fmt: skip
         self._dtypes = dtypes or (x.dtype, weight.dtype)
@@ -397,8 +362,10 @@ class BackwardCall:
         plain = strategy == "reference" or x.shape[0] == 0
         self._bound = None if plain else binding.bind(plan.cached_plan(problem, strategy, "backward"))
         self._scalars = _scalars(problem, scale, scale_value, 0.0, eps)
-        vectors = (bias, scale, bn_weight, bn_bias)
-        self._shapes = tuple(None if t is None else (t.shape, t.dtype) for t in vectors)
+        found = None if self._bound is None else plan.cached_plan(problem, strategy, "backward")
+        self._dense_operands = found is not None and any("x" in launch.arguments for launch in found.launches)
+        parameters = (bias, scale, bn_weight, bn_bias)
+        self._shapes = tuple(None if t is None else (t.shape, t.dtype) for t in parameters)
 
     def run(
         self,
@@ -424,10 +391,12 @@ class BackwardCall:
             return (*cast, *found[2:])
         operands = (x, weight, bias, scale, bn_weight, bn_bias)
         wanted = tuple(need and t is not None for need, t in zip(needs, operands, strict=True))
-        bias, scale = _vectors(bias, scale, x.device)
-        bn_weight, bn_bias = _unified(bn_weight, bn_bias)
+        bias, scale = vectors(bias, scale, x.device)
+        bn_weight, bn_bias = unified(bn_weight, bn_bias)
+        if self._dense_operands:
+            x, weight = dense(x), dense(weight)
         grads = self._bound(
-            (_dense(grad), x, weight, bias, scale, bn_weight, bn_bias, product, statistics), self._scalars, wanted
+            (dense(grad), x, weight, bias, scale, bn_weight, bn_bias, product, statistics), self._scalars, wanted
         )
         for i, like in enumerate(self._shapes, start=2):
             gradient = grads[i]
@@ -452,8 +421,8 @@ def call_for(*call: Any) -> Call:
     x, weight, bias, scale, scale_value, running_mean, running_var, counter, bn_weight, bn_bias, *options = call
     options[4] = plan.check_strategy(options[4])
     key = (
-        x.shape, x.dtype, x.device, _kind(weight), _kind(bias), _kind(scale), scale_value, _kind(running_mean),
-        _kind(running_var), _kind(counter), _kind(bn_weight), _kind(bn_bias), *options, arithmetic(x.dtype),
+        x.shape, x.dtype, x.device, kind(weight), kind(bias), kind(scale), scale_value, kind(running_mean),
+        kind(running_var), kind(counter), kind(bn_weight), kind(bn_bias), *options, arithmetic(x.dtype),
     )  # fmt: skip
     found = _calls.get(key)
     if found is None:
@@ -470,8 +439,8 @@ def backward_call_for(*call: Any) -> BackwardCall:
     """The prepared backward call for the arguments of `BackwardCall`."""
     x, weight, bias, scale, scale_value, bn_weight, bn_bias, *options = call
     key = (
-        x.shape, x.dtype, x.device, _kind(weight), _kind(bias), _kind(scale), scale_value, _kind(bn_weight),
-        _kind(bn_bias), *options, arithmetic(x.dtype),
+        x.shape, x.dtype, x.device, kind(weight), kind(bias), kind(scale), scale_value, kind(bn_weight),
+        kind(bn_bias), *options, arithmetic(x.dtype),
     )  # fmt: skip
     found = _backward_calls.get(key)
     if found is None:

@@ -172,15 +172,14 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     // with a low part, in units of 2^-11, whose truncation is far below.
     float part[kSplit ? kAccumulators : 1], cross[kSplit ? kAccumulators : 1];
 
-    // Each consumer finishes half of a tile's columns, kLanes threads to a column. Of a block's only tile, where it is
-    // narrow, it reads what that takes before the multiplications.
+    // Each consumer finishes half of a tile's columns, kLanes threads to a column. Of a narrow tile, which leaves registers
+    // for it, it reads what that takes before the multiplications.
     constexpr int kLanes = 256 / BN;
     constexpr bool kEarly = (FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave) && BN <= 64;
-    typename Features<L, R>::Own early = {};
-    if (kEarly && blockIdx.x < tiles)
-      early = f.own(min(raster.at(blockIdx.x).n * BN + consumer * (BN / 2) + thread / kLanes, features - 1));
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+      typename Features<L, R>::Own early = {};
+      if (kEarly) early = f.own(min(raster.at(t).n * BN + consumer * (BN / 2) + thread / kLanes, features - 1));
       if (kSplit) {
 #pragma unroll
         for (int i = 0; i < kAccumulators; ++i) acc[i] = 0.0f;
@@ -249,6 +248,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       float centre = 0.0f, squares = 0.0f;
       int at_column = 0;
       if (FINISH != Finish::kEvaluate) {
+        if (FINISH == Finish::kOneBlock && kStagedY && thread == 0) wait_copies_read();  // of the tile before
         // Column means of the group, then M2 about them. Rows beyond the batch are zero in the accumulators.
         float2 mu = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
           return acc[(i / 2) * 4 + i % 2] + acc[(i / 2) * 4 + 2 + i % 2];
@@ -384,22 +384,19 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           if (thread % kLanes == 0) {
             shared.mean[finished] = centre;
             shared.finished_slope[finished] = own.slope * r;
-            shared.sums[consumer][0][finished] = own.shift;
+            shared.finished_shift[finished] = own.shift;
           }
           sync_threads(3, 256);
           // Coefficients for values that are stored minus their group's mean.
           if (owner) {
             const float2 m = *reinterpret_cast<const float2*>(&shared.mean[2 * thread]);
             const float2 slope = *reinterpret_cast<const float2*>(&shared.finished_slope[2 * thread]);
-            const float2 shift = *reinterpret_cast<const float2*>(&shared.sums[4 * thread / BN][0][2 * thread]);
+            const float2 shift = *reinterpret_cast<const float2*>(&shared.finished_shift[2 * thread]);
             *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = slope;
             *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) =
                 make_float2(slope.x * (mu.x - m.x) + shift.x, slope.y * (mu.y - m.y) + shift.y);
           }
-          if (kStagedY) {  // the product has left the staging memory
-            barrier_wait(&shared.unstaged[consumer], staging_parity);
-            staging_parity ^= 1;
-          }
+          if (kStagedY) barrier_wait(&shared.unstaged[consumer], staging_parity);  // the product has left its memory
         }
       }
       if (finish_here) {

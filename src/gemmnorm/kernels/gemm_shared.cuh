@@ -31,7 +31,7 @@ struct GemmShared : PieceRings<AHEAD> {
   float sums[2][4][BN];   // per consumer and warp
   float slope[2][BN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
   float shift[2][BN];
-  float mean[BN], finished_slope[BN];  // of the tile's columns, for both consumers
+  float mean[BN], finished_slope[BN], finished_shift[BN];  // of the tile's columns, for both consumers
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
   u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten

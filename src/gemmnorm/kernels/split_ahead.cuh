@@ -152,7 +152,10 @@ struct Ahead {
           read_piece(piece, first, part, v);
           if (compare) {
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) code += checksum(first + ((part * kAtOnce + i) * 32 + lane) * 4, v[i]);
+            for (int i = 0; i < kAtOnce; ++i) {
+              const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
+              code += c < in_features ? checksum(c, v[i]) : 0;
+            }
             continue;
           }
           bits = max(bits, largest_of(v));

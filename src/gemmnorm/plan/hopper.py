@@ -46,7 +46,7 @@ class Tile:
         """sizeof(GemmShared): the kernel asserts at compile time that it is."""
         size = self.stages * self.planes * (TILE_ROWS + self.columns) * ROW_BYTES
         size += 2 * (GROUP_ROWS * self.columns * 2 if self.staged else 1024)
-        size += (2 * 4 + 2 * 2 + 2) * self.columns * 4
+        size += (2 * 4 + 2 * 2 + 3) * self.columns * 4
         size += 2 * self.stages * 8 + 8 * 8 + 4
         return -(-size // 1024) * 1024
 

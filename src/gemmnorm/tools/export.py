@@ -164,7 +164,9 @@ def plan_site(problem: Problem, strategy: str, suffix: str = "") -> cpp.Site:
 
 
 def _backward_cases(problem: Problem, strategy: str) -> tuple[cpp.Case, ...]:
-    """Likewise: a cluster's shared memory holds so many rows."""
+    """Likewise: a cluster's shared memory holds so many rows. Without an own product a file is for other GPUs too."""
+    if strategy not in OWN_GEMM and problem.chip:
+        problem = replace(problem, chip=replace(problem.chip, arch=80))
 
     def made(p: Problem) -> Plan:
         return plan.make_plan(p, strategy, "backward")

@@ -21,8 +21,8 @@ def prepare(model: M) -> M:
     For float32 weights [O, I] on a Hopper GPU, where evaluation multiplies split operands (`explain` says "three
     float16 products"); any other weight is left alone. Each takes as much memory again. Results are of the same
     accuracy with and without. Changing a weight undoes it, in whatever way it is changed (`gemmnorm.prepared`), so call
-    it again after training or loading. Training, `torch.compile` and CUDA graphs split the weight at each call as
-    before; autocast has nothing to split.
+    it again after training or loading. Training and CUDA graphs split the weight at each call as before;
+    autocast has nothing to split.
 
     Raises:
         GemmNormTypeError: `model` is no `nn.Module`.

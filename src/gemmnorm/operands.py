@@ -1,0 +1,63 @@
+"""Tensors as the kernels read them, and what tells that two calls can be served alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_VECTOR_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+
+
+def dense(t: Tensor) -> Tensor:
+    """Contiguous and aligned to 16 bytes, as the kernels read it."""
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % 16 else t
+
+
+def unified(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Contiguous vectors of one dtype that the kernels know; float32 where they differ."""
+    dtypes = {v.dtype for v in vectors if v is not None}
+    if len(dtypes) <= 1 and dtypes <= _VECTOR_DTYPES:
+        return tuple(None if v is None else v.contiguous() for v in vectors)
+    return tuple(None if v is None else v.float().contiguous() for v in vectors)
+
+
+def first(*tensors: Tensor | None) -> Tensor | None:
+    return next((t for t in tensors if t is not None), None)
+
+
+def vectors(bias: Tensor | None, scale: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    if scale is not None and scale.device != device:
+        scale = scale.to(device)
+    bias, scale = unified(bias, scale)
+    return bias, scale
+
+
+def running_state(
+    mean: Tensor | None, var: Tensor | None
+) -> tuple[tuple[Tensor | None, Tensor | None], Callable[[], None] | None]:
+    """The running statistics as the kernels take them, and what copies them back if those are copies."""
+    if mean is None or var is None or (mean.is_contiguous() and var.is_contiguous() and mean.dtype == var.dtype):
+        return (mean, var), None
+    copies = (mean.contiguous(), var.to(mean.dtype).contiguous())
+
+    def write_back() -> None:
+        mean.copy_(copies[0])
+        var.copy_(copies[1])
+
+    return copies, write_back
+
+
+def kind(t: Tensor | None) -> tuple[Any, ...] | None:
+    """What two tensors must share to be served alike, but for their contents."""
+    return None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous())
+
+
+def served_as_they_are(*vectors: Tensor | None) -> bool:
+    """Contiguous vectors of one dtype that the kernels know: `unified` has nothing to do."""
+    present = [v for v in vectors if v is not None]
+    dtypes = {v.dtype for v in present}
+    return len(dtypes) <= 1 and dtypes <= _VECTOR_DTYPES and all(v.is_contiguous() for v in present)
