@@ -241,6 +241,10 @@ class Bench:
             variants.append(Variant("eager_tf32", run, lambda: suite.tf32(True)))
         run = self._run(cell, module, prepared)
         variants += [Variant(s, run, lambda s=s: gemmnorm.set_strategy(s)) for s in strategies]  # type: ignore[misc]
+        if cell.precision == "fp32" and cell.phase == "eval_fwd" and "one_kernel" in strategies:
+            ready = gemmnorm.prepare(copy.deepcopy(module))
+            run = self._run(cell, ready, prepared)
+            variants.append(Variant("prepared", run, lambda: gemmnorm.set_strategy("one_kernel")))
         times = timing.interleave(variants, self.clock, budget_s=options.budget_s, on_progress=self.tell)
         result.notes += [f"{cell}: {name} did not run: {why}" for name, why in times.failed.items()]
         by_name = {v.name: v for v in variants}
@@ -256,6 +260,7 @@ class Bench:
             row = {**_conditions(cell), "arithmetic": chosen.problem.arithmetic, "strategy": strategy}
             row.update(chosen=strategy == chosen.strategy, **shared)
             row.update(ms=own.ms, ms_iqr=own.iqr, samples=own.samples, error=errors.get(strategy))
+            row.update(prepared_ms=times.ms("prepared") if strategy == "one_kernel" else None)
             row.update(self._extras(cell, prepared, by_name[strategy], module, ""))
             result.rows.append(row)
 
