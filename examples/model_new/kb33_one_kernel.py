@@ -2482,6 +2482,16 @@ __device__ __forceinline__ void gradient_sums(const Y* grad_y /* [batch, feature
   }
 }
 
+// In training: sum g and h = sum  g*(a - mean) of feature j -> the gradients of its parameters, each of which may be null.
+template <class L, class R>
+__device__ __forceinline__ void store_gradients(int j, float sum, float h, float s, float r, float gamma, float eps,
+                                                L* grad_bias, float* grad_scale, R* grad_bn_weight, R* grad_bn_bias) {
+  if (grad_bn_bias) from_float(sum, grad_bn_bias[j]);
+  if (grad_bn_weight) from_float(s * r * h, grad_bn_weight[j]);
+  if (grad_scale) grad_scale[j] = gamma * eps * r * r * r * h;
+  if (grad_bias) from_float(0.0f, grad_bias[j]);
+}
+
 // The groups' sums, added up in a fixed order, become the parameters' gradients, and the two numbers per feature that
 // the last kernel needs: mean_grad = sum g/B and slope_grad = s^2*rstd^2*h/B. Each gradient may be null.
 template <class L, class R, Form FORM>
@@ -2520,15 +2530,16 @@ __device__ __forceinline__ void merge_gradients(const float* group_sum /* [group
   if (!inside || lane != 0) return;
   const float s = scale_of(scale, scale_stride, scale_value, j);
   const float r = rstd[j], gamma = value_or(bn_weight, j, 1.0f);
-  const bool training = FORM == Form::kFolded;
   if (column_exponents) column_exponents[j] = kLeastExponent;
-  if (grad_bn_bias) from_float(sum, grad_bn_bias[j]);
-  if (grad_bn_weight) from_float(training ? s * r * dot : r * dot, grad_bn_weight[j]);
-  if (grad_scale) grad_scale[j] = training ? gamma * eps * r * r * r * dot : gamma * r * linear;
-  if (grad_bias) from_float(training ? 0.0f : gamma * s * r * sum, grad_bias[j]);
-  if (training) {
+  if (FORM == Form::kFolded) {
+    store_gradients(j, sum, dot, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
     mean_grad[j] = sum / batch;
     slope_grad[j] = s * s * r * r * dot / batch;
+  } else {
+    if (grad_bn_bias) from_float(sum, grad_bn_bias[j]);
+    if (grad_bn_weight) from_float(r * dot, grad_bn_weight[j]);
+    if (grad_scale) grad_scale[j] = gamma * r * linear;
+    if (grad_bias) from_float(gamma * s * r * sum, grad_bias[j]);
   }
 }
 
@@ -2885,13 +2896,14 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
     if (GROUPS - 1 - g >= 2) wait_small_copies<2>();
     else if (GROUPS - 1 - g == 1) wait_small_copies<1>();
     else wait_small_copies<0>();
-    visit_rows<Activation, T>(shared, g, rows_of(g), from_mean[g], slope, shift, [&](int, const float (&deviation)[N], const float (&grad)[N]) {
+    const auto add_row = [&](int, const float (&deviation)[N], const float (&grad)[N]) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         sum[i] += grad[i];
         dot[i] += grad[i] * deviation[i];
       }
-    });
+    };
+    visit_rows<Activation, T>(shared, g, rows_of(g), from_mean[g], slope, shift, add_row);
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -2926,12 +2938,8 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
   if (owner) {
     shared.mean_grad[thread] = total.x / batch;
     shared.slope_grad[thread] = s * s * r * r * total.y / batch;
-    if (rank == 0) {
-      if (grad_bn_bias) from_float(total.x, grad_bn_bias[j]);
-      if (grad_bn_weight) from_float(s * r * total.y, grad_bn_weight[j]);
-      if (grad_scale) grad_scale[j] = gamma * eps * r * r * r * total.y;
-      if (grad_bias) from_float(0.0f, grad_bias[j]);
-    }
+    if (rank == 0)
+      store_gradients(j, total.x, total.y, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
   }
   __syncthreads();
 
@@ -2944,7 +2952,7 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
     const i64 first_row = static_cast<i64>(first_group + g * kWarps) * kGroupRows;
-    visit_rows<Activation, T>(shared, g, rows_of(g), from_mean[g], slope, shift, [&](int row, const float (&deviation)[N], const float (&grad)[N]) {
+    const auto store_row = [&](int row, const float (&deviation)[N], const float (&grad)[N]) {
       float out[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) out[i] = slope[i] * (grad[i] - constant[i] - deviation[i] * linear[i]);
@@ -2954,7 +2962,8 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
 #pragma unroll
         for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
       }
-    });
+    };
+    visit_rows<Activation, T>(shared, g, rows_of(g), from_mean[g], slope, shift, store_row);
   }
   if (column_exponents && column < features) {
 #pragma unroll

@@ -860,6 +860,16 @@ __device__ __forceinline__ void gradient_sums(const Y* grad_y /* [batch, feature
   }
 }
 
+// In training: sum g and h = sum  g*(a - mean) of feature j -> the gradients of its parameters, each of which may be null.
+template <class L, class R>
+__device__ __forceinline__ void store_gradients(int j, float sum, float h, float s, float r, float gamma, float eps,
+                                                L* grad_bias, float* grad_scale, R* grad_bn_weight, R* grad_bn_bias) {
+  if (grad_bn_bias) from_float(sum, grad_bn_bias[j]);
+  if (grad_bn_weight) from_float(s * r * h, grad_bn_weight[j]);
+  if (grad_scale) grad_scale[j] = gamma * eps * r * r * r * h;
+  if (grad_bias) from_float(0.0f, grad_bias[j]);
+}
+
 // The groups' sums, added up in a fixed order, become the parameters' gradients, and the two numbers per feature that
 // the last kernel needs: mean_grad = sum g/B and slope_grad = s^2*rstd^2*h/B. Each gradient may be null.
 template <class L, class R, Form FORM>
@@ -898,15 +908,16 @@ __device__ __forceinline__ void merge_gradients(const float* group_sum /* [group
   if (!inside || lane != 0) return;
   const float s = scale_of(scale, scale_stride, scale_value, j);
   const float r = rstd[j], gamma = value_or(bn_weight, j, 1.0f);
-  const bool training = FORM == Form::kFolded;
   if (column_exponents) column_exponents[j] = kLeastExponent;
-  if (grad_bn_bias) from_float(sum, grad_bn_bias[j]);
-  if (grad_bn_weight) from_float(training ? s * r * dot : r * dot, grad_bn_weight[j]);
-  if (grad_scale) grad_scale[j] = training ? gamma * eps * r * r * r * dot : gamma * r * linear;
-  if (grad_bias) from_float(training ? 0.0f : gamma * s * r * sum, grad_bias[j]);
-  if (training) {
+  if (FORM == Form::kFolded) {
+    store_gradients(j, sum, dot, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
     mean_grad[j] = sum / batch;
     slope_grad[j] = s * s * r * r * dot / batch;
+  } else {
+    if (grad_bn_bias) from_float(sum, grad_bn_bias[j]);
+    if (grad_bn_weight) from_float(r * dot, grad_bn_weight[j]);
+    if (grad_scale) grad_scale[j] = gamma * r * linear;
+    if (grad_bias) from_float(gamma * s * r * sum, grad_bias[j]);
   }
 }
 

@@ -26,10 +26,12 @@ def unified(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def first(*tensors: Tensor | None) -> Tensor | None:
+    """The first that is there."""
     return next((t for t in tensors if t is not None), None)
 
 
 def vectors(bias: Tensor | None, scale: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Bias and scale as the kernels take them: on the device, `unified`."""
     if scale is not None and scale.device != device:
         scale = scale.to(device)
     bias, scale = unified(bias, scale)

@@ -136,13 +136,14 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
     if (GROUPS - 1 - g >= 2) wait_small_copies<2>();
     else if (GROUPS - 1 - g == 1) wait_small_copies<1>();
     else wait_small_copies<0>();
-    visit_rows<Activation, T>(shared, g, rows_of(g), from_mean[g], slope, shift, [&](int, const float (&deviation)[N], const float (&grad)[N]) {
+    const auto add_row = [&](int, const float (&deviation)[N], const float (&grad)[N]) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         sum[i] += grad[i];
         dot[i] += grad[i] * deviation[i];
       }
-    });
+    };
+    visit_rows<Activation, T>(shared, g, rows_of(g), from_mean[g], slope, shift, add_row);
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -177,12 +178,8 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
   if (owner) {
     shared.mean_grad[thread] = total.x / batch;
     shared.slope_grad[thread] = s * s * r * r * total.y / batch;
-    if (rank == 0) {
-      if (grad_bn_bias) from_float(total.x, grad_bn_bias[j]);
-      if (grad_bn_weight) from_float(s * r * total.y, grad_bn_weight[j]);
-      if (grad_scale) grad_scale[j] = gamma * eps * r * r * r * total.y;
-      if (grad_bias) from_float(0.0f, grad_bias[j]);
-    }
+    if (rank == 0)
+      store_gradients(j, total.x, total.y, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
   }
   __syncthreads();
 
@@ -195,7 +192,7 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
     const i64 first_row = static_cast<i64>(first_group + g * kWarps) * kGroupRows;
-    visit_rows<Activation, T>(shared, g, rows_of(g), from_mean[g], slope, shift, [&](int row, const float (&deviation)[N], const float (&grad)[N]) {
+    const auto store_row = [&](int row, const float (&deviation)[N], const float (&grad)[N]) {
       float out[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) out[i] = slope[i] * (grad[i] - constant[i] - deviation[i] * linear[i]);
@@ -205,7 +202,8 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
 #pragma unroll
         for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
       }
-    });
+    };
+    visit_rows<Activation, T>(shared, g, rows_of(g), from_mean[g], slope, shift, store_row);
   }
   if (column_exponents && column < features) {
 #pragma unroll
