@@ -64,14 +64,51 @@ def test_the_librarys_product(strategy, training):
     [
         ("kOneBlock", 100, 72, 72),
         ("kOneBlock", 2, 8, 8),
-        ("kOneWave", 200, 136, 40),
-        ("kPersistent", 300, 200, 264),
+        ("kWholePanels", 200, 136, 40),
+        ("kPersistent", 400, 200, 264),
         ("kPersistent", 1027, 64, 520),
     ],
 )
 @pytest.mark.parametrize("name", ["bf16", "tf32"])
 def test_one_kernel(finish, name, batch, in_features, out_features):
     check(SMALL_HOPPER, "one_kernel", name, batch, in_features, out_features, finish=finish, activation="silu")
+
+
+@pytest.mark.parametrize(
+    ("columns", "blocks", "batch", "features"),
+    [
+        (64, 4, 200, 456),  # four waves
+        (128, 3, 300, 264),  # a panel is a wave, and the last is not filled
+        (256, 8, 450, 600),  # the last tiles of some blocks lie in a panel whose other tiles wait in shared memory
+    ],
+)
+def test_whole_panels_in_several_waves(columns, blocks, batch, features, monkeypatch):
+    only = {key: stages for key, stages in hopper.STAGES.items() if key[-1] == columns}
+    monkeypatch.setattr(hopper, "STAGES", only)
+    plan.cached_plan.cache_clear()
+    chip = plan.chip_for(90, blocks)
+    options = {"scale_shape": (features,), "activation": "silu"}
+    check(chip, "one_kernel", "bf16", batch, 72, features, finish="kWholePanels", **options)
+
+    module = stir(Chain(72, features, **options))
+    x = torch.randn(batch, 72).bfloat16().float()
+    with torch.no_grad():
+        module.gemm.weight.copy_(module.gemm.weight.bfloat16())
+        exact = twin(module).double()(x.double())
+    for grad in (True, False):
+        with emulated(chip), poisoned_memory(), torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+            y = run(twin(module), x, "one_kernel", "kWholePanels")
+        assert y.dtype == torch.float32
+        assert error(y.detach(), exact) < 6e-3
+    plan.cached_plan.cache_clear()
+
+
+@pytest.mark.parametrize("features", [40, 72])
+def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(features, monkeypatch):
+    monkeypatch.setattr(hopper, "STAGES", {(2, 1, 64): 8})
+    plan.cached_plan.cache_clear()
+    check(plan.chip_for(90, 66), "one_kernel", "bf16", 8290, 16, features, finish="kWholePanels")
+    plan.cached_plan.cache_clear()
 
 
 def test_more_groups_than_a_block_merges_for_itself():
@@ -166,7 +203,7 @@ def test_the_emulator_reports_what_never_comes(monkeypatch):
         launcher = driver.Launcher
         monkeypatch.setattr(driver, "Launcher", lambda launch, p: launcher(replace(launch, cooperative=False), p))
         with pytest.raises(EmulationError, match="waits for a counter in global memory"), torch.no_grad():
-            run(module, x, "one_kernel", "kOneWave")
+            run(module, x, "one_kernel", "kWholePanels")
     binding.counters.cache_clear()  # the kernel had no chance to leave them at zero
 
 

@@ -162,7 +162,7 @@ def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_pat
         return
     run = f"run = save ? forward_training{ending}_saving : forward_training{ending}_alone;"
     assert re.search(rf"if \({condition}\)\n    {re.escape(run)}", chooser)
-    assert kernels == ["kPersistent", {"_one_tile": "kOneBlock", "_one_wave": "kOneWave"}[ending], "kEvaluate"]
+    assert kernels == ["kPersistent", {"_one_tile": "kOneBlock", "_one_wave": "kWholePanels"}[ending], "kEvaluate"]
     waits = "false" if ending == "_one_tile" else "true"
     assert f"{waits} /* cooperative */" in host_function(source, f"forward_training{ending}_alone")
 

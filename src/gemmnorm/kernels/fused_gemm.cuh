@@ -10,8 +10,8 @@
 #pragma once
 #include "column_sums.cuh"
 #include "gemm_shared.cuh"
-#include "staging.cuh"
 #include "split_product.cuh"
+#include "whole_panels.cuh"
 
 namespace gemmnorm {
 
@@ -33,21 +33,22 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
     float* weight_total /* [features], likewise */, const u32* weight_checksums /* [features] or null, likewise */,
     u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* split already */,
-    int group_panels, int stream_x, int keep_product, int batch, int in_features, int features) {
+    int group_panels, int stay, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
-  // Partial results in flight, and pairs of columns: as many as the registers hold.
-  constexpr int kAhead = FINISH == Finish::kOneWave && BN == 256 ? 12 : 16, kPairs = FINISH == Finish::kPersistent ? 2 : 4;
   constexpr int kPlanes = Operand<OP>::kPlanes;
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
   constexpr bool kAheadToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
   constexpr int kFeeder = kSplit && !kAheadToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
-  constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
   using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
   constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
+  constexpr bool kWhole = FINISH == Finish::kWholePanels, kLater = FINISH == Finish::kPersistent || (kWhole && kStaged);
+  // Partial results in flight, and pairs of columns: as many as the registers hold.
+  constexpr int kAhead = 16, kPairs = kLater ? 2 : 4;
+  constexpr int kMergeAhead = kSplit ? 1 : kWhole ? 2 : 4;  // loads in flight while a warp merges or normalises
   using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kAheadToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
@@ -63,8 +64,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                        counters + kPanels + 2 * raster.tiles_n, weight_checksums, min(x_rows, batch), weight_rows, batch,
                        in_features, features};
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
-  // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
-  const int stored = FINISH == Finish::kPersistent ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
+  // Tiles that leave the registers and are normalised later; the rest, the last of each block, stay in registers.
+  const int stored = kLater && !stay ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
   const int warpgroup = threadIdx.x / 128;
 
   if (threadIdx.x == 0) {
@@ -126,7 +127,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         buffer ^= 1;
         if (buffer == 0) parity ^= 1;
       }
-    } else if (warp == 1) {  // stores staged tiles, sums up the squares of most, counts complete groups
+    } else if (warp == 1 && !kWhole) {  // stores staged tiles, sums up the squares of most, counts complete groups
       u32 parity = 0;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
         const Tile tile = raster.at(t);
@@ -144,16 +145,23 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
           __syncwarp();
           if (lane == 0) {
+            // Of a tile that stays in registers nobody reads the product: its statistics are all that others wait for.
+            if (FINISH == Finish::kPersistent && !later) add_release(&counters[kPanels + tile.n], 1);
             if (kStaged) wait_copies_read();
             barrier_arrive(&shared.unstaged[c]);
-            if (kStaged) {
-              wait_copies();
-              fence_async_global();
+            if (FINISH == Finish::kPersistent && later) {
+              if (kStaged) {
+                wait_copies();
+                fence_async_global();
+              }
+              add_release(&counters[kPanels + tile.n], 1);
             }
-            if (FINISH == Finish::kOneWave || FINISH == Finish::kPersistent) add_release(&counters[kPanels + tile.n], 1);
           }
         }
       }
+    } else if (warp >= 2 && kWhole) {
+      serve_consumer<T, Y, BN, Activation, kStaged, kMergeAhead>(f, raster, shared, warp - 2, map_product, map_y, y, counters,
+                                                                 stored, keep_product);
     } else if (warp >= 2 && (FINISH != Finish::kEvaluate || kAheadToo)) {
       if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
       if (FINISH == Finish::kPersistent)
@@ -175,7 +183,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     // Each consumer finishes half of a tile's columns, kLanes threads to a column. Of a narrow tile, which leaves registers
     // for it, it reads what that takes before the multiplications.
     constexpr int kLanes = 256 / BN;
-    constexpr bool kEarly = (FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave) && BN <= 64;
+    constexpr bool kEarly = (FINISH == Finish::kOneBlock || kWhole) && BN <= 64;
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
       typename Features<L, R>::Own early = {};
@@ -248,7 +256,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       float centre = 0.0f, squares = 0.0f;
       int at_column = 0;
       if (FINISH != Finish::kEvaluate) {
-        if (FINISH == Finish::kOneBlock && kStagedY && thread == 0) wait_copies_read();  // of the tile before
+        if ((FINISH == Finish::kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
         // Column means of the group, then M2 about them. Rows beyond the batch are zero in the accumulators.
         float2 mu = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
           return acc[(i / 2) * 4 + i % 2] + acc[(i / 2) * 4 + 2 + i % 2];
@@ -262,7 +270,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         const bool owner = 2 * thread < BN && j < features;
         const i64 at_group = static_cast<i64>(group) * features + j;
         if (owner && rows) *reinterpret_cast<float2*>(group_mean + at_group) = mu;
-        finish_here = FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave || (FINISH == Finish::kPersistent && t >= stored);
+        finish_here = FINISH == Finish::kOneBlock || ((kWhole || FINISH == Finish::kPersistent) && t >= stored);
         float2 m2 = mu;
         if (kStaged && !finish_here) {  // out of the registers at once: another warp sums up the squares
           barrier_wait(&shared.unstaged[consumer], staging_parity);
@@ -325,7 +333,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (finish_here) {
           const int finished = consumer * (BN / 2) + thread / kLanes;
           at_column = first_column + finished;
-          const bool mine = at_column < features, direct = FINISH != Finish::kPersistent || f.groups <= kDirectGroups;
+          const bool mine = at_column < features, direct = !kLater || f.groups <= kDirectGroups;
           const auto own = kEarly ? early : f.own(mine ? at_column : 0);
           if (FINISH == Finish::kOneBlock) {
             if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
@@ -375,7 +383,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             squares -= sum * sum / batch;
             centre = near + sum / batch;
             r = 1.0f / sqrtf(own.s * own.s * squares / batch + eps);
-            const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored);
+            const bool mine_to_finish = !kLater || !raster.has_stored(tile.n, stored);
             finish_feature_here = mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish;
           } else if (mine) {
             centre = load_l2(mean + at_column);

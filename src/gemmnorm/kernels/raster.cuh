@@ -8,11 +8,12 @@ constexpr int kTileRows = 2 * kGroupRows;  // a statistics group for each of two
 
 // What happens to a tile once it is multiplied.
 enum class Finish {
-  kEvaluate,    // y = φ(slope·a + shift) with the running statistics, at once
-  kStatistics,  // product and group statistics only; other kernels do the rest
-  kOneBlock,    // training, the batch fits one tile: all of it within the block
-  kOneWave,     // training, every block has one tile: wait for the panel, merge its groups, normalise the registers
-  kPersistent,  // training, any size: tiles are stored and normalised later, but for the last of every block
+  kEvaluate,     // y = φ(slope·a + shift) with the running statistics, at once
+  kStatistics,   // product and group statistics only; other kernels do the rest
+  kOneBlock,     // training, the batch fits one tile: all of it within the block
+  kWholePanels,  // training, the tiles of a panel are worked on at once: each waits for them in shared memory, the last
+                 // of every block in its registers (where tiles are not staged, every block has one)
+  kPersistent,   // training, any size: tiles are stored and normalised later, but for the last of every block
 };
 
 constexpr int kRowBytes = 128;     // of K in one stage: one swizzle row

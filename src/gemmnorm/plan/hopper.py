@@ -20,6 +20,7 @@ STAGES = {
 }  # fmt: skip
 MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial results
 SPLIT_FLOPS = 2e8  # of one product; below, the launches around split operands cost more than they save
+UNSTAGED = False
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
 _SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
@@ -141,15 +142,19 @@ def forward(problem: Problem, strategy: str) -> Plan:
     chip = problem.chip or CHIPS[90]
     types, features = c_types(problem), Extent(problem.out_features)
     rows, panels = tile.counts(problem)
-    one_wave = rows * panels <= chip.multiprocessors and -(-problem.batch // GROUP_ROWS) <= MOST_GROUPS_IN_ONE_WAVE
+    at_once = _panels_at_once(problem, tile)
     if not problem.training:
         finish = "kEvaluate"
     elif strategy == "gemm_stats_apply":
         finish = "kStatistics"
     else:
-        finish = "kOneBlock" if rows == 1 else "kOneWave" if one_wave else "kPersistent"
+        finish = "kOneBlock" if rows == 1 else "kWholePanels" if at_once else "kPersistent"
     half = problem.dtype != "float32"
+    grid = Extent(panels, TILE_ROWS, chip.multiprocessors)
     group_panels = _group_panels(problem, tile)
+    if finish == "kWholePanels":
+        grid = Extent(at_once, TILE_ROWS, chip.multiprocessors)
+        group_panels = max(n for n in range(1, group_panels + 1) if at_once % n == 0)
     x_rows, weight_rows = _rows_ahead(problem, tile, group_panels)
     if problem.prepared:
         weight_rows = problem.out_features
@@ -175,12 +180,12 @@ def forward(problem: Problem, strategy: str) -> Plan:
         ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
          "merged_slope", "merged_shift", "counters", *_split_roles(problem), "x_rows", "weight_rows",
-         "group_panels", "stream_x", "keep_product", "batch", "in_features", "features"),
-        Extent(panels, TILE_ROWS, chip.multiprocessors),
+         "group_panels", "stay", "stream_x", "keep_product", "batch", "in_features", "features"),
+        grid,
         block=384,
         resident=1,
         shared=shared,
-        cooperative=finish in ("kOneWave", "kPersistent"),
+        cooperative=finish in ("kWholePanels", "kPersistent"),
         maps=(
             Map("map_x", operands[0], TILE_ROWS, tile.k),
             Map("map_weight", operands[1], tile.columns, tile.k),
@@ -191,6 +196,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
             ("x_rows", x_rows),
             ("weight_rows", weight_rows),
             ("group_panels", group_panels),
+            ("stay", _stay(problem, tile) if finish == "kWholePanels" else 0),
             ("stream_x", int(group_panels < panels and not _fits_l2(problem))),
             ("keep_product", int(problem.save or strategy == "gemm_stats_apply")),
         ),
@@ -200,7 +206,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
     y = Buffer("y", problem.out_dtype, (ROWS, features))
     partial = [Buffer(role, "float32", (GROUPS, features)) for role in ("group_mean", "group_m2")]
     vectors = [Buffer(role, "float32", (features,)) for role in ("mean", "rstd")]
-    merged = ("merged_slope", "merged_shift") if finish == "kPersistent" else ()
+    merges = finish == "kPersistent" or (finish == "kWholePanels" and tile.staged)
+    merged = ("merged_slope", "merged_shift") if merges else ()
     workspace = [Buffer(role, "float32", (features,)) for role in merged]
     aliases: tuple[tuple[str, str], ...] = ()
     outputs = [y]
@@ -214,7 +221,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
             workspace.append(product)
         else:
             aliases = (("product", "y"),)
-    counters = COUNTERS + 2 * panels if finish in ("kOneBlock", "kOneWave", "kPersistent") else 0
+    counters = COUNTERS + 2 * panels if finish in ("kOneBlock", "kWholePanels", "kPersistent") else 0
     if problem.split:
         counters = COUNTERS + 2 * panels + (panels + BANDS if ahead else 0) + counters_to_recompute(problem)
         steps = (split_rows(problem, True, x_rows, 0 if problem.prepared else weight_rows), launch, *recompute(problem))
@@ -251,6 +258,29 @@ def _fits_l2(problem: Problem) -> bool:
     return problem.batch * problem.in_features * DTYPE_BYTES[problem.dtype] <= 30e6
 
 
+def _panels_at_once(problem: Problem, tile: Tile) -> int:
+    """Panels whose tiles one wave of blocks works on, all of them, where that takes no more waves; else 0.
+
+    A tile that is not staged cannot wait: then only if a single wave does it all, and every block merges few groups.
+    """
+    blocks = (problem.chip or CHIPS[90]).multiprocessors
+    rows, panels = tile.counts(problem)
+    if rows * panels <= blocks and (tile.staged or 2 * rows <= MOST_GROUPS_IN_ONE_WAVE):
+        return panels
+    if not tile.staged and not UNSTAGED: return 0
+    waves = -(-rows * panels // blocks)
+    at_once = -(-panels // waves)
+    if rows * at_once > blocks or not (_fits_l2(problem) or at_once >= 4):
+        return 0
+    together = (_multiple(at_once, most) for most in range(_group_panels(problem, tile), 0, -1))
+    return next(n for n in together if n * rows <= blocks)
+
+
+def _multiple(number: int, of: int) -> int:
+    """`number`, rounded up."""
+    return -(-number // of) * of
+
+
 def _group_panels(problem: Problem, tile: Tile) -> int:
     """Panels that are worked on together: as many as one wave completes; more where x is too large to be read again.
 
@@ -261,3 +291,7 @@ def _group_panels(problem: Problem, tile: Tile) -> int:
     if not _fits_l2(problem):
         return min(panels, 6 if tile.columns == 256 else 8)
     return max(1, min(panels, 8, rows // 2, chip.multiprocessors // rows))
+
+
+def _stay(problem: Problem, tile: Tile) -> int:
+    return 0

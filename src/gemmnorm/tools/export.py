@@ -20,7 +20,7 @@ from torch import nn
 
 from .. import activations, plan
 from ..errors import GemmNormRuntimeError, GemmNormValueError
-from ..plan import GROUP_ROWS, OWN_GEMM, Plan, Problem, gradient
+from ..plan import GROUP_ROWS, OWN_GEMM, Extent, Plan, Problem, gradient
 from ..plan.hopper import MOST_GROUPS_IN_ONE_WAVE
 from . import cpp
 from .analysis import OwnerPlan, analyse
@@ -203,9 +203,14 @@ def _narrow(found: Plan) -> tuple[str, str] | None:
         tiles = launch.grid
         if "gemmnorm::Finish::kOneBlock" in launch.constants:  # a block has all rows of its features
             return "_one_tile", f"batch <= {tiles.rows}"
-        if "gemmnorm::Finish::kOneWave" in launch.constants:  # blocks wait for each other, each with its one tile
-            most, count = GROUP_ROWS * MOST_GROUPS_IN_ONE_WAVE, replace(tiles, limit=0).cpp()
-            return "_one_wave", f"batch <= {most} && {count} <= multiprocessors()"
+        if "gemmnorm::Finish::kWholePanels" in launch.constants:  # blocks wait for each other, wave by wave
+            count, weight = replace(tiles, limit=0).cpp(), launch.maps[1]
+            if tiles.times * weight.rows >= found.problem.out_features:
+                most = GROUP_ROWS * MOST_GROUPS_IN_ONE_WAVE
+                return "_one_wave", f"batch <= {most} && {count} <= multiprocessors()"
+            rows = Extent(1, tiles.rows)
+            same = f"{rows.cpp()} == {rows.value(found.problem.batch)}"
+            return "_whole_panels", f"{same} && {count} <= multiprocessors()"
     return None
 
 
