@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from emulator import COMPILER, compiled_function
 from torch import nn
 
 from gemmnorm import GemmNormError, activations
@@ -22,6 +23,13 @@ MODULES = {
     "sigmoid": nn.Sigmoid(),
     "hardtanh(-0.5,0.75)": nn.Hardtanh(-0.5, 0.75),
     "hardtanh(0.0,6.0)": nn.ReLU6(),
+}
+# What kernels/functions.cuh computes, in float64.
+FUNCTIONS = {
+    "sigmoid": lambda v: 1 / (1 + math.exp(min(-v, 700.0))),
+    "tanh_derivative": lambda v: 1 / math.cosh(v) ** 2,
+    "bell": lambda v: math.exp(-v * v / 2),
+    "normal_distribution": lambda v: math.erfc(-v / math.sqrt(2)) / 2,
 }
 POINTS = torch.tensor([-30.0, -3.0, -0.5, -1e-3, 0.0, 1e-3, 0.3, 0.75, 2.0, 6.0, 30.0, math.inf, -math.inf])
 
@@ -58,17 +66,26 @@ def test_the_expressions_for_the_kernels(name):
             assert derivative(z) == pytest.approx(slope.item(), rel=1e-4, abs=1e-5), z
 
 
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_the_kernels(name):
+    """As the kernels' source has them, by the host's compiler: relative errors of float32, and what is beyond its range."""
+    function = compiled_function(name)
+    for z in torch.linspace(-9, 9, 1801).tolist():
+        assert function(z) == pytest.approx(FUNCTIONS[name](z), rel=1e-5, abs=1e-12), z
+        if abs(z) < 2:
+            assert function(z) == pytest.approx(FUNCTIONS[name](z), rel=5e-7), z
+    assert math.isnan(function(math.nan))
+    limits = {z: function(z) for z in (-math.inf, -1e20, -200.0, 200.0, 1e20, math.inf)}
+    rising = name in ("sigmoid", "normal_distribution")
+    assert all(limit == (1.0 if rising and z > 0 else 0.0) for z, limit in limits.items())
+
+
 def _translated(text: str, which: str):
     """The body of `float which(float z) { return …; }` as a Python function."""
     body = re.search(rf"float {which}\(float z\) {{ return (.*?); }}", text).group(1)
-    body = _conditional(re.sub(r"(?<=[0-9.])f\b", "", body)).replace("||", " or ")
-    names = {
-        "erff": math.erf,
-        "erfcf": math.erfc,
-        "expf": lambda v: math.exp(min(v, 700.0)),
-        "tanhf": math.tanh,
-        "fabsf": abs,
-    }
+    body = _conditional(re.sub(r"(?<=[0-9.])f\b", "", body)).replace("||", " or ").replace("gemmnorm::", "")
+    names = {**FUNCTIONS, "tanhf": math.tanh}
     return lambda z: eval(body, {"__builtins__": {}}, {**names, "z": z})
 
 

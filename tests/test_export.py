@@ -141,8 +141,13 @@ def host_function(source: str, name: str) -> str:
     ("ending", "batch", "condition"),
     [
         ("_one_tile", 64, "batch <= 128"),
-        ("_one_wave", 256, r"batch <= 2048 && \d+ \* \(\(batch \+ 127\) / 128\) <= multiprocessors\(\)"),
-        (None, 4096, ""),
+        ("_one_wave", 256, r"\d+ \* \(\(batch \+ 127\) / 128\) <= multiprocessors\(\)"),
+        (
+            "_whole_panels",
+            16384,
+            r"\(\(batch \+ 127\) / 128\) == 128 && \(\(batch \+ 127\) / 128\) <= multiprocessors\(\)",
+        ),
+        (None, 65536, ""),
     ],
 )
 def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_path, ending, batch, condition):
@@ -162,7 +167,7 @@ def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_pat
         return
     run = f"run = save ? forward_training{ending}_saving : forward_training{ending}_alone;"
     assert re.search(rf"if \({condition}\)\n    {re.escape(run)}", chooser)
-    assert kernels == ["kPersistent", {"_one_tile": "kOneBlock", "_one_wave": "kWholePanels"}[ending], "kEvaluate"]
+    assert kernels == ["kPersistent", "kOneBlock" if ending == "_one_tile" else "kWholePanels", "kEvaluate"]
     waits = "false" if ending == "_one_tile" else "true"
     assert f"{waits} /* cooperative */" in host_function(source, f"forward_training{ending}_alone")
 
@@ -380,6 +385,7 @@ def compare_captured(module, batch: int) -> None:
     [
         ("one_kernel", "bfloat16", 64),
         ("one_kernel", "bfloat16", 256),
+        ("one_kernel", "bfloat16", 16384),
         ("one_kernel", "float32", 256),
         ("gemm_stats_apply", "bfloat16", 256),
     ],
@@ -390,7 +396,7 @@ def test_the_own_product_built_by_load_inline_and_equal(strategy, dtype, batch, 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert module._kernels_for(torch.device("cuda")) is not None
-    for rows in (40, 128, 129, 1000, 2049, 8192):
+    for rows in sorted({40, 128, 129, 1000, 2049, 8192, batch}):
         if dtype == "bfloat16":
             compare_half(module, rows)
         else:

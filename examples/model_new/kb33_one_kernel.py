@@ -82,6 +82,7 @@ Tensors backward_evaluation(const torch::Tensor& grad /* [batch, 8192] */,
 _KERNELS = r"""
 // float32 operands as two float16 each, for the tensor cores: v*2^-e = high + low*2^-11, with one exponent e per row.
 // Memory access and tiling shared by every kernel. No toolkit headers: NVRTC needs none.
+// What activations are made of. Errors are those of float32 arithmetic; NaN stays NaN, and infinity goes to the limit.
 // Types, conversions and ordering: the instructions that every GPU from compute capability 8.0 has.
 // PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/
 
@@ -125,6 +126,18 @@ __device__ __forceinline__ u32 pack(float low, float high, bfloat16) {
   return r;
 }
 
+// 2^x and 1/x to two units in the last place, denormal results zero.
+__device__ __forceinline__ float power_of_2(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 // Nothing that reads or writes memory moves across: keeps the compiler from loading far ahead, which costs registers.
 __device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
 
@@ -161,6 +174,42 @@ __device__ __forceinline__ void allow_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// 1 / (1 + e^-z)
+__device__ __forceinline__ float sigmoid(float z) { return reciprocal(1.0f + power_of_2(-kLog2E * z)); }
+
+// 1 - tanh^2, which by itself has no digits left where tanh is near 1.
+__device__ __forceinline__ float tanh_derivative(float z) {
+  const float e = power_of_2(-2.0f * kLog2E * fabsf(z)), r = reciprocal(1.0f + e);
+  return 4.0f * e * r * r;
+}
+
+// sqrt 2π times the density of the normal distribution.
+__device__ __forceinline__ float bell(float z) { return power_of_2(-0.5f * kLog2E * z * z); }
+
+// The distribution function of the normal distribution: below zero bell(z)*P(1 / (1 + p*|z|)), without cancellation. P is
+// fitted to 3e-8 of Mills' ratio, the best for p = 0.32 and degree 10.
+__device__ __forceinline__ float normal_distribution(float z) {
+  const float t = reciprocal(1.0f + 0.32f * fabsf(z));
+  float p = -2.107817101e-02f;
+  p = p * t + 9.540726330e-02f;
+  p = p * t - 1.467074584e-01f;
+  p = p * t + 6.532801575e-02f;
+  p = p * t - 9.377561859e-03f;
+  p = p * t + 5.865396291e-02f;
+  p = p * t + 8.782909868e-02f;
+  p = p * t + 1.146223594e-01f;
+  p = p * t + 1.276609464e-01f;
+  p = p * t + 1.276615288e-01f;
+  const float tail = p * t * bell(z);
+  return z < 0.0f ? tail : 1.0f - tail;
 }
 
 }  // namespace gemmnorm
@@ -503,11 +552,13 @@ __device__ __forceinline__ bool split_loses(float x_largest, float x_total, floa
 //
 // A persistent block is one warpgroup that feeds and two that multiply. Warp 0 copies tiles of x and W into a ring of
 // shared-memory stages; each consumer warpgroup multiplies 64 of the tile's 128 rows by all of its BN columns, takes
-// their means from the accumulators (a statistics group) and stores the product minus them; warp 1 sums up the squares of
-// staged tiles (others: the consumers), stores them and counts, panel by panel (a panel is a column of tiles), what is
-// complete; in evaluation it computes coefficients. Warps 2 and 3 normalise complete panels out of the L2 while the tensor
-// cores work on later ones; before that, of split operands, they split rows that later tiles need (split_ahead.cuh). The
-// last tile of every block never leaves the registers before it is normalised.
+// their means from the accumulators (a statistics group) and stores the product minus them. The other warps, by Finish:
+// - whole panels (a panel is a column of tiles): warps 2 and 3 serve a consumer each, while it multiplies the next tile,
+//   and warp 1 merges statistics (whole_panels.cuh);
+// - persistent: warp 1 sums up the squares of staged tiles, stores them and counts what is complete; warps 2 and 3 split
+//   rows that later tiles need (split_ahead.cuh), then normalise complete panels out of the L2 (panel_units.cuh);
+// - evaluation: warp 1 computes the next tile's coefficients.
+// The last tile of every block never leaves the registers before it is normalised.
 // Column sums of an accumulator tile (wgmma's layout of D: 64 rows over four warps), in a fixed order.
 // Hopper's instructions (sm_90a), one named function each. wgmma has a file of its own.
 // PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/
@@ -836,11 +887,12 @@ constexpr int kTileRows = 2 * kGroupRows;  // a statistics group for each of two
 
 // What happens to a tile once it is multiplied.
 enum class Finish {
-  kEvaluate,    // y = phi(slope*a + shift) with the running statistics, at once
-  kStatistics,  // product and group statistics only; other kernels do the rest
-  kOneBlock,    // training, the batch fits one tile: all of it within the block
-  kOneWave,     // training, every block has one tile: wait for the panel, merge its groups, normalise the registers
-  kPersistent,  // training, any size: tiles are stored and normalised later, but for the last of every block
+  kEvaluate,     // y = phi(slope*a + shift) with the running statistics, at once
+  kStatistics,   // product and group statistics only; other kernels do the rest
+  kOneBlock,     // training, the batch fits one tile: all of it within the block
+  kWholePanels,  // training, the tiles of a panel are worked on at once: each waits for the others in shared memory, while
+                 // the next is multiplied, or in registers (the last of every block; all, where that is better)
+  kPersistent,   // training, any size: tiles are stored and normalised later, but for the last of every block
 };
 
 constexpr int kRowBytes = 128;     // of K in one stage: one swizzle row
@@ -1111,6 +1163,33 @@ struct GemmShared : PieceRings<AHEAD> {
 };
 
 }  // namespace gemmnorm
+// One stage of K of a product of split operands: three products of float16 for one of float32.
+
+namespace gemmnorm {
+
+// high*high into `part`, which starts from zero, and both products with a low part into `cross`, in units of 2^-11. Two
+// groups of multiplications: the first is for the caller to add up, because the tensor cores truncate, while the second
+// still runs. Operands as descriptors, 64 of K each; `first` where `cross` starts from zero too.
+template <int BN, int A_ACROSS = 0, int B_ACROSS = 0>
+__device__ __forceinline__ void multiply_stage(float (&part)[BN / 2], float (&cross)[BN / 2], u64 a, u64 a_low, u64 b,
+                                               u64 b_low, bool first) {
+  constexpr int kStepA = A_ACROSS ? kAcrossStep : kDescriptorStep, kStepB = B_ACROSS ? kAcrossStep : kDescriptorStep;
+  using Multiply = Wgmma<half, BN>;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    Multiply::template run<A_ACROSS, B_ACROSS>(part, a + i * kStepA, b + i * kStepB, i ? 1 : 0);
+  wgmma_commit();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    Multiply::template run<A_ACROSS, B_ACROSS>(cross, a_low + i * kStepA, b + i * kStepB, first && !i ? 0 : 1);
+    Multiply::template run<A_ACROSS, B_ACROSS>(cross, a + i * kStepA, b_low + i * kStepB, 1);
+  }
+  wgmma_commit();
+}
+
+}  // namespace gemmnorm
+// Tiles that wait for the rest of their panel in shared memory: all rows of a panel are worked on by one wave of blocks, so
+// the wait is short, and nothing but the result (and the product where it is kept) goes to memory.
 // A tile on its way out of the accumulators: pairs of neighbouring columns, of rows that are eight apart.
 // What follows the tiles of the fused GEMM: a panel (one column of tiles) whose rows are all multiplied is merged and
 // normalised by single warps, out of the L2, while the tensor cores work on later panels.
@@ -1443,6 +1522,44 @@ struct Features {
   }
 };
 
+// Mean and M2 of a column, merged from those of its groups by `lanes` neighbouring lanes, each with AHEAD groups in flight.
+// `load(of_m2, g)` gives a number of group g. All is relative to the mean of a few groups, spread over the batch and full if
+// any is: M2 = sum  M2_g + n_g*d^2 - (sum  n_g*d)^2/B with d = mean_g - near.
+struct Column {
+  float mean, m2;
+};
+template <int AHEAD, class L, class R, class Load>
+__device__ __forceinline__ Column merge_column(const Features<L, R>& f, int lane, int lanes, const Load& load) {
+  constexpr int kSpread = 4;
+  const int full = max(f.batch / kGroupRows, 1);
+  float near = 0.0f, sum = 0.0f, squares = 0.0f, spread[kSpread];
+#pragma unroll
+  for (int q = 0; q < kSpread; ++q) spread[q] = load(false, q * full / kSpread);
+  for (int g0 = lane; g0 < f.groups; g0 += lanes * AHEAD) {
+    float means[AHEAD], squared[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int g = min(g0 + i * lanes, f.groups - 1);
+      means[i] = load(false, g);
+      squared[i] = load(true, g);
+    }
+    if (g0 < lanes) near = ((spread[0] + spread[1]) + (spread[2] + spread[3])) / kSpread;
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const float n = g0 + i * lanes < f.groups ? f.rows(g0 + i * lanes) : 0, d = means[i] - near;
+      sum += n * d;
+      squares += (n > 0.0f ? squared[i] : 0.0f) + n * d * d;
+    }
+  }
+  near = ((spread[0] + spread[1]) + (spread[2] + spread[3])) / kSpread;  // of lanes without groups too
+#pragma unroll
+  for (int bit = 1; bit < lanes; bit *= 2) {
+    sum += __shfl_xor_sync(~0u, sum, bit);
+    squares += __shfl_xor_sync(~0u, squares, bit);
+  }
+  return {near + sum / f.batch, squares - sum * sum / f.batch};
+}
+
 // Mean and M2 of n rows, for four neighbouring features, and their merge (Chan): exact in n, safe for |mean| >> std.
 struct Moments {
   float n, mean[4], m2[4];
@@ -1608,14 +1725,14 @@ __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster
       __syncwarp();
       merge_groups<AHEAD>(f, n * BN + (rest % kMerges) * kMergeWidth);
       __syncwarp();
-      if (lane == 0) add_release(&counters[merged + n], 1);
+      if (lane == 0) add_release(&counters[merged + n], kMergeWidth);
     } else {
       const int t = first * raster.tiles_m + (rest - kMerges * panels) / kUnits;
       if (t >= stored) continue;
       const Tile tile = raster.at(t);
       const int row = tile.m * kTileRows + (rest - kMerges * panels) % kUnits * kUnitRows;
       if (row >= f.batch) continue;
-      if (lane == 0) wait_until(&counters[merged + tile.n], kMerges);
+      if (lane == 0) wait_until(&counters[merged + tile.n], BN);
       __syncwarp();
       normalize_unit<T, Y, BN, Activation, 2 * AHEAD>(f, product, y, row, tile.n * BN);
     }
@@ -1693,28 +1810,127 @@ __device__ __forceinline__ void store_pair(Y* to, float2 v) {
 }
 
 }  // namespace gemmnorm
-// One stage of K of a product of split operands: three products of float16 for one of float32.
 
 namespace gemmnorm {
 
-// high*high into `part`, which starts from zero, and both products with a low part into `cross`, in units of 2^-11. Two
-// groups of multiplications: the first is for the caller to add up, because the tensor cores truncate, while the second
-// still runs. Operands as descriptors, 64 of K each; `first` where `cross` starts from zero too.
-template <int BN, int A_ACROSS = 0, int B_ACROSS = 0>
-__device__ __forceinline__ void multiply_stage(float (&part)[BN / 2], float (&cross)[BN / 2], u64 a, u64 a_low, u64 b,
-                                               u64 b_low, bool first) {
-  constexpr int kStepA = A_ACROSS ? kAcrossStep : kDescriptorStep, kStepB = B_ACROSS ? kAcrossStep : kDescriptorStep;
-  using Multiply = Wgmma<half, BN>;
+// One warp normalises a staged group: y = phi(slope*(a' + (group mean - mean)) + shift), a' as staged. A y of the product's
+// size takes its place and leaves by the copy engine.
+template <class T, class Y, int BN, class Activation, class L, class R>
+__device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsigned char* staging, const TensorMap& map_y,
+                                                 Y* y, int group, int first_column) {
+  constexpr int N = 16 / sizeof(T), kChunks = kRowBytes / 16;
+  const int lane = threadIdx.x % 32, chunk = lane % kChunks, rows = f.rows(group);
+#pragma unroll 1
+  for (int part = 0; part < BN / 64; ++part) {
+    unsigned char* of_part = staging + part * kGroupRows * kRowBytes;
+    const int column = first_column + part * 64 + chunk * N;
+    if (column < f.features) {
+      float slope[N], shift[N];
+      {
+        float mean[N], own[N];
+        load_features(f.merged_slope + column, slope);
+        load_features(f.merged_shift + column, shift);
+        load_features(f.mean + column, mean);
+        load_features(f.group_mean + static_cast<i64>(group) * f.features + column, own);
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    Multiply::template run<A_ACROSS, B_ACROSS>(part, a + i * kStepA, b + i * kStepB, i ? 1 : 0);
-  wgmma_commit();
+        for (int i = 0; i < N; ++i) shift[i] += slope[i] * (own[i] - mean[i]);
+      }
+#pragma unroll 4
+      for (int row = lane / kChunks; row < rows; row += 32 / kChunks) {
+        unsigned char* at = of_part + row * kRowBytes + ((chunk ^ row) % 8) * 16;
+        const Vec<T, N> a = *reinterpret_cast<const Vec<T, N>*>(at);
+        float out[N];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    Multiply::template run<A_ACROSS, B_ACROSS>(cross, a_low + i * kStepA, b + i * kStepB, first && !i ? 0 : 1);
-    Multiply::template run<A_ACROSS, B_ACROSS>(cross, a + i * kStepA, b_low + i * kStepB, 1);
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * to_float(a.at[i]) + shift[i]);
+        if constexpr (sizeof(Y) == sizeof(T)) {
+          store<Y, N>(reinterpret_cast<Y*>(at), out);
+        } else {
+          store<Y, N>(y + (static_cast<i64>(group) * kGroupRows + row) * f.features + column, out);
+        }
+      }
+    }
+    if constexpr (sizeof(Y) == sizeof(T)) {
+      fence_async_shared();
+      __syncwarp();
+      if (lane == 0) {
+        copy_to_global(map_y, of_part, first_column + part * 64, group * kGroupRows);
+        commit_copies();
+      }
+    }
   }
-  wgmma_commit();
+}
+
+// One warp of each block merges its share of a panel's columns, for tiles that have left the registers by then.
+template <int BN, class L, class R>
+__device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Raster& raster, u32* counters, int stored) {
+  int lanes = 1;  // to a column: as many as leave a column or more to each block of the panel
+  while (lanes < 32 && raster.tiles_m * (32 / lanes) > BN) lanes *= 2;
+  const int lane = threadIdx.x % 32, columns = 32 / lanes;
+#pragma unroll 1
+  for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x) {
+    const Tile tile = raster.at(t);
+    if (!raster.has_stored(tile.n, stored) && f.groups <= kDirectGroups) continue;
+#pragma unroll 1
+    for (int c = tile.m * columns; c < BN; c += raster.tiles_m * columns) {
+      const int j = tile.n * BN + c + lane / lanes, existing = min(j, f.features - 1);
+      const auto own = f.own(existing);
+      if (lane == 0) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
+      __syncwarp();
+      const auto load = [&](bool of_m2, int g) {
+        return load_l2((of_m2 ? f.group_m2 : f.group_mean) + static_cast<i64>(g) * f.features + existing);
+      };
+      const Column merged = merge_column<16>(f, lane % lanes, lanes, load);
+      if (lane % lanes == 0 && j < f.features) f.finish(j, own, merged.mean, merged.m2);
+      __syncwarp();
+      if (lane == 0) add_release(&counters[kPanels + raster.tiles_n + tile.n], columns);
+    }
+  }
+}
+
+// What a warp does for a consumer: it stores the product where that is kept, sums up the squares of a staged group, says
+// that its statistics are there, and normalises it when the panel is merged. Of the last tile of the block, which stays in
+// registers, the consumer does most of that itself.
+template <class T, class Y, int BN, class Activation, bool STAGED, class Shared, class L, class R>
+__device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Raster& raster, Shared& shared, int consumer,
+                                               const TensorMap& map_product, const TensorMap& map_y, Y* y, u32* counters,
+                                               int stored, int keep_product) {
+  const int lane = threadIdx.x % 32;
+  unsigned char* staging = shared.staging[consumer];
+  u32 parity = 0;
+#pragma unroll 1
+  for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x, parity ^= 1) {
+    const Tile tile = raster.at(t);
+    const int group = 2 * tile.m + consumer, column = tile.n * BN;
+    const bool later = STAGED && t < stored;
+    u32* complete = &counters[kPanels + tile.n];
+    barrier_wait(&shared.staged[consumer], parity);
+    if constexpr (STAGED) {
+      if (keep_product && lane == 0) {
+        for (int part = 0; part < BN / 64; ++part)
+          copy_to_global(map_product, staging + part * kGroupRows * kRowBytes, column + part * 64, group * kGroupRows);
+        commit_copies();
+      }
+      if (later) store_squares<T, BN>(f, staging, group, column);
+      __syncwarp();
+    }
+    if (lane == 0) {
+      add_release(complete, 1);
+      if (STAGED) wait_copies_read();
+      if (!later) barrier_arrive(&shared.unstaged[consumer]);
+    }
+    if constexpr (STAGED) {
+      if (later) {
+        if (lane == 0) wait_until(complete + raster.tiles_n, BN);
+        __syncwarp();
+        normalize_staged<T, Y, BN, Activation>(f, staging, map_y, y, group, column);
+        if (lane == 0) {
+          wait_copies_read();
+          barrier_arrive(&shared.unstaged[consumer]);
+        }
+        __syncwarp();
+      }
+    }
+  }
 }
 
 }  // namespace gemmnorm
@@ -1739,21 +1955,22 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
     float* weight_total /* [features], likewise */, const u32* weight_checksums /* [features] or null, likewise */,
     u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* split already */,
-    int group_panels, int stream_x, int keep_product, int batch, int in_features, int features) {
+    int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
-  // Partial results in flight, and pairs of columns: as many as the registers hold.
-  constexpr int kAhead = FINISH == Finish::kOneWave && BN == 256 ? 12 : 16, kPairs = FINISH == Finish::kPersistent ? 2 : 4;
   constexpr int kPlanes = Operand<OP>::kPlanes;
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
   constexpr bool kAheadToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
   constexpr int kFeeder = kSplit && !kAheadToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
-  constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
   using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
   constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
+  constexpr bool kWhole = FINISH == Finish::kWholePanels, kLater = FINISH == Finish::kPersistent || (kWhole && kStaged);
+  // Partial results in flight, and pairs of columns: as many as the registers hold.
+  constexpr int kAhead = 16, kPairs = kLater ? 2 : 4;
+  constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
   using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kAheadToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
@@ -1769,8 +1986,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                        counters + kPanels + 2 * raster.tiles_n, weight_checksums, min(x_rows, batch), weight_rows, batch,
                        in_features, features};
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
-  // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
-  const int stored = FINISH == Finish::kPersistent ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
+  // Tiles that leave the registers and are normalised later; the rest, the last of each block, stay in registers.
+  const int stored = kLater && !in_registers ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
   const int warpgroup = threadIdx.x / 128;
 
   if (threadIdx.x == 0) {
@@ -1832,7 +2049,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         buffer ^= 1;
         if (buffer == 0) parity ^= 1;
       }
-    } else if (warp == 1) {  // stores staged tiles, sums up the squares of most, counts complete groups
+    } else if (warp == 1 && !kWhole) {  // stores staged tiles, sums up the squares of most, counts complete groups
       u32 parity = 0;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
         const Tile tile = raster.at(t);
@@ -1850,16 +2067,25 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
           __syncwarp();
           if (lane == 0) {
+            // Of a tile that stays in registers nobody reads the product: its statistics are all that others wait for.
+            if (FINISH == Finish::kPersistent && !later) add_release(&counters[kPanels + tile.n], 1);
             if (kStaged) wait_copies_read();
             barrier_arrive(&shared.unstaged[c]);
-            if (kStaged) {
-              wait_copies();
-              fence_async_global();
+            if (FINISH == Finish::kPersistent && later) {
+              if (kStaged) {
+                wait_copies();
+                fence_async_global();
+              }
+              add_release(&counters[kPanels + tile.n], 1);
             }
-            if (FINISH == Finish::kOneWave || FINISH == Finish::kPersistent) add_release(&counters[kPanels + tile.n], 1);
           }
         }
       }
+    } else if (warp == 1 && kStaged) {  // of whole panels
+      merge_panels<BN>(f, raster, counters, stored);
+    } else if (warp >= 2 && kWhole) {
+      serve_consumer<T, Y, BN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
+                                                    keep_product);
     } else if (warp >= 2 && (FINISH != Finish::kEvaluate || kAheadToo)) {
       if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
       if (FINISH == Finish::kPersistent)
@@ -1881,7 +2107,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     // Each consumer finishes half of a tile's columns, kLanes threads to a column. Of a narrow tile, which leaves registers
     // for it, it reads what that takes before the multiplications.
     constexpr int kLanes = 256 / BN;
-    constexpr bool kEarly = (FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave) && BN <= 64;
+    constexpr bool kEarly = (FINISH == Finish::kOneBlock || kWhole) && BN <= 64;
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
       typename Features<L, R>::Own early = {};
@@ -1954,7 +2180,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       float centre = 0.0f, squares = 0.0f;
       int at_column = 0;
       if (FINISH != Finish::kEvaluate) {
-        if (FINISH == Finish::kOneBlock && kStagedY && thread == 0) wait_copies_read();  // of the tile before
+        if ((FINISH == Finish::kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
         // Column means of the group, then M2 about them. Rows beyond the batch are zero in the accumulators.
         float2 mu = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
           return acc[(i / 2) * 4 + i % 2] + acc[(i / 2) * 4 + 2 + i % 2];
@@ -1968,7 +2194,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         const bool owner = 2 * thread < BN && j < features;
         const i64 at_group = static_cast<i64>(group) * features + j;
         if (owner && rows) *reinterpret_cast<float2*>(group_mean + at_group) = mu;
-        finish_here = FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave || (FINISH == Finish::kPersistent && t >= stored);
+        finish_here = FINISH == Finish::kOneBlock || ((kWhole || FINISH == Finish::kPersistent) && t >= stored);
         float2 m2 = mu;
         if (kStaged && !finish_here) {  // out of the registers at once: another warp sums up the squares
           barrier_wait(&shared.unstaged[consumer], staging_parity);
@@ -2031,7 +2257,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (finish_here) {
           const int finished = consumer * (BN / 2) + thread / kLanes;
           at_column = first_column + finished;
-          const bool mine = at_column < features, direct = FINISH != Finish::kPersistent || f.groups <= kDirectGroups;
+          const bool mine = at_column < features, direct = !kLater || f.groups <= kDirectGroups;
           const auto own = kEarly ? early : f.own(mine ? at_column : 0);
           if (FINISH == Finish::kOneBlock) {
             if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
@@ -2039,49 +2265,21 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           } else {
             if (thread == 0) {
               if (direct) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
-              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], BN / kMergeWidth);
+              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], BN);
             }
             sync_threads(1 + consumer, 128);
           }
           float r = 0.0f;
           if (direct) {
-            // Relative to the mean of a few groups, spread over the batch and full if any is:
-            // M2 = sum  M2_g + n_g*d^2 - (sum  n_g*d)^2/B with d = mean_g - near.
-            constexpr int kSpread = 4;
-            const int full = max(batch / kGroupRows, 1);
-            float near = 0.0f, sum = 0.0f, spread[kSpread];
-            const auto load_group = [&](const float (*here)[BN], const float* vector, int g) {
-              return FINISH == Finish::kOneBlock ? here[g][finished]
-                                                 : load_l2(vector + static_cast<i64>(g) * features + (mine ? at_column : 0));
+            const auto load_group = [&](bool of_m2, int g) {
+              if (FINISH == Finish::kOneBlock) return (of_m2 ? shared.shift : shared.slope)[g][finished];
+              return load_l2((of_m2 ? group_m2 : group_mean) + static_cast<i64>(g) * features + (mine ? at_column : 0));
             };
-#pragma unroll
-            for (int q = 0; q < kSpread; ++q) spread[q] = load_group(shared.slope, group_mean, q * full / kSpread);
-            for (int g0 = thread % kLanes; g0 < f.groups; g0 += kLanes * kAhead) {
-              float means[kAhead], squared[kAhead];
-#pragma unroll
-              for (int i = 0; i < kAhead; ++i) {
-                const int g = min(g0 + i * kLanes, f.groups - 1);
-                means[i] = load_group(shared.slope, group_mean, g);
-                squared[i] = load_group(shared.shift, group_m2, g);
-              }
-              if (g0 < kLanes) near = ((spread[0] + spread[1]) + (spread[2] + spread[3])) / kSpread;
-#pragma unroll
-              for (int i = 0; i < kAhead; ++i) {
-                const float n = g0 + i * kLanes < f.groups ? f.rows(g0 + i * kLanes) : 0, d = means[i] - near;
-                sum += n * d;
-                squares += (n > 0.0f ? squared[i] : 0.0f) + n * d * d;
-              }
-            }
-            near = ((spread[0] + spread[1]) + (spread[2] + spread[3])) / kSpread;  // of lanes without groups too
-#pragma unroll
-            for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) {
-              sum += __shfl_xor_sync(~0u, sum, lane_bit);
-              squares += __shfl_xor_sync(~0u, squares, lane_bit);
-            }
-            squares -= sum * sum / batch;
-            centre = near + sum / batch;
+            const Column merged = merge_column<kAhead>(f, thread % kLanes, kLanes, load_group);
+            centre = merged.mean;
+            squares = merged.m2;
             r = 1.0f / sqrtf(own.s * own.s * squares / batch + eps);
-            const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored);
+            const bool mine_to_finish = !kLater || !raster.has_stored(tile.n, stored);
             finish_feature_here = mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish;
           } else if (mine) {
             centre = load_l2(mean + at_column);
@@ -3035,6 +3233,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
     int x_rows /* of x, that are split already */,
     int weight_rows /* of the weight, that are split already */,
     int group_panels /* panels that are worked on together */,
+    int in_registers /* tiles wait for their panel there */,
     int stream_x /* whether the L2 should let go of x first */,
     int keep_product /* whether the product has memory of its own */,
     int batch,
@@ -3044,8 +3243,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
       map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
       running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
       rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
-      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, group_panels, stream_x,
-      keep_product, batch, in_features, features);
+      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, group_panels, in_registers,
+      stream_x, keep_product, batch, in_features, features);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompute(
@@ -3117,6 +3316,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
     int x_rows /* of x, that are split already */,
     int weight_rows /* of the weight, that are split already */,
     int group_panels /* panels that are worked on together */,
+    int in_registers /* tiles wait for their panel there */,
     int stream_x /* whether the L2 should let go of x first */,
     int keep_product /* whether the product has memory of its own */,
     int batch,
@@ -3126,8 +3326,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
       map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
       running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
       rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
-      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, group_panels, stream_x,
-      keep_product, batch, in_features, features);
+      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, group_panels, in_registers,
+      stream_x, keep_product, batch, in_features, features);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_find(
@@ -3656,8 +3856,8 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 8192] */,
                 momentum, eps, group_mean, group_m2, mean, rstd, merged_slope, merged_shift,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 386,
-                flagged, 1073741824 /* x_rows */, 3968 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */,
-                0 /* keep_product */, batch, 8192, 8192);
+                flagged, 1073741824 /* x_rows */, 3968 /* weight_rows */, 8 /* group_panels */,
+                0 /* in_registers */, 1 /* stream_x */, 0 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 386, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
          pointer<float>(scale), scale_stride, scale_value, pointer<float>(running_mean),
@@ -3716,8 +3916,8 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 8192] */,
                 merged_slope, merged_shift, pointer<unsigned int>(counters), pointer<float>(x),
                 pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest,
                 weight_total, pointer<unsigned int>(counters) + 386, flagged, 1073741824 /* x_rows */,
-                3968 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */, 1 /* keep_product */, batch, 8192,
-                8192);
+                3968 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */, 1 /* stream_x */,
+                1 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 386, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
          pointer<float>(scale), scale_stride, scale_value, pointer<float>(running_mean),
@@ -3783,8 +3983,8 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 8192] */,
                 nullptr /* rstd */, nullptr /* merged_slope */, nullptr /* merged_shift */,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 386,
-                flagged, 1073741824 /* x_rows */, 3968 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */,
-                0 /* keep_product */, batch, 8192, 8192);
+                flagged, 1073741824 /* x_rows */, 3968 /* weight_rows */, 8 /* group_panels */,
+                0 /* in_registers */, 1 /* stream_x */, 0 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_find, 32, 256, stream, weight_largest, weight_total,
          pointer<unsigned int>(counters) + 386, flagged, pointer<float>(scale), scale_stride, scale_value,
          pointer<float>(running_var), eps, 8192);

@@ -34,7 +34,8 @@ class Activation:
         calls: functions and tensor-method names that compute it (their in-place forms too).
         forward: (z [any shape], *parameters) → φ(z).
         backward: (grad, z, *parameters) → grad · φ'(z).
-        value: C++ expression of φ(z); `{0}`, `{1}` stand for the parameters as float literals.
+        value: C++ expression of φ(z), with the functions of `kernels/functions.cuh`; `{0}`, `{1}` stand for the
+            parameters as float literals.
         derivative: C++ expression of φ'(z). Both let NaN through, as PyTorch does.
         parameters: (name, default) in the order of the canonical string; the names are those of the module's
             attributes and of the function's arguments.
@@ -52,7 +53,8 @@ class Activation:
     matches: tuple[tuple[str, Any], ...] = ()
 
 
-_GELU_TANH = "tanhf(0.7978845608028654f * (z + 0.044715f * z * z * z))"
+# 1 + tanh(u) is twice sigmoid(2u), which has digits left where tanh is near -1.
+_GELU_TANH = "gemmnorm::sigmoid(1.5957691216057308f * (z + 0.044715f * z * z * z))"
 
 TABLE: tuple[Activation, ...] = (
     Activation(
@@ -70,8 +72,8 @@ TABLE: tuple[Activation, ...] = (
         (F.gelu,),
         F.gelu,
         lambda g, z: aten.gelu_backward(g, z, approximate="none"),
-        "0.5f * z * erfcf(-0.7071067811865476f * z)",  # 1 + erf, which has no digits left where erf is near -1
-        "0.5f * (1.0f + erff(0.7071067811865476f * z)) + 0.3989422804014327f * z * expf(-0.5f * z * z)",
+        "z * gemmnorm::normal_distribution(z)",
+        "gemmnorm::normal_distribution(z) + 0.3989422804014327f * z * gemmnorm::bell(z)",
         matches=(("approximate", "none"),),
     ),
     Activation(
@@ -80,9 +82,8 @@ TABLE: tuple[Activation, ...] = (
         (F.gelu,),
         lambda z: F.gelu(z, approximate="tanh"),
         lambda g, z: aten.gelu_backward(g, z, approximate="tanh"),
-        f"0.5f * z * (1.0f + {_GELU_TANH})",
-        f"0.5f * (1.0f + {_GELU_TANH}) + 0.5f * z * (1.0f - {_GELU_TANH} * {_GELU_TANH})"
-        " * 0.7978845608028654f * (1.0f + 0.134145f * z * z)",
+        f"z * {_GELU_TANH}",
+        f"{_GELU_TANH} * (1.0f + z * (1.0f - {_GELU_TANH}) * 1.5957691216057308f * (1.0f + 0.134145f * z * z))",
         matches=(("approximate", "tanh"),),
     ),
     Activation(
@@ -91,8 +92,8 @@ TABLE: tuple[Activation, ...] = (
         (F.silu,),
         F.silu,
         lambda g, z: aten.silu_backward(g, z),
-        "z / (1.0f + expf(-z))",
-        "(1.0f + z * (1.0f - 1.0f / (1.0f + expf(-z)))) / (1.0f + expf(-z))",
+        "z * gemmnorm::sigmoid(z)",
+        "gemmnorm::sigmoid(z) * (1.0f + z * (1.0f - gemmnorm::sigmoid(z)))",
     ),
     Activation(
         "leaky_relu",
@@ -111,8 +112,7 @@ TABLE: tuple[Activation, ...] = (
         torch.tanh,
         lambda g, z: aten.tanh_backward(g, torch.tanh(z)),
         "tanhf(z)",
-        # 1 - tanh², which has no digits left where tanh is near 1
-        "4.0f * expf(-2.0f * fabsf(z)) / ((1.0f + expf(-2.0f * fabsf(z))) * (1.0f + expf(-2.0f * fabsf(z))))",
+        "gemmnorm::tanh_derivative(z)",
     ),
     Activation(
         "sigmoid",
@@ -120,8 +120,8 @@ TABLE: tuple[Activation, ...] = (
         (F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_"),
         torch.sigmoid,
         lambda g, z: aten.sigmoid_backward(g, torch.sigmoid(z)),
-        "1.0f / (1.0f + expf(-z))",
-        "(1.0f / (1.0f + expf(-z))) * (1.0f - 1.0f / (1.0f + expf(-z)))",
+        "gemmnorm::sigmoid(z)",
+        "gemmnorm::sigmoid(z) * (1.0f - gemmnorm::sigmoid(z))",
     ),
     Activation(
         "hardtanh",

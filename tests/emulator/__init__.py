@@ -20,7 +20,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,13 +48,20 @@ def _folder() -> Path:
     return folder
 
 
-def _text(launch: Launch, problem: Problem) -> str:
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
+    """The files here in place of those of the same names under kernels/ptx."""
     read = getattr(sources._read, "__wrapped__", sources._read)
 
     def emulated_read(name: str) -> str:
         return (HERE / name).read_text(encoding="utf-8") if name.startswith("ptx/") else read(name)
 
     with mock.patch.object(sources, "_read", emulated_read):
+        yield
+
+
+def _text(launch: Launch, problem: Problem) -> str:
+    with _stand_ins():
         text = sources.translation_unit(launch, problem)
     text = re.sub(
         r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];",
@@ -76,6 +83,15 @@ def _text(launch: Launch, problem: Problem) -> str:
     )
 
 
+def compiled_function(name: str) -> Callable[[float], float]:
+    """A function of kernels/functions.cuh: float → float."""
+    with _stand_ins():
+        text = f'#include "{HERE / "cuda.hpp"}"\n' + sources.device_source(["functions.cuh"])
+    function = _library(f'{text}extern "C" float call(float z) {{ return gemmnorm::{name}(z); }}\n').call
+    function.restype, function.argtypes = ctypes.c_float, [ctypes.c_float]
+    return function
+
+
 @functools.cache
 def _library(text: str) -> Any:
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -86,9 +102,7 @@ def _library(text: str) -> Any:
     done = subprocess.run([COMPILER, *options, str(source), "-o", str(library)], capture_output=True, text=True)
     if done.returncode:
         raise EmulationError(done.stderr[-4000:])
-    found = ctypes.CDLL(str(library))
-    found.emulate.restype = ctypes.c_char_p
-    return found
+    return ctypes.CDLL(str(library))
 
 
 class Launcher:
@@ -97,7 +111,8 @@ class Launcher:
     def __init__(self, launch: Launch, problem: Problem) -> None:
         self._launch = launch
         self._grid = launch.grid.value(problem.batch)
-        self._library = _library(_text(launch, problem))
+        self._emulate = _library(_text(launch, problem)).emulate
+        self._emulate.restype = ctypes.c_char_p
 
     def __call__(self, stream: Any, values: Any) -> None:
         launch = self._launch
@@ -105,9 +120,7 @@ class Launcher:
         resident = self._grid if launch.cooperative else 3 if launch.shared else 1
         held = [_memory(value) for value in values]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
-        fault = self._library.emulate(
-            self._grid, launch.cluster, launch.block, launch.shared, resident, next(seeds), pointers
-        )
+        fault = self._emulate(self._grid, launch.cluster, launch.block, launch.shared, resident, next(seeds), pointers)
         if fault:
             raise EmulationError(f"{launch.entry}: {fault.decode()}")
 

@@ -1,6 +1,6 @@
 // Memory access and tiling shared by every kernel. No toolkit headers: NVRTC needs none.
 #pragma once
-#include "ptx/ampere.cuh"
+#include "functions.cuh"
 
 namespace gemmnorm {
 

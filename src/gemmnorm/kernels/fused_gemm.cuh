@@ -2,11 +2,13 @@
 //
 // A persistent block is one warpgroup that feeds and two that multiply. Warp 0 copies tiles of x and W into a ring of
 // shared-memory stages; each consumer warpgroup multiplies 64 of the tile's 128 rows by all of its BN columns, takes
-// their means from the accumulators (a statistics group) and stores the product minus them; warp 1 sums up the squares of
-// staged tiles (others: the consumers), stores them and counts, panel by panel (a panel is a column of tiles), what is
-// complete; in evaluation it computes coefficients. Warps 2 and 3 normalise complete panels out of the L2 while the tensor
-// cores work on later ones; before that, of split operands, they split rows that later tiles need (split_ahead.cuh). The
-// last tile of every block never leaves the registers before it is normalised.
+// their means from the accumulators (a statistics group) and stores the product minus them. The other warps, by Finish:
+// - whole panels (a panel is a column of tiles): warps 2 and 3 serve a consumer each, while it multiplies the next tile,
+//   and warp 1 merges statistics (whole_panels.cuh);
+// - persistent: warp 1 sums up the squares of staged tiles, stores them and counts what is complete; warps 2 and 3 split
+//   rows that later tiles need (split_ahead.cuh), then normalise complete panels out of the L2 (panel_units.cuh);
+// - evaluation: warp 1 computes the next tile's coefficients.
+// The last tile of every block never leaves the registers before it is normalised.
 #pragma once
 #include "column_sums.cuh"
 #include "gemm_shared.cuh"
@@ -33,7 +35,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
     float* weight_total /* [features], likewise */, const u32* weight_checksums /* [features] or null, likewise */,
     u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* split already */,
-    int group_panels, int stay, int stream_x, int keep_product, int batch, int in_features, int features) {
+    int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
   constexpr int kPlanes = Operand<OP>::kPlanes;
@@ -48,7 +50,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   constexpr bool kWhole = FINISH == Finish::kWholePanels, kLater = FINISH == Finish::kPersistent || (kWhole && kStaged);
   // Partial results in flight, and pairs of columns: as many as the registers hold.
   constexpr int kAhead = 16, kPairs = kLater ? 2 : 4;
-  constexpr int kMergeAhead = kSplit ? 1 : kWhole ? 2 : 4;  // loads in flight while a warp merges or normalises
+  constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
   using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kAheadToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
@@ -65,7 +67,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                        in_features, features};
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
   // Tiles that leave the registers and are normalised later; the rest, the last of each block, stay in registers.
-  const int stored = kLater && !stay ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
+  const int stored = kLater && !in_registers ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
   const int warpgroup = threadIdx.x / 128;
 
   if (threadIdx.x == 0) {
@@ -159,9 +161,11 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
         }
       }
+    } else if (warp == 1 && kStaged) {  // of whole panels
+      merge_panels<BN>(f, raster, counters, stored);
     } else if (warp >= 2 && kWhole) {
-      serve_consumer<T, Y, BN, Activation, kStaged, kMergeAhead>(f, raster, shared, warp - 2, map_product, map_y, y, counters,
-                                                                 stored, keep_product);
+      serve_consumer<T, Y, BN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
+                                                    keep_product);
     } else if (warp >= 2 && (FINISH != Finish::kEvaluate || kAheadToo)) {
       if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
       if (FINISH == Finish::kPersistent)
@@ -341,47 +345,19 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           } else {
             if (thread == 0) {
               if (direct) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
-              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], BN / kMergeWidth);
+              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], BN);
             }
             sync_threads(1 + consumer, 128);
           }
           float r = 0.0f;
           if (direct) {
-            // Relative to the mean of a few groups, spread over the batch and full if any is:
-            // M2 = Σ M2_g + n_g·d² - (Σ n_g·d)²/B with d = mean_g - near.
-            constexpr int kSpread = 4;
-            const int full = max(batch / kGroupRows, 1);
-            float near = 0.0f, sum = 0.0f, spread[kSpread];
-            const auto load_group = [&](const float (*here)[BN], const float* vector, int g) {
-              return FINISH == Finish::kOneBlock ? here[g][finished]
-                                                 : load_l2(vector + static_cast<i64>(g) * features + (mine ? at_column : 0));
+            const auto load_group = [&](bool of_m2, int g) {
+              if (FINISH == Finish::kOneBlock) return (of_m2 ? shared.shift : shared.slope)[g][finished];
+              return load_l2((of_m2 ? group_m2 : group_mean) + static_cast<i64>(g) * features + (mine ? at_column : 0));
             };
-#pragma unroll
-            for (int q = 0; q < kSpread; ++q) spread[q] = load_group(shared.slope, group_mean, q * full / kSpread);
-            for (int g0 = thread % kLanes; g0 < f.groups; g0 += kLanes * kAhead) {
-              float means[kAhead], squared[kAhead];
-#pragma unroll
-              for (int i = 0; i < kAhead; ++i) {
-                const int g = min(g0 + i * kLanes, f.groups - 1);
-                means[i] = load_group(shared.slope, group_mean, g);
-                squared[i] = load_group(shared.shift, group_m2, g);
-              }
-              if (g0 < kLanes) near = ((spread[0] + spread[1]) + (spread[2] + spread[3])) / kSpread;
-#pragma unroll
-              for (int i = 0; i < kAhead; ++i) {
-                const float n = g0 + i * kLanes < f.groups ? f.rows(g0 + i * kLanes) : 0, d = means[i] - near;
-                sum += n * d;
-                squares += (n > 0.0f ? squared[i] : 0.0f) + n * d * d;
-              }
-            }
-            near = ((spread[0] + spread[1]) + (spread[2] + spread[3])) / kSpread;  // of lanes without groups too
-#pragma unroll
-            for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) {
-              sum += __shfl_xor_sync(~0u, sum, lane_bit);
-              squares += __shfl_xor_sync(~0u, squares, lane_bit);
-            }
-            squares -= sum * sum / batch;
-            centre = near + sum / batch;
+            const Column merged = merge_column<kAhead>(f, thread % kLanes, kLanes, load_group);
+            centre = merged.mean;
+            squares = merged.m2;
             r = 1.0f / sqrtf(own.s * own.s * squares / batch + eps);
             const bool mine_to_finish = !kLater || !raster.has_stored(tile.n, stored);
             finish_feature_here = mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish;

@@ -78,6 +78,44 @@ struct Features {
   }
 };
 
+// Mean and M2 of a column, merged from those of its groups by `lanes` neighbouring lanes, each with AHEAD groups in flight.
+// `load(of_m2, g)` gives a number of group g. All is relative to the mean of a few groups, spread over the batch and full if
+// any is: M2 = Σ M2_g + n_g·d² - (Σ n_g·d)²/B with d = mean_g - near.
+struct Column {
+  float mean, m2;
+};
+template <int AHEAD, class L, class R, class Load>
+__device__ __forceinline__ Column merge_column(const Features<L, R>& f, int lane, int lanes, const Load& load) {
+  constexpr int kSpread = 4;
+  const int full = max(f.batch / kGroupRows, 1);
+  float near = 0.0f, sum = 0.0f, squares = 0.0f, spread[kSpread];
+#pragma unroll
+  for (int q = 0; q < kSpread; ++q) spread[q] = load(false, q * full / kSpread);
+  for (int g0 = lane; g0 < f.groups; g0 += lanes * AHEAD) {
+    float means[AHEAD], squared[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int g = min(g0 + i * lanes, f.groups - 1);
+      means[i] = load(false, g);
+      squared[i] = load(true, g);
+    }
+    if (g0 < lanes) near = ((spread[0] + spread[1]) + (spread[2] + spread[3])) / kSpread;
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const float n = g0 + i * lanes < f.groups ? f.rows(g0 + i * lanes) : 0, d = means[i] - near;
+      sum += n * d;
+      squares += (n > 0.0f ? squared[i] : 0.0f) + n * d * d;
+    }
+  }
+  near = ((spread[0] + spread[1]) + (spread[2] + spread[3])) / kSpread;  // of lanes without groups too
+#pragma unroll
+  for (int bit = 1; bit < lanes; bit *= 2) {
+    sum += __shfl_xor_sync(~0u, sum, bit);
+    squares += __shfl_xor_sync(~0u, squares, bit);
+  }
+  return {near + sum / f.batch, squares - sum * sum / f.batch};
+}
+
 // Mean and M2 of n rows, for four neighbouring features, and their merge (Chan): exact in n, safe for |mean| >> std.
 struct Moments {
   float n, mean[4], m2[4];
@@ -243,14 +281,14 @@ __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster
       __syncwarp();
       merge_groups<AHEAD>(f, n * BN + (rest % kMerges) * kMergeWidth);
       __syncwarp();
-      if (lane == 0) add_release(&counters[merged + n], 1);
+      if (lane == 0) add_release(&counters[merged + n], kMergeWidth);
     } else {
       const int t = first * raster.tiles_m + (rest - kMerges * panels) / kUnits;
       if (t >= stored) continue;
       const Tile tile = raster.at(t);
       const int row = tile.m * kTileRows + (rest - kMerges * panels) % kUnits * kUnitRows;
       if (row >= f.batch) continue;
-      if (lane == 0) wait_until(&counters[merged + tile.n], kMerges);
+      if (lane == 0) wait_until(&counters[merged + tile.n], BN);
       __syncwarp();
       normalize_unit<T, Y, BN, Activation, 2 * AHEAD>(f, product, y, row, tile.n * BN);
     }

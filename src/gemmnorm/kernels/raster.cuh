@@ -11,8 +11,8 @@ enum class Finish {
   kEvaluate,     // y = φ(slope·a + shift) with the running statistics, at once
   kStatistics,   // product and group statistics only; other kernels do the rest
   kOneBlock,     // training, the batch fits one tile: all of it within the block
-  kWholePanels,  // training, the tiles of a panel are worked on at once: each waits for them in shared memory, the last
-                 // of every block in its registers (where tiles are not staged, every block has one)
+  kWholePanels,  // training, the tiles of a panel are worked on at once: each waits for the others in shared memory, while
+                 // the next is multiplied, or in registers (the last of every block; all, where that is better)
   kPersistent,   // training, any size: tiles are stored and normalised later, but for the last of every block
 };
 

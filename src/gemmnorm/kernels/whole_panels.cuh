@@ -52,24 +52,49 @@ __device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsign
   }
 }
 
-// What a warp does for a consumer: it sums up the squares of its staged groups, says that their statistics are there,
-// stores the product where that is kept, takes its share of the panel's merges and normalises the group. The consumer has
-// done most of that itself for the last tile of the block.
-template <class T, class Y, int BN, class Activation, bool STAGED, int AHEAD, class Shared, class L, class R>
+// One warp of each block merges its share of a panel's columns, for tiles that have left the registers by then.
+template <int BN, class L, class R>
+__device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Raster& raster, u32* counters, int stored) {
+  int lanes = 1;  // to a column: as many as leave a column or more to each block of the panel
+  while (lanes < 32 && raster.tiles_m * (32 / lanes) > BN) lanes *= 2;
+  const int lane = threadIdx.x % 32, columns = 32 / lanes;
+#pragma unroll 1
+  for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x) {
+    const Tile tile = raster.at(t);
+    if (!raster.has_stored(tile.n, stored) && f.groups <= kDirectGroups) continue;
+#pragma unroll 1
+    for (int c = tile.m * columns; c < BN; c += raster.tiles_m * columns) {
+      const int j = tile.n * BN + c + lane / lanes, existing = min(j, f.features - 1);
+      const auto own = f.own(existing);
+      if (lane == 0) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
+      __syncwarp();
+      const auto load = [&](bool of_m2, int g) {
+        return load_l2((of_m2 ? f.group_m2 : f.group_mean) + static_cast<i64>(g) * f.features + existing);
+      };
+      const Column merged = merge_column<16>(f, lane % lanes, lanes, load);
+      if (lane % lanes == 0 && j < f.features) f.finish(j, own, merged.mean, merged.m2);
+      __syncwarp();
+      if (lane == 0) add_release(&counters[kPanels + raster.tiles_n + tile.n], columns);
+    }
+  }
+}
+
+// What a warp does for a consumer: it stores the product where that is kept, sums up the squares of a staged group, says
+// that its statistics are there, and normalises it when the panel is merged. Of the last tile of the block, which stays in
+// registers, the consumer does most of that itself.
+template <class T, class Y, int BN, class Activation, bool STAGED, class Shared, class L, class R>
 __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Raster& raster, Shared& shared, int consumer,
                                                const TensorMap& map_product, const TensorMap& map_y, Y* y, u32* counters,
                                                int stored, int keep_product) {
-  constexpr int kMerges = BN / kMergeWidth;
   const int lane = threadIdx.x % 32;
   unsigned char* staging = shared.staging[consumer];
-  u32* complete = counters + kPanels;
-  u32* merged = complete + raster.tiles_n;
   u32 parity = 0;
 #pragma unroll 1
   for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x, parity ^= 1) {
     const Tile tile = raster.at(t);
     const int group = 2 * tile.m + consumer, column = tile.n * BN;
     const bool later = STAGED && t < stored;
+    u32* complete = &counters[kPanels + tile.n];
     barrier_wait(&shared.staged[consumer], parity);
     if constexpr (STAGED) {
       if (keep_product && lane == 0) {
@@ -81,22 +106,13 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
       __syncwarp();
     }
     if (lane == 0) {
-      add_release(&complete[tile.n], 1);
+      add_release(complete, 1);
       if (STAGED) wait_copies_read();
       if (!later) barrier_arrive(&shared.unstaged[consumer]);
     }
     if constexpr (STAGED) {
-      if (raster.has_stored(tile.n, stored) || f.groups > kDirectGroups) {
-        if (lane == 0) wait_until(&complete[tile.n], 2 * raster.tiles_m);
-        __syncwarp();
-        int merges = 0;
-        for (int i = group; i < kMerges; i += 2 * raster.tiles_m, ++merges)
-          merge_groups<AHEAD>(f, column + i * kMergeWidth);
-        __syncwarp();
-        if (lane == 0 && merges) add_release(&merged[tile.n], merges);
-      }
       if (later) {
-        if (lane == 0) wait_until(&merged[tile.n], kMerges);
+        if (lane == 0) wait_until(complete + raster.tiles_n, BN);
         __syncwarp();
         normalize_staged<T, Y, BN, Activation>(f, staging, map_y, y, group, column);
         if (lane == 0) {

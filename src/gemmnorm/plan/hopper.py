@@ -20,7 +20,8 @@ STAGES = {
 }  # fmt: skip
 MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial results
 SPLIT_FLOPS = 2e8  # of one product; below, the launches around split operands cost more than they save
-UNSTAGED = False
+HEAVY = ("gelu", "tanh")  # activations of twenty instructions and more
+LONG_TILE = 6144  # stages × columns from where other warps can normalise a tile during the next one's main loop
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
 _SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
@@ -85,6 +86,9 @@ def better_served(problem: Problem) -> tuple[str, str] | None:
     narrow = tile.columns * tile.size <= 128 and problem.in_features >= 4096
     if idle or narrow:
         return "cublas_folded_bn", "few tiles with a long K leave most multiprocessors idle; the library splits K"
+    several = rows * panels > chip.multiprocessors
+    if problem.training and several and tile.size == 2 and (problem.activation or "").split("(")[0] in HEAVY:
+        return "gemm_stats_apply", "the warps that normalise beside the main loop are too few for this activation"
     if problem.training and rows * 2 > MOST_GROUPS_IN_ONE_WAVE and problem.in_features <= 16 * tile.k:
         return "gemm_stats_apply", "K is too short for the normalisation of earlier tiles to hide behind it"
     return None
@@ -180,7 +184,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
          "merged_slope", "merged_shift", "counters", *_split_roles(problem), "x_rows", "weight_rows",
-         "group_panels", "stay", "stream_x", "keep_product", "batch", "in_features", "features"),
+         "group_panels", "in_registers", "stream_x", "keep_product", "batch", "in_features", "features"),
         grid,
         block=384,
         resident=1,
@@ -196,7 +200,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
             ("x_rows", x_rows),
             ("weight_rows", weight_rows),
             ("group_panels", group_panels),
-            ("stay", _stay(problem, tile) if finish == "kWholePanels" else 0),
+            ("in_registers", int(finish == "kWholePanels" and problem.in_features * tile.columns < LONG_TILE * tile.k)),
             ("stream_x", int(group_panels < panels and not _fits_l2(problem))),
             ("keep_product", int(problem.save or strategy == "gemm_stats_apply")),
         ),
@@ -261,16 +265,19 @@ def _fits_l2(problem: Problem) -> bool:
 def _panels_at_once(problem: Problem, tile: Tile) -> int:
     """Panels whose tiles one wave of blocks works on, all of them, where that takes no more waves; else 0.
 
-    A tile that is not staged cannot wait: then only if a single wave does it all, and every block merges few groups.
+    Not for a tile that cannot wait in shared memory and would merge many groups, or has a short main loop, several times;
+    nor where x would be read from memory again for every few panels (lab/README.md has the times).
     """
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     rows, panels = tile.counts(problem)
-    if rows * panels <= blocks and (tile.staged or 2 * rows <= MOST_GROUPS_IN_ONE_WAVE):
+    few_groups = tile.staged or 2 * rows <= MOST_GROUPS_IN_ONE_WAVE
+    if rows * panels <= blocks and few_groups:
         return panels
-    if not tile.staged and not UNSTAGED: return 0
     waves = -(-rows * panels // blocks)
     at_once = -(-panels // waves)
-    if rows * at_once > blocks or not (_fits_l2(problem) or at_once >= 4):
+    if rows * at_once > blocks or problem.split or not few_groups or not (_fits_l2(problem) or at_once >= 4):
+        return 0
+    if not tile.staged and problem.in_features < 64 * tile.k:
         return 0
     together = (_multiple(at_once, most) for most in range(_group_panels(problem, tile), 0, -1))
     return next(n for n in together if n * rows <= blocks)
@@ -291,7 +298,3 @@ def _group_panels(problem: Problem, tile: Tile) -> int:
     if not _fits_l2(problem):
         return min(panels, 6 if tile.columns == 256 else 8)
     return max(1, min(panels, 8, rows // 2, chip.multiprocessors // rows))
-
-
-def _stay(problem: Problem, tile: Tile) -> int:
-    return 0

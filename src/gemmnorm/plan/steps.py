@@ -137,7 +137,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "stored_product": ("{T}*", "[batch, features]"),
     "counters": ("unsigned int*", "zero, and left zero"),
     "group_panels": ("int", "panels that are worked on together"),
-    "stay": ("int", "tiles wait for their panel in registers"),
+    "in_registers": ("int", "tiles wait for their panel there"),
     "stream_x": ("int", "whether the L2 should let go of x first"),
     "keep_product": ("int", "whether the product has memory of its own"),
     "in_features": ("int", ""),

@@ -206,8 +206,8 @@ def _narrow(found: Plan) -> tuple[str, str] | None:
         if "gemmnorm::Finish::kWholePanels" in launch.constants:  # blocks wait for each other, wave by wave
             count, weight = replace(tiles, limit=0).cpp(), launch.maps[1]
             if tiles.times * weight.rows >= found.problem.out_features:
-                most = GROUP_ROWS * MOST_GROUPS_IN_ONE_WAVE
-                return "_one_wave", f"batch <= {most} && {count} <= multiprocessors()"
+                few = f"batch <= {GROUP_ROWS * MOST_GROUPS_IN_ONE_WAVE} && " if found.problem.dtype == "float32" else ""
+                return "_one_wave", f"{few}{count} <= multiprocessors()"
             rows = Extent(1, tiles.rows)
             same = f"{rows.cpp()} == {rows.value(found.problem.batch)}"
             return "_whole_panels", f"{same} && {count} <= multiprocessors()"

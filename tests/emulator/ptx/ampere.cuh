@@ -54,6 +54,9 @@ u32 pack(float low, float high, T) {
   return a.bits | static_cast<u32>(b.bits) << 16;
 }
 
+inline float power_of_2(float x) { return std::exp2(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
+
 inline void keep_order() {}
 template <class T>
 T computed_anew(T v) {

@@ -42,6 +42,18 @@ __device__ __forceinline__ u32 pack(float low, float high, bfloat16) {
   return r;
 }
 
+// 2^x and 1/x to two units in the last place, denormal results zero.
+__device__ __forceinline__ float power_of_2(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 // Nothing that reads or writes memory moves across: keeps the compiler from loading far ahead, which costs registers.
 __device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
 
