@@ -50,8 +50,8 @@ class LinearScaleBatchNorm1d(nn.Module):
         super().__init__()
         self.gemm = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
         shape = (out_features,) if scale is True else scale
-        scale = None if shape is False else nn.Parameter(torch.randn(shape, device=device, dtype=dtype))
-        self.register_parameter("scale", scale)
+        drawn = None if shape is False else nn.Parameter(torch.randn(shape, device=device, dtype=dtype))
+        self.register_parameter("scale", drawn)
         self.bn = nn.BatchNorm1d(
             out_features,
             eps=eps,
@@ -92,12 +92,11 @@ class LinearScaleBatchNorm1d(nn.Module):
         """
         if not torch.compiler.is_compiling():
             try:
-                bn, linear, own = self._modules["bn"], self._modules["gemm"]._parameters, self._parameters  # type: ignore[union-attr]
-                norm, state = bn._parameters, bn._buffers  # type: ignore[union-attr]
+                gemm, bn = self._modules["gemm"], self._modules["bn"]
+                linear, norm, state = gemm._parameters, bn._parameters, bn._buffers  # type: ignore[union-attr]
                 return (
-                    bn, linear["weight"], linear["bias"], own["scale"],
-                    state["running_mean"], state["running_var"], state["num_batches_tracked"],
-                    norm["weight"], norm["bias"],
+                    bn, linear["weight"], linear["bias"], self._parameters["scale"], state["running_mean"],
+                    state["running_var"], state["num_batches_tracked"], norm["weight"], norm["bias"],
                 )  # fmt: skip
             except KeyError:
                 pass
