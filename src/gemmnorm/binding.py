@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -39,7 +40,6 @@ SCALARS = ("scale_stride", "scale_value", "momentum", "eps", "batch", "features"
 # What a forward keeps per feature, as rows of one float32 tensor `statistics` [2 or 2 + groups, O]: the mean of the
 # product, 1/sqrt(var + eps), and where the product is stored minus its group's mean, those means.
 _KEPT = ("mean", "rstd", "group_mean")
-_WANTED = (True,) * 8
 
 
 @dataclass(frozen=True)
@@ -74,25 +74,13 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(left, right))
 
 
-class _Maps:
-    """Tensor maps of one matrix argument. A map holds an address and sizes, so one address has one map here.
-
-    Attributes:
-        tensor: the place of the matrix among the tensors.
-        known: address → map.
-    """
-
-    def __init__(self, tensor: int, rows: int, columns: int) -> None:
-        self.tensor, self._rows, self._columns = tensor, rows, columns
-        self.known: dict[int, Any] = {}
-
-    def make(self, t: Tensor | None) -> Any:
-        """The map of a tensor that is not known yet."""
-        assert t is not None
-        if len(self.known) >= 1024:
-            self.known.clear()
-        found = self.known[t.data_ptr()] = driver.tensor_map(t, self._rows, self._columns)
-        return found
+def _make_map(known: dict[int, Any], t: Tensor | None, rows: int, columns: int) -> Any:
+    """The tensor map of a matrix argument that is not `known` yet, by address: a map holds an address and sizes."""
+    assert t is not None
+    if len(known) >= 1024:
+        known.clear()
+    found = known[t.data_ptr()] = driver.tensor_map(t, rows, columns)
+    return found
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -155,7 +143,10 @@ class Bound:
         constants: list[Any] = [0]  # the address of what is absent, then the numbers that the plan decides
         absent, always = count, 0  # where the pool has nothing, and where it always has something: the first input
         steps: list[_Product | tuple[driver.Launcher, Callable[[Sequence[Any]], tuple[Any, ...]], int]] = []
-        maps = [_Maps(slots[m.tensor], m.rows, m.columns) for launch in chosen.launches for m in launch.maps]
+        # The place of the matrix, its maps by address, rows and columns of the boxes.
+        maps: list[tuple[int, dict[int, Any], int, int]] = [
+            (slots[m.tensor], {}, m.rows, m.columns) for launch in chosen.launches for m in launch.maps
+        ]
         constants += [driver.int32(value) for launch in chosen.launches for _, value in launch.numbers]
         next_number, next_map = count + 1, count + len(constants)
         if chosen.counters:
@@ -181,31 +172,31 @@ class Bound:
         self._inputs = len(inputs)
 
     def __call__(
-        self, inputs: tuple[Tensor | None, ...], scalars: tuple[Any, ...], wanted: tuple[bool, ...] = _WANTED
+        self, inputs: tuple[Tensor | None, ...], scalars: tuple[Any, ...], wanted: tuple[bool, ...] | None = None
     ) -> list[Tensor | None]:
         """Run on the current stream of the tensors' device; the outputs (`self.outputs`), None where not `wanted`."""
         first = inputs[0]
         assert first is not None
-        device = first.device
-        index = device.index
+        index = first.device.index
         if index != driver.current_device():
-            with torch.cuda.device(device):
+            with torch.cuda.device(index):
                 return self(inputs, scalars, wanted)
         driver.enter(index)
-        empty, outputs = torch.empty_strided, len(self.outputs)  # a third faster than torch.empty
-        tensors = [*inputs]
+        empty, tensors = driver.empty, [*inputs]
         for i, (size, strides, dtype) in enumerate(self._allocated):
-            tensors.append(empty(size, strides, dtype=dtype, device=device) if i >= outputs or wanted[i] else None)
+            skipped = wanted is not None and i < len(self.outputs) and not wanted[i]
+            tensors.append(None if skipped else empty(size, strides, dtype))
         pool: list[Any] = [0 if t is None else t.data_ptr() for t in tensors]
         pool += [pool[tensor] + offset for tensor, offset in self._inside]
         pool += scalars
         pool += self._constants
-        for maps in self._maps:
-            pool.append(maps.known.get(pool[maps.tensor]) or maps.make(tensors[maps.tensor]))
+        for place, known, rows, columns in self._maps:
+            pool.append(known.get(pool[place]) or _make_map(known, tensors[place], rows, columns))
+        handle = driver.stream_handle(index)
         if self._counters:
-            address = counters(device).take(driver.stream_handle(index), self._counters)
+            address = counters(index).take(handle, self._counters)
             pool += (address, address + 4 * (self._counters - 4))
-        stream = driver.current_stream(index)
+        stream = driver.stream(handle)
         for step in self._steps:
             if isinstance(step, _Product):
                 step(tensors)
@@ -213,7 +204,7 @@ class Bound:
                 launch, picked, needed = step
                 if pool[needed]:
                     launch(stream, picked(pool))
-        return tensors[self._inputs : self._inputs + outputs]
+        return tensors[self._inputs : self._inputs + len(self.outputs)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -234,11 +225,21 @@ class Counters:
         self._by_stream: dict[tuple[int, int], int] = {}
         self._blocks: list[Tensor] = []  # all memory that was ever handed out
         self._next, self._end = 0, 0  # addresses: what is left of the newest block
+        self._lock = threading.Lock()
 
     def take(self, stream: int, count: int) -> int:
         """The address of at least `count` numbers for a call on `stream`."""
         capturing = driver.capturing()
-        size = 1 << max(count - 1, 31).bit_length()
+        found = None if capturing else self._by_stream.get((stream, count))
+        if found is None:
+            with self._lock:
+                found = self._find(stream, 1 << max(count - 1, 31).bit_length(), capturing)
+                if not capturing:
+                    self._by_stream[stream, count] = found
+        return found
+
+    def _find(self, stream: int, size: int, capturing: bool) -> int:
+        """`take`, where `size` is a power of two: counts up to the same one share their numbers."""
         found = None if capturing else self._by_stream.get((stream, size))
         if found is not None:
             return found
@@ -257,6 +258,6 @@ class Counters:
 
 
 @functools.lru_cache(maxsize=64)
-def counters(device: torch.device) -> Counters:
-    """The counters of a device."""
-    return Counters(device)
+def counters(index: int | None) -> Counters:
+    """The counters of the GPU of this index."""
+    return Counters(torch.device("cpu") if index is None else torch.device("cuda", index))
