@@ -15,7 +15,7 @@ from torch import Tensor
 from . import binding, driver, plan, prepared, reference
 from .arguments import check_arguments
 from .errors import GemmNormWarning
-from .operands import dense, first, kind, running_state, served_as_they_are, unified, vectors
+from .operands import Likeness, dense, first, kind, running_state, served_as_they_are, unified, vectors
 from .plan import Chip, Plan, Problem
 
 _NAMES = {dtype: name for name, dtype in binding.DTYPES.items()}
@@ -240,6 +240,7 @@ class Call:
         name = resolve(problem, strategy)
         self.plan = plan.cached_plan(problem, name, "forward")
         self.options = (scale_value, training, momentum, eps, activation, save)
+        self.save = save
         self._bound = None if name == "reference" else binding.bind(self.plan)
         self._scalars = _scalars(problem, scale, scale_value, momentum, eps)
         self._mapped = any(launch.maps for launch in self.plan.launches)
@@ -411,6 +412,20 @@ class BackwardCall:
 
 _calls: dict[tuple[Any, ...], Call] = {}
 _backward_calls: dict[tuple[Any, ...], BackwardCall] = {}
+_familiar: dict[tuple[Any, ...], tuple[Likeness, Call]] = {}
+
+
+def recall(key: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> Call | None:
+    """The call that was remembered under `key`, if the tensors are like those that it was made with."""
+    found = _familiar.get(key)
+    return found[1] if found is not None and found[0](tensors) else None
+
+
+def remember(key: tuple[Any, ...], tensors: tuple[Tensor | None, ...], call: Call) -> None:
+    """Let `recall` find `call`: the last one under this key. The key has all that the tensors do not tell."""
+    if len(_familiar) >= 4096:
+        _familiar.clear()
+    _familiar[key] = (Likeness(tensors), call)
 
 
 def call_for(*call: Any) -> Call:
@@ -455,5 +470,6 @@ def forget() -> None:
     """Forget every prepared call, as where the machine has changed (tests do that)."""
     _calls.clear()
     _backward_calls.clear()
+    _familiar.clear()
     _resolved.cache_clear()
     binding.bind.cache_clear()
