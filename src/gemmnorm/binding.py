@@ -40,6 +40,8 @@ SCALARS = ("scale_stride", "scale_value", "momentum", "eps", "batch", "features"
 # What a forward keeps per feature, as rows of one float32 tensor `statistics` [2 or 2 + groups, O]: the mean of the
 # product, 1/sqrt(var + eps), and where the product is stored minus its group's mean, those means.
 _KEPT = ("mean", "rstd", "group_mean")
+# Bytes of scratch that a stream keeps for the plans that need no more: an allocation less for each of their calls.
+BORROWED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,9 @@ class Bound:
             else:
                 inside.append((buffer.role, "scratch", size))
                 size += -(-math.prod(shape(buffer)) * DTYPE_BYTES[buffer.dtype] // 256) * 256
-        if size:
+        # One kernel after the other may use what the stream keeps; several of a plan might have others in between.
+        self._borrowed = size if size <= BORROWED and len(chosen.steps) == 1 else 0
+        if size and not self._borrowed:
             allocated.append(("scratch", (size,), torch.uint8))
         if "statistics" in inputs:
             features = chosen.problem.out_features
@@ -135,6 +139,7 @@ class Bound:
                 inside.append(("offset", "statistics", 8 * features))
 
         names = [*inputs, *(role for role, _, _ in allocated)]
+        names += ["scratch"] if self._borrowed else []
         slots = {role: i for i, role in enumerate([*names, *(role for role, _, _ in inside), *SCALARS])}
         slots |= {alias: slots[role] for alias, role in chosen.aliases}
         if "product" in slots:
@@ -186,15 +191,17 @@ class Bound:
         for i, (size, strides, dtype) in enumerate(self._allocated):
             skipped = wanted is not None and i < len(self.outputs) and not wanted[i]
             tensors.append(None if skipped else empty(size, strides, dtype))
+        handle, capturing = driver.stream_handle(index), driver.capturing()
+        if self._borrowed:  # not by a captured call, which may be replayed beside anything
+            tensors.append(empty((self._borrowed,), (1,), torch.uint8) if capturing else scratch(index, handle))
         pool: list[Any] = [0 if t is None else t.data_ptr() for t in tensors]
         pool += [pool[tensor] + offset for tensor, offset in self._inside]
         pool += scalars
         pool += self._constants
         for place, known, rows, columns in self._maps:
             pool.append(known.get(pool[place]) or _make_map(known, tensors[place], rows, columns))
-        handle = driver.stream_handle(index)
         if self._counters:
-            address = counters(index).take(handle, self._counters)
+            address = counters(index).take(handle, self._counters, capturing)
             pool += (address, address + 4 * (self._counters - 4))
         stream = driver.stream(handle)
         for step in self._steps:
@@ -213,6 +220,12 @@ def bind(chosen: Plan) -> Bound:
     return Bound(chosen)
 
 
+@functools.lru_cache(maxsize=256)
+def scratch(index: int | None, stream: int) -> Tensor:
+    """Memory for kernels that keep nothing in it, on the current stream of the current device; one after the other."""
+    return driver.empty((BORROWED,), (1,), torch.uint8)
+
+
 class Counters:
     """Device memory that is zero whenever no kernel runs on it: the kernels leave it as they found it.
 
@@ -227,9 +240,8 @@ class Counters:
         self._next, self._end = 0, 0  # addresses: what is left of the newest block
         self._lock = threading.Lock()
 
-    def take(self, stream: int, count: int) -> int:
-        """The address of at least `count` numbers for a call on `stream`."""
-        capturing = driver.capturing()
+    def take(self, stream: int, count: int, capturing: bool) -> int:
+        """The address of at least `count` numbers for a call on `stream`, the current one."""
         found = None if capturing else self._by_stream.get((stream, count))
         if found is None:
             with self._lock:

@@ -473,3 +473,4 @@ def forget() -> None:
     _familiar.clear()
     _resolved.cache_clear()
     binding.bind.cache_clear()
+    binding.scratch.cache_clear()
