@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import driver
-from .plan import DTYPE_BYTES, PREPARED, Buffer, Launch, Plan, Product
+from .plan import DTYPE_BYTES, PREPARED, Buffer, Launch, Plan, Problem, Product
 
 DTYPES = {
     "float32": torch.float32,
@@ -76,9 +76,8 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(left, right))
 
 
-def _make_map(known: dict[int, Any], t: Tensor | None, rows: int, columns: int) -> Any:
+def _make_map(known: dict[int, Any], t: Tensor, rows: int, columns: int) -> Any:
     """The tensor map of a matrix argument that is not `known` yet, by address: a map holds an address and sizes."""
-    assert t is not None
     if len(known) >= 1024:
         known.clear()
     found = known[t.data_ptr()] = driver.tensor_map(t, rows, columns)
@@ -90,16 +89,33 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+def _statistics_offset(problem: Problem) -> int:
+    """Where the statistics begin in a `packed` forward's `kept`, behind the product: in bytes."""
+    return -(-problem.batch * problem.out_features * DTYPE_BYTES[problem.dtype] // 256) * 256
+
+
+def unpacked(kept: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Product [B, O] and statistics [2 or 2 + groups, O], as views of what a `packed` forward keeps."""
+    shape, dtype = (problem.batch, problem.out_features), DTYPES[problem.dtype]
+    product = kept[: math.prod(shape) * DTYPE_BYTES[problem.dtype]].view(dtype).view(shape)
+    return product, kept[_statistics_offset(problem) :].view(torch.float32).view(-1, shape[1])
+
+
 class Bound:
     """A plan with its kernels loaded; called with the inputs' tensors and the numbers, in their order.
 
     The pool of arguments is a list: the addresses of `tensors` (inputs, then what is allocated), addresses inside of
     those, the numbers, the counters, the maps. Each launch picks its arguments out of it.
+
+    `packed`: product and statistics are one tensor `kept` (`unpacked`), an allocation less. Only where no library's
+    product has to see the product by itself.
     """
 
-    def __init__(self, chosen: Plan) -> None:
+    def __init__(self, chosen: Plan, packed: bool = False) -> None:
         batch = chosen.problem.batch
         inputs = INPUTS[chosen.phase] + (PREPARED if chosen.problem.prepared else ())
+        if packed and chosen.phase == "backward":
+            inputs = (*inputs[:-2], "kept")
         operands = {
             role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)
         }
@@ -110,16 +126,23 @@ class Bound:
         def shape(buffer: Buffer) -> tuple[int, ...]:
             return tuple(extent.value(batch) for extent in buffer.shape)
 
+        features = chosen.problem.out_features
+        host, begin = ("kept", _statistics_offset(chosen.problem)) if packed else ("statistics", 0)
+        if packed:
+            inside.append(("product", host, 0))
         kept = [b for role in _KEPT for b in chosen.outputs if b.role == role]
         for buffer in chosen.outputs:
-            if buffer not in kept:
+            if buffer not in kept and not (packed and buffer.role == "product"):
                 allocated.append((buffer.role, shape(buffer), DTYPES[buffer.dtype]))
         if kept:
-            rows, features = 0, chosen.problem.out_features
+            rows = 0
             for buffer in kept:
-                inside.append((buffer.role, "statistics", rows * features * 4))
+                inside.append((buffer.role, host, begin + 4 * features * rows))
                 rows += math.prod(shape(buffer)) // features
-            allocated.append(("statistics", (rows, features), torch.float32))
+            if packed:
+                allocated.append((host, (begin + 4 * features * rows,), torch.uint8))
+            else:
+                allocated.append((host, (rows, features), torch.float32))
         self.outputs = tuple(role for role, _, _ in allocated)
         size = 0
         for buffer in chosen.workspace:
@@ -132,11 +155,10 @@ class Bound:
         self._borrowed = size if size <= BORROWED and len(chosen.steps) == 1 else 0
         if size and not self._borrowed:
             allocated.append(("scratch", (size,), torch.uint8))
-        if "statistics" in inputs:
-            features = chosen.problem.out_features
-            inside += [("mean", "statistics", 0), ("rstd", "statistics", 4 * features)]
+        if host in inputs:
+            inside += [("mean", host, begin), ("rstd", host, begin + 4 * features)]
             if chosen.keeps_offsets:
-                inside.append(("offset", "statistics", 8 * features))
+                inside.append(("offset", host, begin + 8 * features))
 
         names = [*inputs, *(role for role, _, _ in allocated)]
         names += ["scratch"] if self._borrowed else []
@@ -148,9 +170,15 @@ class Bound:
         constants: list[Any] = [0]  # the address of what is absent, then the numbers that the plan decides
         absent, always = count, 0  # where the pool has nothing, and where it always has something: the first input
         steps: list[_Product | tuple[driver.Launcher, Callable[[Sequence[Any]], tuple[Any, ...]], int]] = []
-        # The place of the matrix, its maps by address, rows and columns of the boxes.
-        maps: list[tuple[int, dict[int, Any], int, int]] = [
-            (slots[m.tensor], {}, m.rows, m.columns) for launch in chosen.launches for m in launch.maps
+
+        def find(role: str) -> Callable[[Sequence[Any]], Tensor]:
+            if slots[role] < len(names):
+                return itemgetter(slots[role])
+            return lambda tensors: unpacked(tensors[names.index("kept")], chosen.problem)[0]
+
+        # The place of a matrix's address, its maps by address, how it is found, rows and columns of the boxes.
+        maps: list[tuple[int, dict[int, Any], Callable[[Sequence[Any]], Tensor], int, int]] = [
+            (slots[m.tensor], {}, find(m.tensor), m.rows, m.columns) for launch in chosen.launches for m in launch.maps
         ]
         constants += [driver.int32(value) for launch in chosen.launches for _, value in launch.numbers]
         next_number, next_map = count + 1, count + len(constants)
@@ -198,8 +226,8 @@ class Bound:
         pool += [pool[tensor] + offset for tensor, offset in self._inside]
         pool += scalars
         pool += self._constants
-        for place, known, rows, columns in self._maps:
-            pool.append(known.get(pool[place]) or _make_map(known, tensors[place], rows, columns))
+        for place, known, find, rows, columns in self._maps:
+            pool.append(known.get(pool[place]) or _make_map(known, find(tensors), rows, columns))
         if self._counters:
             address = counters(index).take(handle, self._counters, capturing)
             pool += (address, address + 4 * (self._counters - 4))
@@ -215,9 +243,9 @@ class Bound:
 
 
 @functools.lru_cache(maxsize=4096)
-def bind(chosen: Plan) -> Bound:
+def bind(chosen: Plan, packed: bool = False) -> Bound:
     """`chosen` with its kernels compiled and loaded, remembered. Raises what the compiler or the driver raises."""
-    return Bound(chosen)
+    return Bound(chosen, packed)
 
 
 @functools.lru_cache(maxsize=256)

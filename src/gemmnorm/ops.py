@@ -137,8 +137,9 @@ def _prepared(
         learned = (x, weight, bias, scale, bn_weight, bn_bias)
         save = differentiable and any(t is not None and t.requires_grad for t in learned)
         call = runtime.call_for(
-            *operands, bias, scale, scale_value, running_mean, running_var, counter, bn_weight, bn_bias, *options, save
-        )
+            *operands, bias, scale, scale_value, running_mean, running_var, counter, bn_weight, bn_bias, *options,
+            save, True,
+        )  # fmt: skip
         if not call.kernels:
             return None
         runtime.remember(key, tensors, call)
@@ -169,8 +170,8 @@ class _Direct(torch.autograd.Function):
         bn_weight: Tensor | None,
         bn_bias: Tensor | None,
     ) -> Tensor:
-        y, product, statistics = call.forward(*operands, *vectors)
-        ctx.save_for_backward(*operands, bias, scale, bn_weight, bn_bias, product, statistics)
+        y, *kept = call.forward(*operands, *vectors)
+        ctx.save_for_backward(*operands, bias, scale, bn_weight, bn_bias, *kept)
         ctx.call = call
         ctx.dtypes = (x.dtype, weight.dtype)
         return y
@@ -179,7 +180,7 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         needs = list(ctx.needs_input_grad[3:])
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            x, weight, bias, scale, bn_weight, bn_bias, product, statistics = ctx.saved_tensors
+            x, weight, bias, scale, bn_weight, bn_bias, *kept = ctx.saved_tensors
             # Autocast's copies are no part of the graph; the operator has to see that somebody may differentiate again.
             x, weight = (
                 t.detach().requires_grad_() if needed and not t.requires_grad else t
@@ -187,12 +188,12 @@ class _Direct(torch.autograd.Function):
             )
             scale_value, training, _, eps, activation, _ = ctx.call.options
             found = _backward_op(
-                grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, product, statistics,
+                grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, *ctx.call.unpacked(kept),
                 training, eps, activation, ctx.call.plan.strategy, needs,
             )  # fmt: skip
             found = (*(g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=False)), *found[2:])
         else:
-            found = ctx.call.backward(ctx.dtypes, grad, *ctx.saved_tensors, needs)
+            found = ctx.call.backward(ctx.dtypes, needs, grad, *ctx.saved_tensors)
         return None, None, None, *(g if needed else None for g, needed in zip(found, needs, strict=True))
 
 
@@ -203,18 +204,16 @@ _apply_direct: Any = super(torch.autograd.Function, _Direct).apply  # type: igno
 def _forward_impl(*args: Any) -> tuple[Tensor, ...]:
     x, weight, bias, scale, _, running_mean, running_var, counter, bn_weight, bn_bias = args[:10]
     call = runtime.call_for(*args)
-    y, product, statistics = call.forward(
-        x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias
-    )
-    if product is None or statistics is None:
-        return y, x.new_empty(0), x.new_empty(0, dtype=reference.statistics_dtype(y.dtype))
-    return y, product, statistics
+    found = call.forward(x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias)
+    if call.save:
+        return tuple(found)
+    return found[0], x.new_empty(0), x.new_empty(0, dtype=reference.statistics_dtype(found[0].dtype))
 
 
 def _backward_impl(*args: Any) -> tuple[Tensor, ...]:
     grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, product, statistics, *options, needs = args
     call = runtime.backward_call_for(x, weight, bias, scale, scale_value, bn_weight, bn_bias, *options)
-    grads = call.run(grad, x, weight, bias, scale, bn_weight, bn_bias, product, statistics, needs)
+    grads = call.run(needs, grad, x, weight, bias, scale, bn_weight, bn_bias, product, statistics)
     return tuple(x.new_empty(0) if g is None else g for g in grads)
 
 
