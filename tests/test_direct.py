@@ -74,6 +74,16 @@ def test_a_call_is_recognised(monkeypatch):
     assert len(looked) == 2
 
 
+def test_where_pytorch_has_no_such_guards(monkeypatch):
+    module, (x,) = chain(), samples(INNER)
+    with emulated(CHIP), torch.no_grad():
+        want = call(module, x)
+        for missing in (None, lambda *tensors: None):
+            monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", missing)
+            runtime.forget()
+            assert torch.equal(call(module, x), want) and torch.equal(call(module, x), want)
+
+
 def test_whatever_changes_between_two_calls():
     """Each change is followed by the same result as in a process that has seen no call before."""
 
@@ -149,6 +159,9 @@ def test_a_subclass_sees_the_operator(monkeypatch):
         module.bn.weight = torch.nn.Parameter(module.bn.weight.data)
         module.bn.weight.__class__ = Subclass
         call(module, x)
+        module.gemm.weight.data = module.gemm.weight.data.float()
+        with pytest.raises(GemmNormTypeError, match="weight: expected the dtype of x"):
+            call(module, x)
 
 
 # --- under autograd ---------------------------------------------------------------------------------------------------

@@ -77,11 +77,10 @@ def linear_scale_batch_norm(
             if call.save:
                 return _apply_direct(call, operands, tensors[2:], x, weight, bias, tensor, bn_weight, bn_bias)
             return call.forward(*operands, *tensors[2:])[0]
-    else:
-        check_arguments(
-            x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
-            training, rows=2 if training else 0,
-        )  # fmt: skip
+    check_arguments(
+        x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
+        training, rows=2 if training else 0,
+    )  # fmt: skip
     y: Tensor = _forward_op(
         x, weight, bias, tensor, number, running_mean, running_var, num_batches_tracked,
         bn_weight, bn_bias, training, momentum, eps, activation, strategy, False,
