@@ -1,8 +1,9 @@
-"""Host time of a call without a GPU: the kernels' launches are replaced by nothing, all Python around them runs.
+"""Host time of one call, µs: with a GPU as it is (the device kept busy, so that nothing waits for it); without one the
+kernels' launches are replaced by nothing, and what the driver costs (a launch, an allocation) is not in the figures.
 
-    PYTHONPATH=src python lab/host.py [--profile]
+    PYTHONPATH=src python lab/host.py [--profile] [--rounds N] [--only NAME]
 
-What the driver itself costs (a launch, an allocation on the GPU) is not in these figures.
+Each figure is the least of the rounds' means: other programs only ever add.
 """
 
 import argparse
@@ -13,9 +14,15 @@ from contextlib import ExitStack
 from unittest import mock
 
 import torch
+from torch import nn
 
 import gemmnorm
 from gemmnorm import driver, plan, runtime
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
+BATCH, INNER, FEATURES = (128, 1024, 512) if GPU else (8, 64, 64)
+CALLS = 40 if GPU else 400  # the driver takes about a thousand launches in flight
 
 
 class NoLaunch:
@@ -31,7 +38,8 @@ def pretend_hopper(stack):
         (runtime, "chip", lambda device: plan.chip_for(90)),
         (driver, "Launcher", NoLaunch),
         (driver, "enter", lambda index: None),
-        (driver, "current_stream", lambda index: 0),
+        (driver, "stream", lambda handle: 0),
+        (driver, "empty", torch._C._dynamo.guards._empty_strided_cpu),
         (driver, "stream_handle", lambda index: 0),
         (driver, "tensor_map", lambda t, rows, columns: 1),
         (driver, "current_device", lambda: None),
@@ -41,39 +49,71 @@ def pretend_hopper(stack):
         stack.enter_context(mock.patch.object(target, name, value))
 
 
-def median(f, n=300):
-    for _ in range(50):
-        f()
-    times = []
-    for _ in range(n):
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gemm = nn.Linear(INNER, FEATURES)
+        self.scale = nn.Parameter(torch.randn(FEATURES))
+        self.bn = nn.BatchNorm1d(FEATURES)
+
+    def forward(self, x):
+        return self.bn(self.gemm(x) * self.scale)
+
+
+def least(f, rounds):
+    means = []
+    for _ in range(rounds + 1):
+        if GPU:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(100_000_000)
         begun = time.perf_counter()
-        f()
-        times.append(time.perf_counter() - begun)
-    return sorted(times)[n // 2] * 1e6
+        for _ in range(CALLS):
+            f()
+        means.append((time.perf_counter() - begun) / CALLS)
+    return min(means[1:]) * 1e6
+
+
+def cases(dtype):
+    """name → (gradients on, call)."""
+    x, grad = torch.randn(BATCH, INNER, dtype=dtype, device=DEVICE), torch.randn(BATCH, FEATURES, dtype=dtype, device=DEVICE)
+    chain, fused = (make().to(DEVICE, dtype) for make in (Chain, lambda: gemmnorm.fuse(Chain())))
+    m = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, dtype=dtype, device=DEVICE)
+    frozen = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, dtype=dtype, device=DEVICE).eval()
+    pair = nn.Sequential(nn.Linear(INNER, FEATURES), nn.BatchNorm1d(FEATURES)).to(DEVICE, dtype)
+    bn = m.bn
+    operands = (x, m.gemm.weight, m.gemm.bias, m.scale, bn.running_mean, bn.running_var, bn.weight, bn.bias)
+
+    def function():
+        gemmnorm.linear_scale_batch_norm(*operands, num_batches_tracked=counter, training=True)
+
+    counter = bn.num_batches_tracked
+    for name, call in (("function", function), ("module", lambda: m(x)), ("fused", lambda: fused(x))):
+        yield f"{name}, no_grad", False, call
+        yield f"{name}, gradients on", True, call
+    yield "module in evaluation, no_grad", False, lambda: frozen(x)
+    yield "module, forward and backward", True, lambda: m(x).backward(grad)
+    for name, eager in (("eager Linear + BatchNorm1d", pair), ("eager chain", chain)):
+        yield f"{name}, no_grad", False, lambda eager=eager: eager(x)
+        yield f"{name}, gradients on", True, lambda eager=eager: eager(x)
+    yield "eager chain, forward and backward", True, lambda: chain(x).backward(grad)
 
 
 def main():
     options = argparse.ArgumentParser()
     options.add_argument("--profile", action="store_true")
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--only", default="")
     options = options.parse_args()
     torch.set_num_threads(1)
-    x = torch.randn(8, 64, dtype=torch.bfloat16)
-    m = gemmnorm.LinearScaleBatchNorm1d(64, 64, dtype=torch.bfloat16)
-    chain = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).bfloat16()
     with ExitStack() as stack:
-        pretend_hopper(stack)
-
-        def forward():
-            m(x)
-
-        def step():
-            m(x).backward(y)
-
-        y = torch.randn(8, 64, dtype=torch.bfloat16)
+        if not GPU:
+            pretend_hopper(stack)
         with plan.set_strategy("one_kernel"):
-            for name, grad, f in (("forward, no_grad", False, forward), ("forward, gradients on", True, forward), ("forward and backward", True, step)):
+            for name, grad, f in cases(torch.bfloat16):
+                if options.only not in name:
+                    continue
                 with torch.set_grad_enabled(grad):
-                    print(f"{name:24} {median(f):6.1f} us   (Linear + BatchNorm1d on the CPU {median(lambda: chain(x)):.1f})")
+                    print(f"{name:36} {least(f, options.rounds):6.1f}", flush=True)
                     if options.profile:
                         profile = cProfile.Profile()
                         profile.enable()

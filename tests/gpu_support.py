@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.utils.deterministic
 from support import Chain, arguments, step, stir, twin
 from torch import Tensor
 
-from gemmnorm import linear_scale_batch_norm, runtime
+from gemmnorm import driver, linear_scale_batch_norm, runtime
 
 # precision → (dtype of the model, TF32 allowed)
 PRECISIONS = {
@@ -24,6 +25,8 @@ PRECISIONS = {
 # Half the distance of neighbouring numbers, relative: 2⁻ᵖ⁻¹ for p stored bits.
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 
+_EMPTY = driver.empty
+
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
@@ -32,8 +35,10 @@ def poisoned_memory() -> Iterator[None]:
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    allocate = driver._empty if driver.empty is _EMPTY else driver.empty  # the short way does not fill
     try:
-        yield
+        with mock.patch.object(driver, "empty", allocate):
+            yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -151,7 +151,7 @@ def test_without_cuda_core_the_reference_runs(monkeypatch):
 def test_a_strategy_that_does_not_load_is_replaced_with_one_warning(monkeypatch):
     """A kernel that fails to compile or load is found out before the call starts; the next strategy takes over."""
 
-    def fails(chosen):
+    def fails(chosen, packed=False):
         raise RuntimeError("no image for this device")
 
     monkeypatch.setattr(binding, "bind", fails)

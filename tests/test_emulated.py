@@ -207,21 +207,53 @@ def test_the_emulator_reports_what_never_comes(monkeypatch):
     binding.counters.cache_clear()  # the kernel had no chance to leave them at zero
 
 
-def test_captured_calls_have_counters_of_their_own(monkeypatch):
+def test_captured_calls_have_counters_of_their_own():
     """What is allocated during a capture is zeroed by the graph alone, so nobody else gets a part of it."""
     with emulated(SMALL_HOPPER):
         memory = binding.Counters(torch.device("cpu"))
-        capturing = [True]
-        monkeypatch.setattr(driver, "capturing", lambda: capturing[0])
-        first = memory.take(0, 100)
-        capturing[0] = False
-        shared = memory.take(0, 100)
-        assert memory.take(0, 100) == shared and memory.take(1, 100) != shared
-        capturing[0] = True
-        inside, other = memory.take(0, 100), memory.take(0, 100)
+        first = memory.take(0, 100, True)
+        shared = memory.take(0, 100, False)
+        assert memory.take(0, 100, False) == memory.take(0, 128, False) == shared
+        assert memory.take(1, 100, False) != shared != memory.take(0, 200, False)
+        inside, other = memory.take(0, 100, True), memory.take(0, 100, True)
         assert len({first, shared, inside, other}) == 4
         outside = [b for b in memory._blocks if not b.data_ptr() <= shared < b.data_ptr() + 4 * b.numel()]
         assert [b.data_ptr() for b in outside] == [first]
+
+
+def test_a_stream_lends_its_scratch_to_calls_that_are_not_captured(monkeypatch):
+    """Only where one kernel is the whole plan: between two, another thread's might come."""
+    module = stir(Chain(32, 24)).bfloat16().requires_grad_(False)
+    addresses = []
+
+    class Recorder:
+        def __init__(self, launch, problem):
+            self.place = launch.parameters.index("group_m2")
+
+        def __call__(self, stream, values):
+            addresses.append(values[self.place])
+
+    def used():
+        run(module, torch.randn(70, 32, dtype=torch.bfloat16), "one_kernel")
+        return addresses[-1]
+
+    with emulated(SMALL_HOPPER):
+        monkeypatch.setattr(driver, "Launcher", Recorder)
+        here = used()
+        assert used() == here
+        with monkeypatch.context() as patched:
+            patched.setattr(driver, "capturing", lambda: True)
+            assert used() != here
+        monkeypatch.setattr(driver, "stream_handle", lambda index: 7)
+        assert used() != here
+    several = plan.make_plan(plan.Problem(128, 64, 64, training=True, chip=plan.chip_for(90)), "one_kernel")
+    large = plan.make_plan(
+        plan.Problem(8192, 64, 4096, "bfloat16", "bfloat16", training=True, chip=plan.chip_for(90)), "one_kernel"
+    )
+    assert len(several.steps) > 1 and len(large.steps) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "Launcher", lambda launch, problem: None)
+        assert not binding.Bound(several)._borrowed and not binding.Bound(large)._borrowed
 
 
 @pytest.mark.parametrize("strategy", ["one_kernel", "cublas_folded_bn"])

@@ -305,10 +305,10 @@ def test_a_kernel_that_does_not_load_gives_way_to_another_strategy(monkeypatch):
     runtime.forget()
     original = binding.bind
 
-    def fails(chosen):
+    def fails(chosen, packed=False):
         if chosen.strategy != "reference":
             raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU")
-        return original(chosen)
+        return original(chosen, packed)
 
     monkeypatch.setattr(binding, "bind", fails)
     with pytest.warns(gemmnorm.errors.GemmNormWarning):

@@ -8,6 +8,8 @@ import io
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
+import torch.nn.utils.prune
 from support import Chain, assert_same, step, worst
 from torch import nn
 
@@ -123,3 +125,38 @@ def test_frozen_batch_norm_inside_a_training_module():
     x = torch.randn(8, 6)
     assert worst(ours(x), original(x), 1e-6, 1e-6) is None
     assert ours.bn.num_batches_tracked.item() == 0
+
+
+def _halved(module):
+    class Half(nn.Module):
+        def forward(self, weight):
+            return weight / 2
+
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", Half())
+
+
+def _pruned(module):
+    torch.nn.utils.prune.ln_structured(module, "weight", amount=0.5, n=2, dim=0)
+
+
+def _unbound(module):
+    weight = module.weight.detach().clone()
+    del module.weight
+    module.weight = weight
+
+
+@pytest.mark.parametrize("change", [_halved, _pruned, _unbound])
+def test_a_child_whose_weight_is_kept_elsewhere(change):
+    ours, original = LinearScaleBatchNorm1d(6, 4), Founding(6, 4, (4,))
+    original.load_state_dict(ours.state_dict())
+    change(ours.gemm), change(original.gemm)
+    x = torch.randn(8, 6)
+    assert worst(ours(x), original(x), 1e-6, 1e-6) is None
+
+
+def test_tensors_that_are_swapped_for_one_call():
+    ours, x = LinearScaleBatchNorm1d(6, 4), torch.randn(8, 6)
+    state = {name: value.detach() * 2 for name, value in ours.state_dict().items() if value.is_floating_point()}
+    expected = copy.deepcopy(ours)
+    expected.load_state_dict(state, strict=False)
+    assert worst(torch.func.functional_call(ours, state, x), expected(x), 1e-6, 1e-6) is None

@@ -153,7 +153,7 @@ def test_kernels_that_do_not_load_leave_the_weight_to_be_split(monkeypatch: pyte
         plain, _ = evaluated(model, x)
         gemmnorm.prepare(model)
 
-        def broken(chosen: object) -> None:
+        def broken(chosen: object, packed: bool = False) -> None:
             raise RuntimeError("no such kernel")
 
         with monkeypatch.context() as patched:

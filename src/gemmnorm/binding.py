@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import driver
-from .plan import DTYPE_BYTES, PREPARED, Buffer, Launch, Plan, Product
+from .plan import DTYPE_BYTES, PREPARED, Buffer, Launch, Plan, Problem, Product
 
 DTYPES = {
     "float32": torch.float32,
@@ -39,7 +40,8 @@ SCALARS = ("scale_stride", "scale_value", "momentum", "eps", "batch", "features"
 # What a forward keeps per feature, as rows of one float32 tensor `statistics` [2 or 2 + groups, O]: the mean of the
 # product, 1/sqrt(var + eps), and where the product is stored minus its group's mean, those means.
 _KEPT = ("mean", "rstd", "group_mean")
-_WANTED = (True,) * 8
+# Bytes of scratch that a stream keeps for the plans that need no more: an allocation less for each of their calls.
+BORROWED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -74,25 +76,12 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(left, right))
 
 
-class _Maps:
-    """Tensor maps of one matrix argument. A map holds an address and sizes, so one address has one map here.
-
-    Attributes:
-        tensor: the place of the matrix among the tensors.
-        known: address → map.
-    """
-
-    def __init__(self, tensor: int, rows: int, columns: int) -> None:
-        self.tensor, self._rows, self._columns = tensor, rows, columns
-        self.known: dict[int, Any] = {}
-
-    def make(self, t: Tensor | None) -> Any:
-        """The map of a tensor that is not known yet."""
-        assert t is not None
-        if len(self.known) >= 1024:
-            self.known.clear()
-        found = self.known[t.data_ptr()] = driver.tensor_map(t, self._rows, self._columns)
-        return found
+def _make_map(known: dict[int, Any], t: Tensor, rows: int, columns: int) -> Any:
+    """The tensor map of a matrix argument that is not `known` yet, by address: a map holds an address and sizes."""
+    if len(known) >= 1024:
+        known.clear()
+    found = known[t.data_ptr()] = driver.tensor_map(t, rows, columns)
+    return found
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -100,16 +89,33 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+def _statistics_offset(problem: Problem) -> int:
+    """Where the statistics begin in a `packed` forward's `kept`, behind the product: in bytes."""
+    return -(-problem.batch * problem.out_features * DTYPE_BYTES[problem.dtype] // 256) * 256
+
+
+def unpacked(kept: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Product [B, O] and statistics [2 or 2 + groups, O], as views of what a `packed` forward keeps."""
+    shape, dtype = (problem.batch, problem.out_features), DTYPES[problem.dtype]
+    product = kept[: math.prod(shape) * DTYPE_BYTES[problem.dtype]].view(dtype).view(shape)
+    return product, kept[_statistics_offset(problem) :].view(torch.float32).view(-1, shape[1])
+
+
 class Bound:
     """A plan with its kernels loaded; called with the inputs' tensors and the numbers, in their order.
 
     The pool of arguments is a list: the addresses of `tensors` (inputs, then what is allocated), addresses inside of
     those, the numbers, the counters, the maps. Each launch picks its arguments out of it.
+
+    `packed`: product and statistics are one tensor `kept` (`unpacked`), an allocation less. Only where no library's
+    product has to see the product by itself.
     """
 
-    def __init__(self, chosen: Plan) -> None:
+    def __init__(self, chosen: Plan, packed: bool = False) -> None:
         batch = chosen.problem.batch
         inputs = INPUTS[chosen.phase] + (PREPARED if chosen.problem.prepared else ())
+        if packed and chosen.phase == "backward":
+            inputs = (*inputs[:-2], "kept")
         operands = {
             role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)
         }
@@ -120,16 +126,23 @@ class Bound:
         def shape(buffer: Buffer) -> tuple[int, ...]:
             return tuple(extent.value(batch) for extent in buffer.shape)
 
+        features = chosen.problem.out_features
+        host, begin = ("kept", _statistics_offset(chosen.problem)) if packed else ("statistics", 0)
+        if packed:
+            inside.append(("product", host, 0))
         kept = [b for role in _KEPT for b in chosen.outputs if b.role == role]
         for buffer in chosen.outputs:
-            if buffer not in kept:
+            if buffer not in kept and not (packed and buffer.role == "product"):
                 allocated.append((buffer.role, shape(buffer), DTYPES[buffer.dtype]))
         if kept:
-            rows, features = 0, chosen.problem.out_features
+            rows = 0
             for buffer in kept:
-                inside.append((buffer.role, "statistics", rows * features * 4))
+                inside.append((buffer.role, host, begin + 4 * features * rows))
                 rows += math.prod(shape(buffer)) // features
-            allocated.append(("statistics", (rows, features), torch.float32))
+            if packed:
+                allocated.append((host, (begin + 4 * features * rows,), torch.uint8))
+            else:
+                allocated.append((host, (rows, features), torch.float32))
         self.outputs = tuple(role for role, _, _ in allocated)
         size = 0
         for buffer in chosen.workspace:
@@ -138,15 +151,17 @@ class Bound:
             else:
                 inside.append((buffer.role, "scratch", size))
                 size += -(-math.prod(shape(buffer)) * DTYPE_BYTES[buffer.dtype] // 256) * 256
-        if size:
+        # One kernel after the other may use what the stream keeps; several of a plan might have others in between.
+        self._borrowed = size if size <= BORROWED and len(chosen.steps) == 1 else 0
+        if size and not self._borrowed:
             allocated.append(("scratch", (size,), torch.uint8))
-        if "statistics" in inputs:
-            features = chosen.problem.out_features
-            inside += [("mean", "statistics", 0), ("rstd", "statistics", 4 * features)]
+        if host in inputs:
+            inside += [("mean", host, begin), ("rstd", host, begin + 4 * features)]
             if chosen.keeps_offsets:
-                inside.append(("offset", "statistics", 8 * features))
+                inside.append(("offset", host, begin + 8 * features))
 
         names = [*inputs, *(role for role, _, _ in allocated)]
+        names += ["scratch"] if self._borrowed else []
         slots = {role: i for i, role in enumerate([*names, *(role for role, _, _ in inside), *SCALARS])}
         slots |= {alias: slots[role] for alias, role in chosen.aliases}
         if "product" in slots:
@@ -155,7 +170,16 @@ class Bound:
         constants: list[Any] = [0]  # the address of what is absent, then the numbers that the plan decides
         absent, always = count, 0  # where the pool has nothing, and where it always has something: the first input
         steps: list[_Product | tuple[driver.Launcher, Callable[[Sequence[Any]], tuple[Any, ...]], int]] = []
-        maps = [_Maps(slots[m.tensor], m.rows, m.columns) for launch in chosen.launches for m in launch.maps]
+
+        def find(role: str) -> Callable[[Sequence[Any]], Tensor]:
+            if slots[role] < len(names):
+                return itemgetter(slots[role])
+            return lambda tensors: unpacked(tensors[names.index("kept")], chosen.problem)[0]
+
+        # The place of a matrix's address, its maps by address, how it is found, rows and columns of the boxes.
+        maps: list[tuple[int, dict[int, Any], Callable[[Sequence[Any]], Tensor], int, int]] = [
+            (slots[m.tensor], {}, find(m.tensor), m.rows, m.columns) for launch in chosen.launches for m in launch.maps
+        ]
         constants += [driver.int32(value) for launch in chosen.launches for _, value in launch.numbers]
         next_number, next_map = count + 1, count + len(constants)
         if chosen.counters:
@@ -181,31 +205,33 @@ class Bound:
         self._inputs = len(inputs)
 
     def __call__(
-        self, inputs: tuple[Tensor | None, ...], scalars: tuple[Any, ...], wanted: tuple[bool, ...] = _WANTED
+        self, inputs: tuple[Tensor | None, ...], scalars: tuple[Any, ...], wanted: tuple[bool, ...] | None = None
     ) -> list[Tensor | None]:
         """Run on the current stream of the tensors' device; the outputs (`self.outputs`), None where not `wanted`."""
         first = inputs[0]
         assert first is not None
-        device = first.device
-        index = device.index
+        index = first.device.index
         if index != driver.current_device():
-            with torch.cuda.device(device):
+            with torch.cuda.device(index):
                 return self(inputs, scalars, wanted)
         driver.enter(index)
-        empty, outputs = torch.empty_strided, len(self.outputs)  # a third faster than torch.empty
-        tensors = [*inputs]
+        empty, tensors = driver.empty, [*inputs]
         for i, (size, strides, dtype) in enumerate(self._allocated):
-            tensors.append(empty(size, strides, dtype=dtype, device=device) if i >= outputs or wanted[i] else None)
+            skipped = wanted is not None and i < len(self.outputs) and not wanted[i]
+            tensors.append(None if skipped else empty(size, strides, dtype))
+        handle, capturing = driver.stream_handle(index), driver.capturing()
+        if self._borrowed:  # not by a captured call, which may be replayed beside anything
+            tensors.append(empty((self._borrowed,), (1,), torch.uint8) if capturing else scratch(index, handle))
         pool: list[Any] = [0 if t is None else t.data_ptr() for t in tensors]
         pool += [pool[tensor] + offset for tensor, offset in self._inside]
         pool += scalars
         pool += self._constants
-        for maps in self._maps:
-            pool.append(maps.known.get(pool[maps.tensor]) or maps.make(tensors[maps.tensor]))
+        for place, known, find, rows, columns in self._maps:
+            pool.append(known.get(pool[place]) or _make_map(known, find(tensors), rows, columns))
         if self._counters:
-            address = counters(device).take(driver.stream_handle(index), self._counters)
+            address = counters(index).take(handle, self._counters, capturing)
             pool += (address, address + 4 * (self._counters - 4))
-        stream = driver.current_stream(index)
+        stream = driver.stream(handle)
         for step in self._steps:
             if isinstance(step, _Product):
                 step(tensors)
@@ -213,13 +239,19 @@ class Bound:
                 launch, picked, needed = step
                 if pool[needed]:
                     launch(stream, picked(pool))
-        return tensors[self._inputs : self._inputs + outputs]
+        return tensors[self._inputs : self._inputs + len(self.outputs)]
 
 
 @functools.lru_cache(maxsize=4096)
-def bind(chosen: Plan) -> Bound:
+def bind(chosen: Plan, packed: bool = False) -> Bound:
     """`chosen` with its kernels compiled and loaded, remembered. Raises what the compiler or the driver raises."""
-    return Bound(chosen)
+    return Bound(chosen, packed)
+
+
+@functools.lru_cache(maxsize=256)
+def scratch(index: int | None, stream: int) -> Tensor:
+    """Memory for kernels that keep nothing in it, on the current stream of the current device; one after the other."""
+    return driver.empty((BORROWED,), (1,), torch.uint8)
 
 
 class Counters:
@@ -234,11 +266,20 @@ class Counters:
         self._by_stream: dict[tuple[int, int], int] = {}
         self._blocks: list[Tensor] = []  # all memory that was ever handed out
         self._next, self._end = 0, 0  # addresses: what is left of the newest block
+        self._lock = threading.Lock()
 
-    def take(self, stream: int, count: int) -> int:
-        """The address of at least `count` numbers for a call on `stream`."""
-        capturing = driver.capturing()
-        size = 1 << max(count - 1, 31).bit_length()
+    def take(self, stream: int, count: int, capturing: bool) -> int:
+        """The address of at least `count` numbers for a call on `stream`, the current one."""
+        found = None if capturing else self._by_stream.get((stream, count))
+        if found is None:
+            with self._lock:
+                found = self._find(stream, 1 << max(count - 1, 31).bit_length(), capturing)
+                if not capturing:
+                    self._by_stream[stream, count] = found
+        return found
+
+    def _find(self, stream: int, size: int, capturing: bool) -> int:
+        """`take`, where `size` is a power of two: counts up to the same one share their numbers."""
         found = None if capturing else self._by_stream.get((stream, size))
         if found is not None:
             return found
@@ -257,6 +298,6 @@ class Counters:
 
 
 @functools.lru_cache(maxsize=64)
-def counters(device: torch.device) -> Counters:
-    """The counters of a device."""
-    return Counters(device)
+def counters(index: int | None) -> Counters:
+    """The counters of the GPU of this index."""
+    return Counters(torch.device("cpu") if index is None else torch.device("cuda", index))

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -255,23 +255,39 @@ def _allow_shared(kernel: Any, size: int, arch: int) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _stream_object(handle: int) -> Any:
+def stream(handle: int) -> Any:
+    """A stream as cuda.core takes it."""
     from cuda.core import Stream
 
     return Stream.from_handle(handle)
 
 
-_threads = threading.local()
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.entered: set[int] = set()
+
+
+_thread = _Thread()
 
 
 def enter(device_index: int) -> None:
     """Make the device's context current in this thread, which PyTorch's backward threads leave to the first caller."""
-    entered = _threads.__dict__.setdefault("devices", set())
-    if device_index not in entered:
+    if device_index not in _thread.entered:
         from cuda.core import Device
 
         Device(device_index).set_current()
-        entered.add(device_index)
+        _thread.entered.add(device_index)
+
+
+def _empty(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device="cuda")
+
+
+# (size, strides, dtype) → memory on the current device. What TorchInductor's code allocates with: half the host time of
+# `torch.empty_strided`, which takes a third less than `torch.empty`.
+empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", _empty
+)
 
 
 def current_device() -> int:
@@ -295,11 +311,6 @@ def stream_handle(device_index: int) -> int:
     """PyTorch's current stream on a device, as a number."""
     handle: int = torch._C._cuda_getCurrentRawStream(device_index)
     return handle
-
-
-def current_stream(device_index: int) -> Any:
-    """PyTorch's current stream on a device, as cuda.core takes it."""
-    return _stream_object(stream_handle(device_index))
 
 
 int32 = np.int32

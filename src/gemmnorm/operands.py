@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -56,6 +58,30 @@ def running_state(
 def kind(t: Tensor | None) -> tuple[Any, ...] | None:
     """What two tensors must share to be served alike, but for their contents."""
     return None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous())
+
+
+class Likeness:
+    """Whether tensors are like those that it was made of: the same ones absent, and of each the class, dtype, device,
+    shape, strides, `requires_grad`, and who PyTorch's dispatcher would show it to.
+
+    By the guards of `torch.compile`, one call of C++ for all of them, where `kind` takes 0.3 µs for each. They are no
+    public interface: where PyTorch has none of this form, nothing is alike. Keeps no tensor alive.
+    """
+
+    def __init__(self, tensors: tuple[Tensor | None, ...]) -> None:
+        self._absent = tuple(i for i, t in enumerate(tensors) if t is None)
+        self._present = itemgetter(*(i for i, t in enumerate(tensors) if t is not None))
+        self._check: Callable[..., bool] = lambda *_: False
+        with contextlib.suppress(AttributeError, TypeError):
+            guards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
+            present = self._present(tensors)
+            self._check = guards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+    def __call__(self, tensors: tuple[Tensor | None, ...]) -> bool:
+        for i in self._absent:
+            if tensors[i] is not None:
+                return False
+        return self._check(*self._present(tensors))
 
 
 def served_as_they_are(*vectors: Tensor | None) -> bool:

@@ -69,28 +69,18 @@ def linear_scale_batch_norm(
         )  # fmt: skip
     tensor = scale if isinstance(scale, Tensor) else None
     number = 1.0 if tensor is not None or scale is None else float(scale)  # type: ignore[arg-type]
-    vectors = (bias, tensor, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias)
-    if not compiling and _unwatched(x, weight, *vectors):
-        operands = (x, weight)
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.no_grad():  # the backward gives gradients of x and W themselves
-                operands = _cast(x, weight)
-        learned = (x, weight, bias, tensor, bn_weight, bn_bias)
-        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
-        call = runtime.call_for(
-            *operands, bias, tensor, number, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias,
-            training, momentum, eps, activation, strategy, save,
-        )  # fmt: skip
-        if call.kernels:
-            running = (running_mean, running_var, num_batches_tracked)
-            if save:
-                return _apply_direct(call, operands, running, *learned)
-            return call.forward(*operands, bias, tensor, *running, bn_weight, bn_bias)[0]
-    else:
-        check_arguments(
-            x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
-            training, rows=2 if training else 0,
-        )  # fmt: skip
+    if not compiling and not _watched():
+        tensors = (x, weight, bias, tensor, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias)
+        found = _prepared(tensors, number, training, momentum, eps, activation, strategy)
+        if found is not None:
+            call, operands = found
+            if call.save:
+                return _apply_direct(call, operands, tensors[2:], x, weight, bias, tensor, bn_weight, bn_bias)
+            return call.forward(*operands, *tensors[2:])[0]
+    check_arguments(
+        x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
+        training, rows=2 if training else 0,
+    )  # fmt: skip
     y: Tensor = _forward_op(
         x, weight, bias, tensor, number, running_mean, running_var, num_batches_tracked,
         bn_weight, bn_bias, training, momentum, eps, activation, strategy, False,
@@ -103,14 +93,56 @@ _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _transforms = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 
 
-def _unwatched(*tensors: Tensor | None) -> bool:
-    """No mode, function transform, trace or tensor subclass wants to see the operator itself."""
-    if _modes() or _transforms() is not None or torch._C._get_tracing_state() is not None:
-        return False
-    for t in tensors:  # a generator would cost twice as much
-        if t is not None and type(t) not in _PLAIN:
-            return False
-    return torch.autograd.forward_ad._current_level < 0
+def _watched() -> bool:
+    """A mode, function transform or trace wants to see the operator itself."""
+    return bool(
+        _modes()
+        or _transforms() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _prepared(
+    tensors: tuple[Tensor | None, ...],
+    scale_value: float,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: str | None,
+    strategy: str | None,
+) -> tuple[runtime.Call, tuple[Tensor, Tensor]] | None:
+    """The call that kernels serve, and x and W as it takes them; None where it is the dispatcher's.
+
+    A call like the last one with this weight is recognised without a look at each tensor.
+    """
+    x, weight = tensors[:2]
+    assert x is not None and weight is not None
+    device = "cuda" if x.is_cuda else x.device.type  # the second takes 0.3 µs
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    differentiable = torch.is_grad_enabled()
+    strategy = plan.check_strategy(strategy)
+    options = (training, momentum, eps, activation, strategy)
+    key = (id(weight), scale_value, *options, differentiable, autocast, runtime.arithmetic(x.dtype))
+    call = runtime.recall(key, tensors)
+    if call is None and any(t is not None and type(t) not in _PLAIN for t in tensors):
+        return None  # a subclass wants to see the operator
+    operands = (x, weight)
+    if autocast is not None:
+        with torch.no_grad():  # the backward gives gradients of x and W themselves
+            operands = _cast(x, weight)
+    if call is None:
+        _, _, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias = tensors
+        learned = (x, weight, bias, scale, bn_weight, bn_bias)
+        save = differentiable and any(t is not None and t.requires_grad for t in learned)
+        call = runtime.call_for(
+            *operands, bias, scale, scale_value, running_mean, running_var, counter, bn_weight, bn_bias, *options,
+            save, True,
+        )  # fmt: skip
+        if not call.kernels:
+            return None
+        runtime.remember(key, tensors, call)
+    return call, operands
 
 
 def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +161,7 @@ class _Direct(torch.autograd.Function):
         ctx: Any,
         call: runtime.Call,
         operands: tuple[Tensor, Tensor],
-        running: tuple[Tensor | None, Tensor | None, Tensor | None],
+        vectors: tuple[Tensor | None, ...],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -137,8 +169,8 @@ class _Direct(torch.autograd.Function):
         bn_weight: Tensor | None,
         bn_bias: Tensor | None,
     ) -> Tensor:
-        y, product, statistics = call.forward(*operands, bias, scale, *running, bn_weight, bn_bias)
-        ctx.save_for_backward(*operands, bias, scale, bn_weight, bn_bias, product, statistics)
+        y, *kept = call.forward(*operands, *vectors)
+        ctx.save_for_backward(*operands, bias, scale, bn_weight, bn_bias, *kept)
         ctx.call = call
         ctx.dtypes = (x.dtype, weight.dtype)
         return y
@@ -147,7 +179,7 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         needs = list(ctx.needs_input_grad[3:])
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            x, weight, bias, scale, bn_weight, bn_bias, product, statistics = ctx.saved_tensors
+            x, weight, bias, scale, bn_weight, bn_bias, *kept = ctx.saved_tensors
             # Autocast's copies are no part of the graph; the operator has to see that somebody may differentiate again.
             x, weight = (
                 t.detach().requires_grad_() if needed and not t.requires_grad else t
@@ -155,34 +187,32 @@ class _Direct(torch.autograd.Function):
             )
             scale_value, training, _, eps, activation, _ = ctx.call.options
             found = _backward_op(
-                grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, product, statistics,
+                grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, *ctx.call.unpacked(kept),
                 training, eps, activation, ctx.call.plan.strategy, needs,
             )  # fmt: skip
             found = (*(g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=False)), *found[2:])
         else:
-            found = ctx.call.backward(ctx.dtypes, grad, *ctx.saved_tensors, needs)
+            found = ctx.call.backward(ctx.dtypes, needs, grad, *ctx.saved_tensors)
         return None, None, None, *(g if needed else None for g, needed in zip(found, needs, strict=True))
 
 
-# `Function.apply` without its look for function transforms, of which `_unwatched` has found none: 8 µs of a call.
+# `Function.apply` without its look for function transforms, of which `_watched` has found none: 8 µs of a call.
 _apply_direct: Any = super(torch.autograd.Function, _Direct).apply  # type: ignore[misc]
 
 
 def _forward_impl(*args: Any) -> tuple[Tensor, ...]:
     x, weight, bias, scale, _, running_mean, running_var, counter, bn_weight, bn_bias = args[:10]
     call = runtime.call_for(*args)
-    y, product, statistics = call.forward(
-        x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias
-    )
-    if product is None or statistics is None:
-        return y, x.new_empty(0), x.new_empty(0, dtype=reference.statistics_dtype(y.dtype))
-    return y, product, statistics
+    found = call.forward(x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias)
+    if call.save:
+        return tuple(found)
+    return found[0], x.new_empty(0), x.new_empty(0, dtype=reference.statistics_dtype(found[0].dtype))
 
 
 def _backward_impl(*args: Any) -> tuple[Tensor, ...]:
     grad, x, weight, bias, scale, scale_value, bn_weight, bn_bias, product, statistics, *options, needs = args
     call = runtime.backward_call_for(x, weight, bias, scale, scale_value, bn_weight, bn_bias, *options)
-    grads = call.run(grad, x, weight, bias, scale, bn_weight, bn_bias, product, statistics, needs)
+    grads = call.run(needs, grad, x, weight, bias, scale, bn_weight, bn_bias, product, statistics)
     return tuple(x.new_empty(0) if g is None else g for g in grads)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from . import binding, driver, plan, prepared, reference
 from .arguments import check_arguments
 from .errors import GemmNormWarning
-from .operands import dense, first, kind, running_state, served_as_they_are, unified, vectors
+from .operands import Likeness, dense, first, kind, running_state, served_as_they_are, unified, vectors
 from .plan import Chip, Plan, Problem
 
 _NAMES = {dtype: name for name, dtype in binding.DTYPES.items()}
@@ -126,9 +126,9 @@ def _resolved(problem: Problem, requested: str | None) -> str:
         if verdicts[name] is not None:
             continue
         try:
-            binding.bind(plan.cached_plan(problem, name, "forward"))
+            binding.bind(plan.cached_plan(problem, name, "forward"), False)
             if problem.save:
-                binding.bind(plan.cached_plan(problem, name, "backward"))
+                binding.bind(plan.cached_plan(problem, name, "backward"), False)
         except Exception as error:
             if name not in _warned:
                 _warned.add(name)
@@ -209,7 +209,10 @@ def prepare_weight(weight: Tensor) -> bool:
 
 
 class Call:
-    """One kind of forward call, prepared: the plan, its loaded kernels, and whether anything must be converted."""
+    """One kind of forward call, prepared: the plan, its loaded kernels, and whether anything must be converted.
+
+    `direct`: what is kept need not be the operator's separate outputs.
+    """
 
     def __init__(
         self,
@@ -229,6 +232,7 @@ class Call:
         activation: str | None,
         strategy: str | None,
         save: bool,
+        direct: bool = False,
     ) -> None:
         check_arguments(
             x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
@@ -240,7 +244,9 @@ class Call:
         name = resolve(problem, strategy)
         self.plan = plan.cached_plan(problem, name, "forward")
         self.options = (scale_value, training, momentum, eps, activation, save)
-        self._bound = None if name == "reference" else binding.bind(self.plan)
+        self.save = save
+        self._packed = direct and save and self.plan.keeps_offsets
+        self._bound = None if name == "reference" else binding.bind(self.plan, self._packed)
         self._scalars = _scalars(problem, scale, scale_value, momentum, eps)
         self._mapped = any(launch.maps for launch in self.plan.launches)
         self._with_prepared = _prepared_plan(self.plan)
@@ -263,7 +269,7 @@ class Call:
         if found is not None and self._bound_prepared is None:
             assert self._with_prepared is not None
             try:
-                self._bound_prepared = binding.bind(self._with_prepared)
+                self._bound_prepared = binding.bind(self._with_prepared, False)
             except Exception as error:
                 self._with_prepared = None
                 warnings.warn(f"prepared weights are not used: {error}", GemmNormWarning, stacklevel=2)
@@ -281,8 +287,8 @@ class Call:
         num_batches_tracked: Tensor | None,
         bn_weight: Tensor | None,
         bn_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """y, and what the backward needs: product and statistics, None unless it was asked for.
+    ) -> Sequence[Tensor]:
+        """y, and if it was asked for what the backward needs: product and statistics, or the two `unpacked` from one.
 
         The statistics are one float32 tensor [2 or 2 + groups, O]: the product's mean; 1/sqrt(var + eps); where the
         product is stored minus its group's mean, the means of the groups. (The reference's are its own affair.)
@@ -296,7 +302,7 @@ class Call:
                 x, weight, bias, scale_value if scale is None else scale, running_mean, running_var,
                 num_batches_tracked, bn_weight, bn_bias, training, momentum, eps, activation, save,
             )  # fmt: skip
-            return (y, product, statistics) if save else (y, None, None)
+            return (y, product, statistics) if save else (y,)
         if self._mapped:
             x, weight = dense(x), dense(weight)
         write_back = None
@@ -312,26 +318,30 @@ class Call:
         counter = num_batches_tracked if training else None
         inputs = (x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias)
         if ahead is None:
-            found = self._bound(inputs, self._scalars)
+            outputs = self._bound(inputs, self._scalars)
         else:
             assert self._bound_prepared is not None
-            found = self._bound_prepared((*inputs, *ahead.tensors), self._scalars)
+            outputs = self._bound_prepared((*inputs, *ahead.tensors), self._scalars)
         if training and write_back is not None:
             write_back()
-        y, product, statistics = found if save else (found[0], None, None)  # type: ignore[assignment]
-        return y, product, statistics
+        return outputs  # type: ignore[return-value]
 
-    def backward(self, dtypes: tuple[torch.dtype, torch.dtype], grad: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+    def unpacked(self, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Product and statistics of what `forward` gave after y."""
+        product, statistics = binding.unpacked(kept[0], self.plan.problem) if self._packed else kept
+        return product, statistics
+
+    def backward(self, dtypes: tuple[torch.dtype, torch.dtype], *saved: Any) -> tuple[Tensor | None, ...]:
         """Gradients of x and weight in `dtypes`, and of the others, as `BackwardCall.run` gives them."""
         found = self._backward.get(dtypes)
         if found is None:
-            x, weight, bias, scale, bn_weight, bn_bias, _, _, _ = saved
+            x, weight, bias, scale, bn_weight, bn_bias = saved[2:8]
             scale_value, training, _, eps, activation, _ = self.options
             found = self._backward[dtypes] = BackwardCall(
                 x, weight, bias, scale, scale_value, bn_weight, bn_bias, training, eps, activation,
-                self.plan.strategy, dtypes,
+                self.plan.strategy, dtypes, self._packed,
             )  # fmt: skip
-        return found.run(grad, *saved)
+        return found.run(*saved)
 
 
 class BackwardCall:
@@ -351,6 +361,7 @@ class BackwardCall:
         activation: str | None,
         strategy: str,
         dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+        packed: bool = False,
     ) -> None:
         problem = describe(
             x, weight, bias, scale, scale_value, first(bn_weight, bn_bias), bn_weight, bn_bias,
@@ -360,7 +371,7 @@ class BackwardCall:
         problem = replace(problem, grad_dtypes=tuple(_NAMES.get(d, str(d)) for d in self._dtypes))
         self._options = (scale_value, training, eps, activation)
         plain = strategy == "reference" or x.shape[0] == 0
-        self._bound = None if plain else binding.bind(plan.cached_plan(problem, strategy, "backward"))
+        self._bound = None if plain else binding.bind(plan.cached_plan(problem, strategy, "backward"), packed)
         self._scalars = _scalars(problem, scale, scale_value, 0.0, eps)
         found = None if self._bound is None else plan.cached_plan(problem, strategy, "backward")
         self._dense_operands = found is not None and any("x" in launch.arguments for launch in found.launches)
@@ -369,6 +380,7 @@ class BackwardCall:
 
     def run(
         self,
+        needs: list[bool],
         grad: Tensor,
         x: Tensor,
         weight: Tensor,
@@ -376,13 +388,12 @@ class BackwardCall:
         scale: Tensor | None,
         bn_weight: Tensor | None,
         bn_bias: Tensor | None,
-        product: Tensor,
-        statistics: Tensor,
-        needs: list[bool],
+        *kept: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Gradients of x, weight, bias, scale, bn_weight, bn_bias; None where `needs` is False."""
         if self._bound is None:
             scale_value, training, eps, activation = self._options
+            product, statistics = kept
             found = reference.backward(
                 grad, x, weight, bias, scale_value if scale is None else scale, bn_weight, bn_bias, product,
                 statistics, training, eps, activation, needs,
@@ -395,9 +406,7 @@ class BackwardCall:
         bn_weight, bn_bias = unified(bn_weight, bn_bias)
         if self._dense_operands:
             x, weight = dense(x), dense(weight)
-        grads = self._bound(
-            (dense(grad), x, weight, bias, scale, bn_weight, bn_bias, product, statistics), self._scalars, wanted
-        )
+        grads = self._bound((dense(grad), x, weight, bias, scale, bn_weight, bn_bias, *kept), self._scalars, wanted)
         for i, like in enumerate(self._shapes, start=2):
             gradient = grads[i]
             if gradient is None or like is None or (gradient.shape, gradient.dtype) == like:
@@ -411,10 +420,24 @@ class BackwardCall:
 
 _calls: dict[tuple[Any, ...], Call] = {}
 _backward_calls: dict[tuple[Any, ...], BackwardCall] = {}
+_familiar: dict[tuple[Any, ...], tuple[Likeness, Call]] = {}
+
+
+def recall(key: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> Call | None:
+    """The call that was remembered under `key`, if the tensors are like those that it was made with."""
+    found = _familiar.get(key)
+    return found[1] if found is not None and found[0](tensors) else None
+
+
+def remember(key: tuple[Any, ...], tensors: tuple[Tensor | None, ...], call: Call) -> None:
+    """Let `recall` find `call`: the last one under this key. The key has all that the tensors do not tell."""
+    if len(_familiar) >= 4096:
+        _familiar.clear()
+    _familiar[key] = (Likeness(tensors), call)
 
 
 def call_for(*call: Any) -> Call:
-    """The prepared call for the arguments of the operator: the tensors' kinds and the options decide.
+    """The prepared call for the arguments of `Call`: the tensors' kinds and the options decide.
 
     Raises what `check_arguments` raises, the first time that such a call is made.
     """
@@ -455,5 +478,7 @@ def forget() -> None:
     """Forget every prepared call, as where the machine has changed (tests do that)."""
     _calls.clear()
     _backward_calls.clear()
+    _familiar.clear()
     _resolved.cache_clear()
     binding.bind.cache_clear()
+    binding.scratch.cache_clear()

@@ -141,6 +141,11 @@ def tensor_map(t: torch.Tensor, rows: int, columns: int) -> bytes:
     return data.ljust(128, b"\0")
 
 
+def empty(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Takes the place of `driver.empty`."""
+    return torch.empty_strided(size, strides, dtype=dtype)
+
+
 @contextlib.contextmanager
 def emulated(chip: Chip) -> Iterator[None]:
     """Inside, tensors on the CPU are treated as tensors on `chip`."""
@@ -150,7 +155,8 @@ def emulated(chip: Chip) -> Iterator[None]:
             (driver, "Launcher", Launcher),
             (driver, "tensor_map", tensor_map),
             (driver, "enter", lambda index: None),
-            (driver, "current_stream", lambda index: None),
+            (driver, "stream", lambda handle: None),
+            (driver, "empty", empty),
             (driver, "stream_handle", lambda index: 0),
             (driver, "current_device", lambda: None),
             (torch.cuda, "current_stream", lambda device=None: mock.Mock()),
