@@ -69,7 +69,7 @@ def test_the_expressions_for_the_kernels(name):
 @pytest.mark.skipif(COMPILER is None, reason="no g++")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_the_kernels(name):
-    """As the kernels' source has them, by the host's compiler: relative errors of float32, and what is beyond its range."""
+    """As the host compiles the kernels' source: relative errors of float32, and what is beyond its range."""
     function = compiled_function(name)
     for z in torch.linspace(-9, 9, 1801).tolist():
         assert function(z) == pytest.approx(FUNCTIONS[name](z), rel=1e-5, abs=1e-12), z

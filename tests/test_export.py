@@ -125,6 +125,9 @@ def small(path: Path, dtype: str = "bfloat16", batch: int = 256, features: int =
     return path
 
 
+ROWS = r"\(\(batch \+ 127\) / 128\)"  # tiles of rows
+
+
 def hopper(folder: Path, strategy: str = "one_kernel", dtype: str = "bfloat16", batch: int = 256):
     path = small(folder / f"small_{dtype}_{batch}.py", dtype, batch)
     return exporting.export(path, folder / f"{strategy}_{path.name}", strategy=strategy, target="sm_90")
@@ -141,11 +144,11 @@ def host_function(source: str, name: str) -> str:
     ("ending", "batch", "condition"),
     [
         ("_one_tile", 64, "batch <= 128"),
-        ("_one_wave", 256, r"\d+ \* \(\(batch \+ 127\) / 128\) <= multiprocessors\(\)"),
+        ("_one_wave", 256, rf"\d+ \* {ROWS} <= multiprocessors\(\)"),
         (
             "_whole_panels",
             16384,
-            r"\(\(batch \+ 127\) / 128\) == 128 && \(\(batch \+ 127\) / 128\) <= multiprocessors\(\)",
+            rf"{ROWS} == 128 && {ROWS} <= multiprocessors\(\)",
         ),
         (None, 65536, ""),
     ],

@@ -265,7 +265,7 @@ def _fits_l2(problem: Problem) -> bool:
 def _panels_at_once(problem: Problem, tile: Tile) -> int:
     """Panels whose tiles one wave of blocks works on, all of them, where that takes no more waves; else 0.
 
-    Not for a tile that cannot wait in shared memory and would merge many groups, or has a short main loop, several times;
+    Not for a tile that cannot wait in shared memory and would merge many groups, or has a short main loop;
     nor where x would be read from memory again for every few panels (lab/README.md has the times).
     """
     blocks = (problem.chip or CHIPS[90]).multiprocessors
