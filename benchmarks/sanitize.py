@@ -24,8 +24,10 @@ from gemmnorm.plan import STRATEGIES, split
 SIZES = {
     "one tile": (70, 72, 40),
     "one wave": (300, 136, 264),
-    "persistent": (1500, 64, 5136),
+    "waves": (1500, 64, 5136),
+    "whole panels": (260, 1600, 12296),
     "many groups": (2200, 64, 2568),
+    "tall": (17000, 64, 520),
 }
 
 

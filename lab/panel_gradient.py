@@ -1,7 +1,8 @@
 """The backward up to the product's gradient, three launches against one, with other panels and clusters, beside a copy of as
-many bytes: PYTHONPATH=src python lab/panel_gradient.py, on a GPU. Microseconds, and the worst gradient against the three's.
+many bytes: PYTHONPATH=src python lab/panel_gradient.py [--all], on a GPU. Microseconds, and the worst gradient against the three's.
 """
 
+import sys
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,7 @@ from gemmnorm.plan import DTYPE_BYTES, NOTHING, Extent, Problem, gradient
 
 CASES |= {"4096": (4096, 512, 8192, True, True, None), "8192": (8192, 512, 4096, True, True, None)}
 RUNS = (("kb33", "bf16"), ("kb33", "amp"), ("kb33", "fp32"), ("projector", "bf16"), ("projector", "fp32"), ("4096", "bf16"),
-        ("4096", "fp32"), ("8192", "bf16"), ("8192", "fp32"), ("v0", "bf16"), ("kb39", "bf16"), ("kb39", "fp32"))  # fmt: skip
+        ("4096", "fp32"), ("8192", "bf16"), ("8192", "fp32"), ("v0", "bf16"), ("kb39", "bf16"), ("kb39", "amp"), ("kb39", "fp32"))  # fmt: skip
 KINDS = {
     "bf16": ("bfloat16",) * 4,
     "amp": ("bfloat16", "float32", "float32", "float32"),
@@ -33,6 +34,24 @@ def variant(problem, lanes, cluster, resident):
     constants = (*base.constants[:4], str(lanes), str(per_warp), str(cluster), str(shared), base.constants[8])
     grid = Extent(-(-problem.out_features // columns) * cluster)
     return replace(base, constants=constants, grid=grid, shared=shared, cluster=cluster, resident=resident)
+
+
+def variants(problem, every):
+    """Name, launch and what it needs in between."""
+    shipped = gradient.one_launch(problem, NOT_SPLIT)
+    if shipped is not None:
+        yield "a cluster for a panel, shipped", shipped, ()
+    for lanes, cluster, resident in ((n, c, r) for n in (2, 4, 8) for c in (1, 2, 4, 8) for r in (1, 2, 3)):
+        launch = variant(problem, lanes, cluster, resident) if every else None
+        if launch is not None:
+            yield f"{lanes} lanes, clusters of {cluster}, {resident} blocks", launch, ()
+    streamed = gradient.streamed_launch(problem)
+    if streamed is not None:
+        types, (rows, slots, lag), rest = streamed.constants[:4], streamed.constants[4:7], streamed.constants[7:]
+        for other in range(1, int(slots)):
+            constants = (*types, rows, slots, str(other), *rest)
+            name = f"streamed, {rows} rows, {slots} slots, lag {other}" + (", shipped" if str(other) == lag else "")
+            yield name, replace(streamed, constants=constants), gradient._between(problem)
 
 
 def main():
@@ -70,18 +89,14 @@ def main():
         calls = {"three launches": binding.Bound(replace(three, steps=three.launches))}
         moved = torch.empty(batch * out * (2 * t.itemsize + y.itemsize) // 2, dtype=torch.uint8, device="cuda")
         calls["a copy"] = lambda *_, to=torch.empty_like(moved), moved=moved: to.copy_(moved)
-        for lanes, cluster, resident in ((n, c, r) for n in (2, 4, 8) for c in (1, 2, 4, 8) for r in (1, 2, 3)):
-            launch = variant(problem, lanes, cluster, resident)
-            if launch is None:
-                continue
-            panel = replace(base, steps=(launch, *products), workspace=(product,))
+        for name, launch, between in variants(problem, "--all" in sys.argv):
+            panel = replace(base, steps=(launch, *products), workspace=(*between, product), counters=5 + 2 * out)
             got = binding.Bound(panel)(inputs, scalars)
             worst = max(
                 float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-20))
                 for a, b in zip(got, want, strict=True)
             )
-            name = f"{lanes} lanes, clusters of {cluster}, {resident} blocks ({worst:.1e})"
-            calls[name] = binding.Bound(replace(panel, steps=(launch,)))
+            calls[f"{name} ({worst:.1e})"] = binding.Bound(replace(panel, steps=(launch,)))
         print(case, kind)
         times = timer({name: lambda call=call: call(inputs, scalars) for name, call in calls.items()}, 9)  # noqa: B023
         for name, ms in times.items():
