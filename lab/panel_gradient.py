@@ -37,21 +37,14 @@ def variant(problem, lanes, cluster, resident):
 
 
 def variants(problem, every):
-    """Name, launch and what it needs in between."""
+    """Name and launch."""
     shipped = gradient.one_launch(problem, NOT_SPLIT)
     if shipped is not None:
-        yield "a cluster for a panel, shipped", shipped, ()
+        yield "shipped", shipped
     for lanes, cluster, resident in ((n, c, r) for n in (2, 4, 8) for c in (1, 2, 4, 8) for r in (1, 2, 3)):
         launch = variant(problem, lanes, cluster, resident) if every else None
         if launch is not None:
-            yield f"{lanes} lanes, clusters of {cluster}, {resident} blocks", launch, ()
-    streamed = gradient.streamed_launch(problem)
-    if streamed is not None:
-        types, (rows, slots, lag), rest = streamed.constants[:4], streamed.constants[4:7], streamed.constants[7:]
-        for other in range(1, int(slots)):
-            constants = (*types, rows, slots, str(other), *rest)
-            name = f"streamed, {rows} rows, {slots} slots, lag {other}" + (", shipped" if str(other) == lag else "")
-            yield name, replace(streamed, constants=constants), gradient._between(problem)
+            yield f"{lanes} lanes, clusters of {cluster}, {resident} blocks", launch
 
 
 def main():
@@ -89,8 +82,8 @@ def main():
         calls = {"three launches": binding.Bound(replace(three, steps=three.launches))}
         moved = torch.empty(batch * out * (2 * t.itemsize + y.itemsize) // 2, dtype=torch.uint8, device="cuda")
         calls["a copy"] = lambda *_, to=torch.empty_like(moved), moved=moved: to.copy_(moved)
-        for name, launch, between in variants(problem, "--all" in sys.argv):
-            panel = replace(base, steps=(launch, *products), workspace=(*between, product), counters=5 + 2 * out)
+        for name, launch in variants(problem, "--all" in sys.argv):
+            panel = replace(base, steps=(launch, *products), workspace=(product,))
             got = binding.Bound(panel)(inputs, scalars)
             worst = max(
                 float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-20))

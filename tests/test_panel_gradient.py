@@ -97,7 +97,7 @@ def test_where_it_serves() -> None:
         replace(problem, chip=plan.chip_for(120)),  # too little shared memory
     ):
         assert gradient.one_launch(other, NOT_SPLIT) is None
-        assert gradient.launches(other, NOT_SPLIT)[0][0].function in ("streamed_gradient", "gradient_sums")
+        assert len(gradient.launches(other, NOT_SPLIT)[0]) == 3
 
 
 @needs_compiler

@@ -173,8 +173,8 @@ def _options(arch: int, **options: Any) -> Any:
     return ProgramOptions(arch=target(arch), std="c++17", name="gemmnorm.cu", **options)
 
 
-@functools.lru_cache(maxsize=2)
-def _map_options(exact: bool) -> tuple[Any, Any, dict[torch.dtype, Any]]:
+@functools.lru_cache(maxsize=1)
+def _map_options() -> tuple[Any, Any, dict[torch.dtype, Any]]:
     """128-byte swizzle, 256-byte promotion in the L2, and the copy engine's name of each dtype."""
     # cuda.core 1.2 documents these enumerations and exports them here only.
     from cuda.core._tensor_map import TensorMapDataType, TensorMapL2Promotion, TensorMapSwizzle
@@ -182,8 +182,7 @@ def _map_options(exact: bool) -> tuple[Any, Any, dict[torch.dtype, Any]]:
     types = {
         torch.float16: TensorMapDataType.FLOAT16,
         torch.bfloat16: TensorMapDataType.BFLOAT16,
-        # Rounded on the way in, where the tensor cores would truncate.
-        torch.float32: TensorMapDataType.FLOAT32 if exact else TensorMapDataType.TFLOAT32,
+        torch.float32: TensorMapDataType.TFLOAT32,  # rounded on the way in, where the tensor cores would truncate
     }
     return TensorMapSwizzle.SWIZZLE_128B, TensorMapL2Promotion.L2_256B, types
 
@@ -202,14 +201,14 @@ class _Address:
         }
 
 
-def tensor_map(t: torch.Tensor, rows: int, columns: int, exact: bool) -> Any:
+def tensor_map(t: torch.Tensor, rows: int, columns: int) -> Any:
     """The copy engine's view of a contiguous matrix, cut into boxes of rows × columns.
 
-    A map holds an address and sizes, nothing of the contents, and keeps no memory alive. `exact` as in `plan.Map`.
+    A map holds an address and sizes, nothing of the contents, and keeps no memory alive.
     """
     from cuda.core.utils import StridedMemoryView
 
-    swizzle, promotion, types = _map_options(exact)
+    swizzle, promotion, types = _map_options()
     view = StridedMemoryView.from_any_interface(_Address(t), stream_ptr=-1)
     return view.as_tensor_map((rows, columns), data_type=types[t.dtype], swizzle=swizzle, l2_promotion=promotion)
 

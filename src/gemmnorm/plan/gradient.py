@@ -5,14 +5,12 @@ from __future__ import annotations
 from .cost import gemm_seconds, sweep_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS, form, merge_grid, tiling
 from .problem import DTYPE_BYTES, Problem, c_types
-from .steps import NOTHING, ROW_BYTES, THREADS, Buffer, Extent, Launch, Map, Plan, Product
+from .steps import NOTHING, THREADS, Buffer, Extent, Launch, Plan, Product
 
 WARPS = THREADS // 32
 LANES = 4  # of a warp along the features: 64 bytes of a row
 MOST_BLOCKS = 8  # of a cluster on any GPU that has clusters
 SHARED = 227 * 1024  # bytes that a block can have on Hopper
-STREAM_THREADS = 32 * (WARPS + 12)  # those that compute, and those that serve them
-LEAST_SLOTS, MOST_SLOTS = 4, 8  # of the ring of the kernel that streams panels
 _CHEAP = ("relu", "leaky_relu", "hardtanh")
 _PARAMETERS = ("grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
 
@@ -26,9 +24,6 @@ def launches(problem: Problem, exponents: tuple[str, str]) -> tuple[tuple[Launch
     panel = one_launch(problem, exponents)
     if panel is not None:
         return (panel,), (product,)
-    streamed = streamed_launch(problem) if exponents == (NOTHING, NOTHING) else None
-    if streamed is not None:
-        return (streamed,), (*_between(problem), product)
     return _three_launches(problem, exponents), (*_between(problem), product)
 
 
@@ -62,55 +57,12 @@ def one_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
     )  # fmt: skip
 
 
-def streamed_launch(problem: Problem) -> Launch | None:
-    """All blocks together for a panel of columns after the other, each for its rows; None where they do not fit."""
-    size, out_size = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
-    features, chip = problem.out_features, problem.chip
-    if chip is None or chip.arch != 90 or not problem.training or features * size % 16 or out_size < size:
-        return None
-    rows = GROUP_ROWS * -(-problem.batch // (GROUP_ROWS * chip.multiprocessors))  # of a block
-    columns, boxes = _columns(problem), out_size // size
-    tile = (1 + boxes) * rows * ROW_BYTES
-    fixed = 2 * WARPS * 2 * columns * 4 + 1024
-    slots = min(MOST_SLOTS, (SHARED - fixed) // (tile + (4 + rows // GROUP_ROWS) * columns * 4 + 32))
-    if rows > 256 or slots < LEAST_SLOTS:
-        return None
-    shared = -(-(slots * (tile + (4 + rows // GROUP_ROWS) * columns * 4 + 32) + fixed) // 1024) * 1024
-    tiles, panels = -(-problem.batch // rows), -(-features // columns)
-    at_once = min(panels, chip.multiprocessors // tiles)
-    return Launch(
-        "fused_gemm_scale_bn_gradient",
-        "streamed_gradient.cuh",
-        "streamed_gradient",
-        (*c_types(problem).values(), str(rows), str(slots), str(slots - 2), str(shared), "Activation"),
-        ("map_product", "map_grad_y", "map_grad_product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias",
-         "eps", "group_sum", "group_dot", "mean_grad", "slope_grad", *_PARAMETERS, "counters", "batch", "features"),
-        Extent(at_once, rows, chip.multiprocessors),
-        block=STREAM_THREADS,
-        resident=1,
-        shared=shared,
-        cooperative=True,
-        maps=(
-            Map("map_product", "product", rows, columns, exact=True),
-            Map("map_grad_y", "grad_y", rows, ROW_BYTES // out_size, exact=True),
-            Map("map_grad_product", "grad_product", rows, columns, exact=True),
-        ),
-    )  # fmt: skip
-
-
-def _columns(problem: Problem) -> int:
-    """Features of a streamed panel."""
-    return ROW_BYTES // DTYPE_BYTES[problem.dtype]
-
-
 def most_rows(plan: Plan) -> int | None:
     """The largest batch that a backward's launches serve; None for any."""
     for launch in plan.launches:
         if launch.function == "panel_gradient":
             per_warp, cluster = (int(constant) for constant in launch.constants[5:7])
             return per_warp * cluster * WARPS * GROUP_ROWS
-        if launch.function == "streamed_gradient":
-            return launch.grid.rows * -(-plan.problem.batch // launch.grid.rows)
     return None
 
 
@@ -186,7 +138,6 @@ def backward(problem: Problem, strategy: str, exponents: tuple[str, str] = (NOTH
             Buffer("grad_bn_bias", problem.norm_dtype, (features,)),
         ),
         workspace,
-        counters=4 + 1 + 2 * -(-problem.out_features // _columns(problem)) if steps[0].cooperative else 0,
         seconds=2 * gemm_seconds(problem) + sweep_seconds(problem, 2 if len(steps) == 1 else 4, writes=1),
         floor=2 * gemm_seconds(problem),
     )

@@ -8,8 +8,8 @@ from . import library
 from .cost import gemm_seconds, split_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
-from .split import ALL_ROWS, PREPARED, counters_to_recompute, recompute, split_operands, split_rows
-from .steps import NOTHING, ROW_BYTES, Buffer, Extent, Launch, Map, Plan, Step
+from .split import ALL_ROWS, PREPARED, ROW_BYTES, counters_to_recompute, recompute, split_operands, split_rows
+from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan, Step
 
 TILE_ROWS = 2 * GROUP_ROWS
 # Bytes of an element, its parts, columns of the tile → stages of the ring.

@@ -8,8 +8,9 @@ from . import gradient
 from .cost import split_seconds
 from .library import ROWS, VECTORS
 from .problem import CHIPS, Problem, c_types
-from .steps import NOTHING, ROW_BYTES, THREADS, Buffer, Extent, Launch, Map, Plan
+from .steps import NOTHING, THREADS, Buffer, Extent, Launch, Map, Plan
 
+ROW_BYTES = 128  # of K in one pipeline stage
 ALL_ROWS = 2**30  # of x, whatever the batch
 SPLIT_COLUMNS = 64  # of K, high and then low
 SPLIT_GEMM_TILE, SPLIT_GEMM_STAGES = 128, 3

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from .problem import Problem
 
 THREADS = 256  # of a block of the memory-bound kernels
-ROW_BYTES = 128  # of a matrix's row that the copy engine brings to shared memory at a time: the swizzle's width
 OWN_GEMM = ("gemm_stats_apply", "one_kernel")  # strategies whose product is not the library's
 
 
@@ -56,16 +55,12 @@ class Product:
 
 @dataclass(frozen=True)
 class Map:
-    """A tensor map for the copy engine: argument role, the tensor's role, box rows and columns; 128-byte swizzle.
-
-    float32 is rounded to TF32 on its way to the tensor cores, unless `exact`.
-    """
+    """A tensor map for the copy engine: argument role, the tensor's role, box rows and columns; 128-byte swizzle."""
 
     role: str
     tensor: str
     rows: int
     columns: int
-    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,8 +133,6 @@ ROLES: dict[str, tuple[str, str]] = {
     "map_x": ("const __grid_constant__ gemmnorm::TensorMap", "[batch, in_features]"),
     "map_weight": ("const __grid_constant__ gemmnorm::TensorMap", "[features, in_features]"),
     "map_product": ("const __grid_constant__ gemmnorm::TensorMap", "[batch, features]"),
-    "map_grad_y": ("const __grid_constant__ gemmnorm::TensorMap", "[batch, features]"),
-    "map_grad_product": ("const __grid_constant__ gemmnorm::TensorMap", "[batch, features]"),
     "map_y": ("const __grid_constant__ gemmnorm::TensorMap", "[batch, features]"),
     "stored_product": ("{T}*", "[batch, features]"),
     "counters": ("unsigned int*", "zero, and left zero"),

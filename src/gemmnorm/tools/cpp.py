@@ -374,17 +374,11 @@ class _Body:
         """The expression that encodes a tensor map."""
         check_known(found)
         p, role = self.plan.problem, dict(self.plan.aliases).get(found.tensor, found.tensor)
-        batch, out = Extent(1, 1), Extent(p.out_features)
-        inputs = (
-            Buffer("x", p.dtype, (batch, Extent(p.in_features))),
-            Buffer("weight", p.dtype, (out, Extent(p.in_features))),
-            Buffer("product", p.dtype, (batch, out)),
-            Buffer("grad_y", p.out_dtype, (batch, out)),
-        )
-        buffer = {b.role: b for b in (*inputs, *self.plan.outputs, *self.plan.workspace)}[role]
-        rows, columns = map(self.extent, buffer.shape)
-        name = "FLOAT32" if found.exact and buffer.dtype == "float32" else _MAP_TYPES[buffer.dtype]
-        kind = f"CU_TENSOR_MAP_DATA_TYPE_{name}"
+        buffers = {b.role: b for b in (*self.plan.outputs, *self.plan.workspace)}
+        buffers["x"] = Buffer("x", p.dtype, (Extent(1, 1), Extent(p.in_features)))
+        buffers["weight"] = Buffer("weight", p.dtype, (Extent(p.out_features), Extent(p.in_features)))
+        rows, columns = map(self.extent, buffers[role].shape)
+        kind = f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[buffers[role].dtype]}"
         return f"tensor_map({self.argument(role)}, {kind}, {rows}, {columns}, {found.rows}, {found.columns})"
 
     def argument(self, role: str) -> str:

@@ -178,9 +178,7 @@ def _backward_cases(problem: Problem, strategy: str) -> tuple[cpp.Case, ...]:
     large = problem
     while gradient.most_rows(made(large)) is not None:
         large = replace(large, batch=2 * large.batch)
-    launch = found.launches[0]
-    fits = f" && {replace(launch.grid, limit=0).cpp()} <= multiprocessors()" if launch.cooperative else ""
-    return (cpp.Case(f"_to_{rows}", f"batch <= {rows}{fits}", {True: found}), cpp.Case("", "", {True: made(large)}))
+    return (cpp.Case(f"_to_{rows}", f"batch <= {rows}", {True: found}), cpp.Case("", "", {True: made(large)}))
 
 
 def _cases(problem: Problem, strategy: str) -> tuple[cpp.Case, ...]:
