@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .. import activations
 from ..errors import GemmNormTypeError
 from ..functional import linear_scale_batch_norm
+from ..module import tensors_of
 from .analysis import OwnerPlan, analyse, child_names, original_class, plan_of
 from .matching import Chain, Refusal, is_plain_tensor, is_untouched
 
@@ -243,16 +244,16 @@ def fused_linear_scale_batch_norm(
     """
     child = activation if isinstance(activation, nn.Module) else None
     name = _name_of(activation) if isinstance(activation, nn.Module) else activation
-    weight = linear.weight
-    if _can_fuse(x, linear, weight, bn, scale):
-        training, running_mean, running_var, counter = bn.training, bn.running_mean, bn.running_var, None
-        if training and bn.track_running_stats:
-            counter = bn.num_batches_tracked
-        elif training:  # as in nn.BatchNorm1d: the running statistics are left out of it
-            running_mean = running_var = None
+    if _can_fuse(x, linear, bn, scale):
+        training = bn.training
+        weight, bias, running_mean, running_var, counter, bn_weight, bn_bias = tensors_of(linear, bn)
+        if not (training and bn.track_running_stats):
+            counter = None
+            if training:  # as in nn.BatchNorm1d: the running statistics are left out of it
+                running_mean = running_var = None
         if (running_mean is None) == (running_var is None):
             y: Tensor = linear_scale_batch_norm(
-                x, weight, linear.bias, scale, running_mean, running_var, bn.weight, bn.bias,
+                x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias,
                 num_batches_tracked=counter, training=training or running_mean is None,
                 momentum=bn.momentum, eps=bn.eps, activation=name,
             )  # fmt: skip
@@ -268,11 +269,12 @@ def _name_of(activation: nn.Module) -> str | None:
     return _NAME_OF.get(type(activation)) or activations.from_module(activation)
 
 
-def _can_fuse(x: Tensor, linear: nn.Linear, weight: Tensor, bn: nn.BatchNorm1d, scale: Tensor | float | None) -> bool:
+def _can_fuse(x: Tensor, linear: nn.Linear, bn: nn.BatchNorm1d, scale: Tensor | float | None) -> bool:
     if type(linear) is not nn.Linear or type(bn) is not nn.BatchNorm1d:
         return False
     if not (is_untouched(linear) and is_untouched(bn)) or _is_watched():
         return False
+    weight = linear.weight
     if not (is_plain_tensor(x) and is_plain_tensor(weight) and x.dim() == 2 and weight.shape[0] == bn.num_features):
         return False
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
