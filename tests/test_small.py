@@ -18,18 +18,19 @@ from gemmnorm.tools import compile_all
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
 HOPPER = plan.chip_for(90)
-STAGES = {1: 2, 2: 8, 4: 2, 8: 4}  # blocks of a cluster → stages, some of them too few for the K of these tests
+# By the blocks of a cluster and the columns of its panel; some have too few stages for the K of these tests.
+STAGES = {(1, 32): 2, (2, 32): 8, (4, 32): 2, (8, 32): 4, (8, 64): 4}
 
-Cluster = Callable[[int], None]
+Cluster = Callable[..., None]
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Sets the size of the clusters, whatever K and the number of panels."""
 
-    def use(blocks: int) -> None:
-        monkeypatch.setattr(small, "STAGES", STAGES)
-        monkeypatch.setattr(small, "splits", lambda problem: blocks if problem.batch <= 128 else 0)
+    def use(blocks: int, columns: int = 32) -> None:
+        found = small.Shape(columns, blocks, STAGES[blocks, columns])
+        monkeypatch.setattr(small, "shape", lambda problem: found if problem.batch <= 128 else None)
         plan.cached_plan.cache_clear()
 
     yield use
@@ -48,11 +49,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         (8, 100, 520, 40),
         (8, 64, 16, 72),
         (1, 77, 136, 40),
+        ((8, 64), 128, 520, 72),
     ],
 )
-def test_a_step(cluster: Cluster, name: str, blocks: int, batch: int, in_features: int, features: int) -> None:
+def test_a_step(
+    cluster: Cluster, name: str, blocks: int | tuple[int, int], batch: int, in_features: int, features: int
+) -> None:
     """Output, statistics and gradients, each feature with its own scale and affine part."""
-    cluster(blocks)
+    cluster(*(blocks if isinstance(blocks, tuple) else (blocks,)))
     options = {"scale_shape": (features,), "activation": "silu"}
     check(HOPPER, "one_kernel", name, batch, in_features, features, finish=None, **options)
     if blocks == 4:
@@ -164,9 +168,9 @@ def test_where_it_serves() -> None:
 
 
 @pytest.mark.skipif(driver.unavailable() is not None, reason=str(driver.unavailable()))
-@pytest.mark.parametrize("blocks", [1, 2, 4, 8])
-def test_every_size_of_cluster_compiles(cluster: Cluster, blocks: int) -> None:
-    cluster(blocks)
+@pytest.mark.parametrize("found", STAGES)
+def test_every_size_of_cluster_compiles(cluster: Cluster, found: tuple[int, int]) -> None:
+    cluster(*found)
     for dtype, arithmetic in (("bfloat16", "native"), ("float32", "tf32")):
         p = problem(dtype=dtype, out_dtype=dtype, arithmetic=arithmetic, activation="gelu", save=True)
         (launch,) = plan.make_plan(p, "one_kernel").launches

@@ -1,15 +1,15 @@
-// One tile of rows in training, the whole chain in one launch (sm_90a): a cluster of SPLITS blocks owns a panel of columns.
+// One tile of rows in training, the whole chain in one launch (sm_90a): a cluster of blocks owns a panel of columns.
 //
 // Each block multiplies its part of K for all rows and all columns of the panel, and hands every block of the cluster the
 // part sums of the columns which that one finishes. Two warpgroups multiply and then normalise; one warp copies, and then
-// finishes the statistics. Latency is everything here, so the way from the last copy to the last store passes
+// finishes the statistics. Latency is everything here, so between the last copy and the last store there are but
 //   1. the multiplications of one stage;
 //   2. one trip from block to block: the accumulators go straight to where the reader wants them, and a barrier there
 //      counts their bytes. No block asks, none waits for the cluster, and each may leave when it has what it needs;
 //   3. one sum over the lanes and one barrier of the block, for the values and their squares at once, about row 0. A value
 //      of the column lies within √(n - 1) deviations of its mean, so the squares lose 7 bits at most, also where
 //      |mean| >> std;
-//   4. one reciprocal root, and the stores of y.
+//   4. one reciprocal root.
 // Per-feature vectors are in registers before the first copy has arrived.
 #pragma once
 #include "column_sums.cuh"
@@ -18,11 +18,13 @@
 
 namespace gemmnorm {
 
+constexpr int kConsumerWarps = 8;
+
 // How a panel is shared out. The unit is what wgmma leaves in a thread of 8 columns, a float4: columns c and c + 1 of rows
 // r and r + 8.
 template <int BN, int SPLITS>
-struct Share {
-  static constexpr int kColumns = BN / SPLITS;                    // that a block finishes
+struct PanelShare {
+  static constexpr int kColumns = BN / SPLITS;                     // that a block finishes
   static constexpr int kAcross = kColumns < 8 ? kColumns / 2 : 4;  // lanes along them
   static constexpr int kUnits = kColumns < 8 ? 1 : kColumns / 8;   // of a thread
   static constexpr int kFinishers = kTileRows / 2 * kAcross;       // threads
@@ -30,15 +32,41 @@ struct Share {
   static_assert(kColumns >= 4 && kColumns <= 32, "a lane of the copying warp finishes a column");
 };
 
+template <class S>
+using UnitSums = float4[S::kWarps][S::kAcross][S::kUnits];  // of a warp's rows: Σ of both columns, Σ of their squares
+
 template <int BN, int STAGES, int SPLITS>
 struct SmallPanelShared {
-  using S = Share<BN, SPLITS>;
+  using S = PanelShare<BN, SPLITS>;
   alignas(1024) unsigned char x[STAGES][kTileRows * kRowBytes];
   alignas(1024) unsigned char weight[STAGES][BN * kRowBytes];
-  float4 parts[SPLITS][S::kUnits][S::kFinishers];             // by block of origin
-  float sums[2][S::kWarps][S::kAcross][4 * S::kUnits];  // of a warp's rows; of a unit: Σ of both columns, Σ of their squares
+  float4 parts[SPLITS][S::kUnits][S::kFinishers];  // by block of origin
+  UnitSums<S> sums[2];                             // of the product, and of the product as it is stored
   u64 full[STAGES], empty[STAGES];
   u64 arrived;  // the parts are there
+};
+
+// What a feature needs, as it is in memory: loads without branches are all in flight at once.
+template <class L, class R>
+struct RawFeature {
+  L bias, scale;
+  R bn_weight, bn_bias, running_mean, running_var;
+
+  template <class V>
+  static __device__ __forceinline__ V element(const V* vector, i64 j) {
+    V v = {};
+    if (vector) v = vector[j];
+    return v;
+  }
+  static __device__ __forceinline__ RawFeature load(const Features<L, R>& f, int j) {
+    return {element(f.bias, j),    element(f.scale, static_cast<i64>(j) * f.scale_stride), element(f.bn_weight, j),
+            element(f.bn_bias, j), element(f.running_mean, j), element(f.running_var, j)};
+  }
+  __device__ __forceinline__ typename Features<L, R>::Own own(const Features<L, R>& f) const {
+    const float s = f.scale ? to_float(scale) : f.scale_value;
+    return {s, to_float(bias), (f.bn_weight ? to_float(bn_weight) : 1.0f) * s, to_float(bn_bias), to_float(running_mean),
+            to_float(running_var)};
+  }
 };
 
 // Sums of N numbers over the lanes that differ in BIT and above; each is written once.
@@ -60,20 +88,20 @@ __device__ __forceinline__ void fold_lanes(const float (&v)[N], float* to, bool 
 }
 
 // The same for a thread's deviations and their squares.
-template <class S, int N>
-__device__ __forceinline__ void sum_units(const float4 (&d)[N], float (&sums)[S::kWarps][S::kAcross][4 * N]) {
-  float v[4 * N];
+template <class S>
+__device__ __forceinline__ void sum_units(const float4 (&d)[S::kUnits], UnitSums<S>& sums) {
+  float v[4 * S::kUnits];
 #pragma unroll
-  for (int q = 0; q < N; ++q) {
+  for (int q = 0; q < S::kUnits; ++q) {
     v[4 * q] = d[q].x + d[q].z;
     v[4 * q + 1] = d[q].y + d[q].w;
     v[4 * q + 2] = d[q].x * d[q].x + d[q].z * d[q].z;
     v[4 * q + 3] = d[q].y * d[q].y + d[q].w * d[q].w;
   }
-  fold_lanes<4 * N, S::kAcross>(v, sums[threadIdx.x / 32][threadIdx.x % S::kAcross]);
+  fold_lanes<4 * S::kUnits, S::kAcross>(v, &sums[threadIdx.x / 32][threadIdx.x % S::kAcross][0].x);
 }
 
-// What the sums say of one column. `first` and `second`: the statistics groups.
+// What the sums say of one column: of the deviations in both statistics groups, and of all squares.
 struct ColumnSums {
   float first, second, squares;
 
@@ -84,15 +112,19 @@ struct ColumnSums {
   __device__ __forceinline__ float m2(float share) const { return fmaf(-(first + second), mean(share), squares); }
 };
 
-template <class S, int N>
-__device__ __forceinline__ ColumnSums column_of(const float (&sums)[S::kWarps][S::kAcross][4 * N], int pair, int unit, int odd) {
-  float group[2] = {0.0f, 0.0f}, squares[2] = {0.0f, 0.0f};
+// Both columns of a unit.
+template <class S>
+__device__ __forceinline__ void sums_of_unit(const UnitSums<S>& sums, int pair, int unit, ColumnSums& left,
+                                             ColumnSums& right) {
+  float4 group[2];
 #pragma unroll
   for (int w = 0; w < S::kWarps; ++w) {
-    group[2 * w / S::kWarps] += sums[w][pair][4 * unit + odd];
-    squares[2 * w / S::kWarps] += sums[w][pair][4 * unit + 2 + odd];
+    const float4 part = sums[w][pair][unit];
+    float4& to = group[2 * w / S::kWarps];
+    to = w % (S::kWarps / 2) ? make_float4(to.x + part.x, to.y + part.y, to.z + part.z, to.w + part.w) : part;
   }
-  return {group[0], group[1], squares[0] + squares[1]};
+  left = {group[0].x, group[1].x, group[0].z + group[1].z};
+  right = {group[0].y, group[1].y, group[0].w + group[1].w};
 }
 
 template <class OP, class T, class Y, class L, class R, int BN, int STAGES, int SHARED_BYTES, int SPLITS, class Activation>
@@ -105,9 +137,9 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
     const R* bn_bias /* [features] or null */, float momentum, float eps, float* group_mean /* [groups, features] or null */,
     float* mean /* [features] */, float* rstd /* [features] */, u32* counters /* zero, and left zero */, int keep_product,
     int batch, int in_features, int features) {
-  constexpr int kTileK = kRowBytes / Operand<OP>::kSize, kConsumers = 8;  // warps; the next one copies
+  constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr bool kRounds = sizeof(T) < sizeof(float);  // the product, on its way to memory
-  using S = Share<BN, SPLITS>;
+  using S = PanelShare<BN, SPLITS>;
   using Shared = SmallPanelShared<BN, STAGES, SPLITS>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "the plan and SmallPanelShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
@@ -117,34 +149,30 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
                             bn_weight, bn_bias, batches_tracked, momentum,    eps,          group_mean,
                             nullptr,   mean,    rstd,            nullptr,     nullptr,      {},
                             batch, features, (batch + kGroupRows - 1) / kGroupRows};
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int rank = SPLITS > 1 ? cluster_rank() : 0, panel = static_cast<int>(blockIdx.x) / SPLITS;
   const int steps = (in_features + kTileK - 1) / kTileK, from = rank * steps / SPLITS, until = (rank + 1) * steps / SPLITS;
   const int first_column = panel * BN + rank * S::kColumns;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const float share = 1.0f / batch;
-  const float share_of_first = 1.0f / f.rows(0), share_of_second = f.groups > 1 ? 1.0f / f.rows(1) : 0.0f;
 
-  if (warp == kConsumers) {
-    if (lane == 0) {
-      prefetch_map(map_x);
-      prefetch_map(map_weight);
-      for (int s = 0; s < STAGES; ++s) {
-        barrier_init(&shared.full[s], 1);
-        barrier_init(&shared.empty[s], 2);
-      }
-      barrier_init(&shared.arrived, 1 + kConsumers);
-      fence_barrier_init();
-      fence_async_shared();
-      barrier_expect(&shared.arrived, (SPLITS - 1) * sizeof(shared.parts[0]));
-    }
-    __syncwarp();
+  if (warp == kConsumerWarps && lane == 0) {
+    prefetch_map(map_x);
+    prefetch_map(map_weight);
+    for (int s = 0; s < STAGES; ++s) barrier_init(&shared.full[s], 1);
+    fence_barrier_init();
+    fence_async_shared();
+  } else if (thread == 0) {
+    for (int s = 0; s < STAGES; ++s) barrier_init(&shared.empty[s], 2);
+    barrier_init(&shared.arrived, 1 + kConsumerWarps);
+    fence_barrier_init();
+    barrier_expect(&shared.arrived, (SPLITS - 1) * sizeof(shared.parts[0]));
   }
+  __syncwarp();
   if (SPLITS > 1) cluster_arrive_relaxed();
   else __syncthreads();
   wait_for_previous();
   allow_next();
 
-  if (warp == kConsumers) {
+  if (warp == kConsumerWarps) {
     if (lane == 0) {
       int stage = 0;
       u32 parity = 1;
@@ -160,11 +188,13 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
       }
     }
     __syncwarp();
-    // A lane finishes a column: the odd-th of a pair of lanes' unit.
-    const int pair = lane % S::kAcross, unit = lane / S::kAcross / 2 % S::kUnits, odd = lane / S::kAcross % 2;
+    // A lane finishes a column, the left or the right one of a unit.
+    const int pair = lane % S::kAcross, unit = lane / S::kAcross / 2 % S::kUnits;
+    const bool odd = lane / S::kAcross % 2;
     const int j = first_column + unit * 8 + pair * 2 + odd;
     const bool mine = lane < S::kColumns && j < features;
-    const auto own = f.own(min(j, features - 1));
+    const auto raw = RawFeature<L, R>::load(f, min(j, features - 1));
+    const float share = 1.0f / batch;
     if (SPLITS > 1) cluster_wait();
     barrier_wait_cluster(&shared.arrived, 0);
     float centre = 0.0f;
@@ -173,21 +203,25 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
       const float4 part = shared.parts[s][unit][pair];
       centre += odd ? part.y : part.x;
     }
+    const auto own = raw.own(f);
+    ColumnSums left, right;
     sync_threads(1, S::kFinishers + 32);
-    const ColumnSums column = column_of<S, S::kUnits>(shared.sums[0], pair, unit, odd);
+    sums_of_unit<S>(shared.sums[0], pair, unit, left, right);
+    const ColumnSums column = odd ? right : left;
     const float mu = column.mean(share, centre);
     if (mine) {
       f.finish(j, own, mu, column.m2(share));
       if (keep_product) {
-        group_mean[j] = fmaf(column.first, share_of_first, centre);
-        if (f.groups > 1) group_mean[features + j] = fmaf(column.second, share_of_second, centre);
+        group_mean[j] = fmaf(column.first, 1.0f / f.rows(0), centre);
+        if (f.groups > 1) group_mean[features + j] = fmaf(column.second, 1.0f / f.rows(1), centre);
       }
     }
     if (kRounds && keep_product) {  // what is stored, and what the backward takes it for, agree
       sync_threads(1, S::kFinishers + 32);
-      const ColumnSums stored = column_of<S, S::kUnits>(shared.sums[1], pair, unit, odd);
+      sums_of_unit<S>(shared.sums[1], pair, unit, left, right);
+      const ColumnSums stored = odd ? right : left;
       if (mine) {
-        mean[j] = mu + stored.mean(share);
+        mean[j] = stored.mean(share, mu);
         rstd[j] = 1.0f / sqrtf(own.s * own.s * stored.m2(share) / batch + eps);
       }
     }
@@ -206,21 +240,25 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
     return;
   }
 
-  // Of a finisher's own columns, two to a unit.
+  // Of a finisher: its columns, two to a unit, and its rows.
   const bool finishes = warp < S::kWarps;
-  const int column = first_column + thread % S::kAcross * 2;
-  float s[S::kUnits][2], slope[S::kUnits][2], shift[S::kUnits][2];
+  const int pair = thread % S::kAcross, column = first_column + pair * 2;
+  const int row = thread / S::kAcross / 8 * 16 + thread / S::kAcross % 8;  // and the one 8 below
+  RawFeature<L, R> raw[S::kUnits][2] = {};
   if (finishes) {
 #pragma unroll
     for (int q = 0; q < S::kUnits; ++q)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int j = min(column + q * 8 + c, features - 1);
-        s[q][c] = f.s(j);
-        slope[q][c] = f.slope(j, 1.0f);
-        shift[q][c] = f.shift(j);
-      }
+      for (int c = 0; c < 2; ++c) raw[q][c] = RawFeature<L, R>::load(f, min(column + q * 8 + c, features - 1));
   }
+  // Where its units go in the memory of those who finish them. A block begins with the one after it and ends with itself,
+  // so that not all send to one.
+  constexpr int kAll = BN / 8, kStarts = kAll / S::kUnits;
+  const int own_start = rank * S::kColumns / 8 / S::kUnits;
+  float4* slots = &shared.parts[rank][0][(warp * 8 + lane / 4) * S::kAcross + lane % S::kAcross];
+  const float share = 1.0f / batch;
+  const bool upper = row >= kGroupRows;
+  const float share_of_group = 1.0f / max(f.rows(upper), 1);
   if (SPLITS > 1) cluster_wait();  // all barriers of the cluster are there
 
   float acc[BN / 2];
@@ -229,7 +267,7 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
     for (int i = 0; i < BN / 2; ++i) acc[i] = 0.0f;
   }
   {
-    const int consumer = warp / 4;
+    const int consumer = __shfl_sync(~0u, warp / 4, 0);  // the same for the whole warp, and the compiler knows
     int stage = 0;
     u32 parity = 0;
     for (int k = from; k < until; ++k) {
@@ -252,18 +290,15 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
     }
     wgmma_wait<0>();
   }
-
-  // To whom a unit belongs. A block begins with the one after it and ends with itself, so that not all send to one.
-  constexpr int kAll = BN / 8, kStarts = kAll / S::kUnits;
-  const int slot = (warp * 8 + lane / 4) * S::kAcross + lane % S::kAcross, own_start = rank * S::kColumns / 8 / S::kUnits;
 #pragma unroll
   for (int start = 0; start < kStarts; ++start) {
     if (start != own_start) continue;
 #pragma unroll
     for (int n = 0; n < kAll; ++n) {
-      const int i = ((start + 1) * S::kUnits + n) % kAll, owner = i * 8 / S::kColumns + (S::kColumns < 8 ? lane % 4 / 2 : 0);
+      const int i = ((start + 1) * S::kUnits + n) % kAll;
+      const int owner = i * 8 / S::kColumns + (S::kColumns < 8 ? lane % 4 / 2 : 0);
       const float4 v = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
-      float4* to = &shared.parts[rank][i % S::kUnits][slot];
+      float4* to = slots + i % S::kUnits * S::kFinishers;
       if (SPLITS == 1 || owner == rank) *to = v;
       else store_remote(to, v, &shared.arrived, owner);
     }
@@ -273,43 +308,40 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
   if (!finishes) return;
   barrier_wait_cluster(&shared.arrived, 0);
 
-  const int in_tile = thread / S::kAcross / 8 * 16 + thread / S::kAcross % 8;  // the row; the other is 8 below
-  const bool low = in_tile < batch, high = in_tile + 8 < batch;
+  const bool low = row < batch, high = row + 8 < batch;
   float4 d[S::kUnits];  // from row 0's values; rows beyond the batch count for nothing
   float2 centre[S::kUnits];
 #pragma unroll
   for (int q = 0; q < S::kUnits; ++q) {
-    float4 v = shared.parts[0][q][thread], first = shared.parts[0][q][thread % S::kAcross];
+    float4 v = shared.parts[0][q][thread], first = shared.parts[0][q][pair];
 #pragma unroll
     for (int p = 1; p < SPLITS; ++p) {
-      const float4 part = shared.parts[p][q][thread], of_first = shared.parts[p][q][thread % S::kAcross];
+      const float4 part = shared.parts[p][q][thread], of_first = shared.parts[p][q][pair];
       v = make_float4(v.x + part.x, v.y + part.y, v.z + part.z, v.w + part.w);
       first.x += of_first.x;
       first.y += of_first.y;
     }
     centre[q] = make_float2(first.x, first.y);
-    d[q].x = low ? v.x - first.x : 0.0f;
-    d[q].y = low ? v.y - first.y : 0.0f;
-    d[q].z = high ? v.z - first.x : 0.0f;
-    d[q].w = high ? v.w - first.y : 0.0f;
+    d[q] = make_float4(low ? v.x - first.x : 0.0f, low ? v.y - first.y : 0.0f, high ? v.z - first.x : 0.0f,
+                       high ? v.w - first.y : 0.0f);
   }
   sum_units<S>(d, shared.sums[0]);
   sync_threads(1, S::kFinishers + 32);
 
-  const bool upper = in_tile >= kGroupRows;
-  const float share_of_group = upper ? share_of_second : share_of_first;
-  const i64 at = static_cast<i64>(in_tile) * features + column, below = at + static_cast<i64>(8) * features;
+  const i64 at = static_cast<i64>(row) * features + column, below = at + static_cast<i64>(8) * features;
 #pragma unroll
   for (int q = 0; q < S::kUnits; ++q) {
-    const ColumnSums left = column_of<S, S::kUnits>(shared.sums[0], thread % S::kAcross, q, 0);
-    const ColumnSums right = column_of<S, S::kUnits>(shared.sums[0], thread % S::kAcross, q, 1);
+    ColumnSums left, right;
+    sums_of_unit<S>(shared.sums[0], pair, q, left, right);
+    const auto of_left = raw[q][0].own(f), of_right = raw[q][1].own(f);
     const float2 mu = make_float2(left.mean(share), right.mean(share));
-    const float a = slope[q][0] * rsqrtf(s[q][0] * s[q][0] * left.m2(share) * share + eps);
-    const float b = slope[q][1] * rsqrtf(s[q][1] * s[q][1] * right.m2(share) * share + eps);
-    const bool inside = column + q * 8 < features;  // of pairs no half is
+    const float a = of_left.slope * rsqrtf(of_left.s * of_left.s * left.m2(share) * share + eps);
+    const float b = of_right.slope * rsqrtf(of_right.s * of_right.s * right.m2(share) * share + eps);
     const auto value = [&](float x, float y) {
-      return make_float2(Activation::value(a * (x - mu.x) + shift[q][0]), Activation::value(b * (y - mu.y) + shift[q][1]));
+      return make_float2(Activation::value(a * (x - mu.x) + of_left.shift),
+                         Activation::value(b * (y - mu.y) + of_right.shift));
     };
+    const bool inside = column + q * 8 < features;  // of pairs no half is
     if (inside && low) store_pair(y + at + q * 8, value(d[q].x, d[q].y));
     if (inside && high) store_pair(y + below + q * 8, value(d[q].z, d[q].w));
     if (keep_product) {

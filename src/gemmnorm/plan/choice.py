@@ -103,7 +103,7 @@ def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forwa
     own = chosen in OWN_GEMM
     if phase == "forward":
         build = hopper.forward if own else library.forward
-        if chosen == "one_kernel" and small.splits(problem):
+        if chosen == "one_kernel" and small.shape(problem):
             build = small.forward
     else:
         build = split.backward if own else gradient.backward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from .cost import gemm_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
@@ -9,40 +11,55 @@ from .split import ROW_BYTES
 from .steps import Buffer, Extent, Launch, Map, Plan
 
 TILE_ROWS = 2 * GROUP_ROWS
-COLUMNS = 32  # of a panel
-# Blocks of a cluster → stages of each, in the order of preference; those left out are not used. Eight leave room for a
-# second block on a multiprocessor, because sixteen clusters of eight need not fit side by side.
-STAGES = {4: 8, 2: 8}
-RESIDENT = {8: 2}
 
 
-def splits(problem: Problem) -> int:
-    """Blocks that share out K; 0 where the kernel does not serve `problem`, or others serve it better.
+@dataclass(frozen=True)
+class Shape:
+    """How the kernel cuts up a problem.
 
-    Every block gets at least one stage of K, and all clusters run at once.
+    Attributes:
+        columns: of a panel; blocks: of the cluster that owns it, each of which multiplies its part of K.
+        stages: of a block's ring; all of them are in flight at once.
+        resident: blocks that fit on one multiprocessor.
     """
+
+    columns: int
+    blocks: int
+    stages: int
+    resident: int = 1
+
+    @property
+    def shared(self) -> int:
+        """sizeof(SmallPanelShared): the kernel asserts at compile time that it is."""
+        columns = self.columns // self.blocks  # that a block finishes
+        warps = 4 if columns < 8 else 8
+        size = self.stages * (TILE_ROWS + self.columns) * ROW_BYTES + TILE_ROWS * self.columns * 4
+        size += 2 * warps * 2 * columns * 4 + 16 * self.stages + 8
+        return -(-size // 1024) * 1024
+
+
+# In the order of preference; none of them: the kernel is not used.
+SHAPES = (Shape(32, 4, 8), Shape(32, 2, 8))
+
+
+def shape(problem: Problem) -> Shape | None:
+    """The first of `SHAPES` that gives every block a stage of K and lets all clusters run at once, or None."""
     chip = problem.chip or CHIPS[90]
     if not problem.training or problem.split or problem.batch > TILE_ROWS:
-        return 0
+        return None
     steps = -(-problem.in_features * DTYPE_BYTES[problem.dtype] // ROW_BYTES)
-    panels = -(-problem.out_features // COLUMNS)
-    return next((n for n in STAGES if n <= steps and n * panels <= chip.multiprocessors), 0)
-
-
-def shared_bytes(stages: int, blocks: int) -> int:
-    """sizeof(SmallPanelShared): the kernel asserts at compile time that it is."""
-    columns = COLUMNS // blocks  # that a block finishes
-    warps = 4 if columns < 8 else 8
-    size = stages * (TILE_ROWS + COLUMNS) * ROW_BYTES + TILE_ROWS * COLUMNS * 4
-    size += 2 * warps * 2 * columns * 4 + 16 * stages + 8
-    return -(-size // 1024) * 1024
+    for found in SHAPES:
+        blocks = -(-problem.out_features // found.columns) * found.blocks
+        if found.blocks <= steps and blocks <= found.resident * chip.multiprocessors:
+            return found
+    return None
 
 
 def forward(problem: Problem, strategy: str) -> Plan:
     """The whole chain in one launch."""
-    blocks, types, size = splits(problem), c_types(problem), DTYPE_BYTES[problem.dtype]
-    stages, features = STAGES[blocks], Extent(problem.out_features)
-    shared = shared_bytes(stages, blocks)
+    found, types, size = shape(problem), c_types(problem), DTYPE_BYTES[problem.dtype]
+    assert found is not None
+    features = Extent(problem.out_features)
     launch = Launch(
         "fused_gemm_scale_bn",
         "small_panel.cuh",
@@ -50,23 +67,23 @@ def forward(problem: Problem, strategy: str) -> Plan:
         (
             types["T"] if size == 2 else "gemmnorm::tf32",
             *types.values(),
-            str(COLUMNS),
-            str(stages),
-            str(shared),
-            str(blocks),
+            str(found.columns),
+            str(found.stages),
+            str(found.shared),
+            str(found.blocks),
             "Activation",
         ),
         ("map_x", "map_weight", "stored_product", "y", *VECTORS, "running_mean", "running_var", "num_batches_tracked",
          "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "mean", "rstd", "counters", "keep_product", "batch",
          "in_features", "features"),
-        Extent(-(-problem.out_features // COLUMNS) * blocks),
+        Extent(-(-problem.out_features // found.columns) * found.blocks),
         block=288,
-        resident=RESIDENT.get(blocks, 1),
-        shared=shared,
-        cluster=blocks,
+        resident=found.resident,
+        shared=found.shared,
+        cluster=found.blocks,
         maps=(
             Map("map_x", "x", TILE_ROWS, ROW_BYTES // size),
-            Map("map_weight", "weight", COLUMNS, ROW_BYTES // size),
+            Map("map_weight", "weight", found.columns, ROW_BYTES // size),
         ),
         numbers=(("keep_product", int(problem.save)),),
     )  # fmt: skip
