@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from emulator import COMPILER, emulated
-from gpu_support import error, poisoned_memory
+from gpu_support import assert_accurate, error, fused, golden, model, poisoned_memory, precision
 from support import Chain, step, stir, twin
 from test_emulated import check, run
 
@@ -185,3 +185,28 @@ def test_the_planner_takes_it_by_itself() -> None:
     with emulated(HOPPER), poisoned_memory(), runtime.recording() as plans, torch.no_grad():
         run(module, x, "one_kernel")
     assert [launch.function for launch in plans[0].launches] == ["small_panel"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32"])
+@pytest.mark.parametrize("found", STAGES)
+def test_a_step_on_a_gpu(cluster: Cluster, found: tuple[int, int], name: str) -> None:
+    """Against float64, and the same bits every time."""
+    cluster(*found)
+    runtime.forget()
+    for batch, inner, features in ((128, 1024, 512), (100, 200, 72), (2, 64, 8), (65, 2048, 1000)):
+        options = {"scale_shape": (features,), "activation": "silu"}
+        with precision(name) as dtype:
+            module = model(dtype, inner, features, **options)
+            x, grad = (torch.randn(batch, n, device="cuda", dtype=dtype) for n in (inner, features))
+            exact, theirs = golden(module, x, grad), twin(module)
+            eager = step(theirs, theirs, x, grad)
+            with poisoned_memory(), runtime.recording() as plans:
+                every = [step(ours, fused(ours, "one_kernel"), x, grad) for ours in (twin(module) for _ in range(20))]
+        assert plans[0].launches[0].function == "small_panel"
+        rounding = 2.0**-11 if name == "tf32" else 0.0
+        assert_accurate(every[0], eager, exact, module, x, grad, rounding)
+        for other in every[1:]:
+            assert all(torch.equal(every[0][key], other[key]) for key in other)
+    runtime.forget()
