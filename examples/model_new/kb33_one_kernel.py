@@ -543,6 +543,19 @@ __device__ __forceinline__ void barrier_wait(u64* b, u32 parity) {
         : "memory");
   } while (!done);
 }
+// The same where other blocks of the cluster write what is waited for.
+__device__ __forceinline__ void barrier_wait_cluster(u64* b, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(b)), "r"(parity)
+        : "memory");
+  } while (!done);
+}
 // Makes initialised barriers visible to the copy engine.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -599,6 +612,18 @@ __device__ __forceinline__ int cluster_rank() {
 // Of all threads of the cluster: what each wrote before it arrived is visible to all after the wait.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Orders nothing but what fence_barrier_init covers.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+// Writes v to where `own` lies in the shared memory of the cluster's block `rank`, whose barrier counts the 16 bytes when
+// they are there; nobody waits here: #data-movement-and-conversion-instructions-st-async
+__device__ __forceinline__ void store_remote(float4* own, float4 v, u64* barrier, int rank) {
+  asm volatile(
+      "{\n.reg .u32 a, b;\nmapa.shared::cluster.u32 a, %0, %6;\nmapa.shared::cluster.u32 b, %5, %6;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [a], {%1, %2, %3, %4}, [b];\n}" ::"r"(
+          shared_address(own)),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
+}
 // What lies at `own` in the shared memory of the cluster's block `rank`.
 __device__ __forceinline__ float2 load_remote(const float2* own, int rank) {
   float2 v;
@@ -836,11 +861,12 @@ constexpr int kTileRows = 2 * kGroupRows;  // a statistics group for each of two
 
 // What happens to a tile once it is multiplied.
 enum class Finish {
-  kEvaluate,    // y = phi(slope*a + shift) with the running statistics, at once
-  kStatistics,  // product and group statistics only; other kernels do the rest
-  kOneBlock,    // training, the batch fits one tile: all of it within the block
-  kOneWave,     // training, every block has one tile: wait for the panel, merge its groups, normalise the registers
-  kPersistent,  // training, any size: tiles are stored and normalised later, but for the last of every block
+  kEvaluate,     // y = phi(slope*a + shift) with the running statistics, at once
+  kStatistics,   // product and group statistics only; other kernels do the rest
+  kOneBlock,     // training, the batch fits one tile: all of it within the block
+  kWholePanels,  // training, the tiles of a panel are worked on at once: each waits for them in shared memory, the last
+                 // of every block in its registers (where tiles are not staged, every block has one)
+  kPersistent,   // training, any size: tiles are stored and normalised later, but for the last of every block
 };
 
 constexpr int kRowBytes = 128;     // of K in one stage: one swizzle row
@@ -1111,6 +1137,33 @@ struct GemmShared : PieceRings<AHEAD> {
 };
 
 }  // namespace gemmnorm
+// One stage of K of a product of split operands: three products of float16 for one of float32.
+
+namespace gemmnorm {
+
+// high*high into `part`, which starts from zero, and both products with a low part into `cross`, in units of 2^-11. Two
+// groups of multiplications: the first is for the caller to add up, because the tensor cores truncate, while the second
+// still runs. Operands as descriptors, 64 of K each; `first` where `cross` starts from zero too.
+template <int BN, int A_ACROSS = 0, int B_ACROSS = 0>
+__device__ __forceinline__ void multiply_stage(float (&part)[BN / 2], float (&cross)[BN / 2], u64 a, u64 a_low, u64 b,
+                                               u64 b_low, bool first) {
+  constexpr int kStepA = A_ACROSS ? kAcrossStep : kDescriptorStep, kStepB = B_ACROSS ? kAcrossStep : kDescriptorStep;
+  using Multiply = Wgmma<half, BN>;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    Multiply::template run<A_ACROSS, B_ACROSS>(part, a + i * kStepA, b + i * kStepB, i ? 1 : 0);
+  wgmma_commit();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    Multiply::template run<A_ACROSS, B_ACROSS>(cross, a_low + i * kStepA, b + i * kStepB, first && !i ? 0 : 1);
+    Multiply::template run<A_ACROSS, B_ACROSS>(cross, a + i * kStepA, b_low + i * kStepB, 1);
+  }
+  wgmma_commit();
+}
+
+}  // namespace gemmnorm
+// Tiles that wait for the rest of their panel in shared memory: all rows of a panel are worked on by one wave of blocks, so
+// the wait is short, and nothing but the result (and the product where it is kept) goes to memory.
 // A tile on its way out of the accumulators: pairs of neighbouring columns, of rows that are eight apart.
 // What follows the tiles of the fused GEMM: a panel (one column of tiles) whose rows are all multiplied is merged and
 // normalised by single warps, out of the L2, while the tensor cores work on later panels.
@@ -1693,28 +1746,111 @@ __device__ __forceinline__ void store_pair(Y* to, float2 v) {
 }
 
 }  // namespace gemmnorm
-// One stage of K of a product of split operands: three products of float16 for one of float32.
 
 namespace gemmnorm {
 
-// high*high into `part`, which starts from zero, and both products with a low part into `cross`, in units of 2^-11. Two
-// groups of multiplications: the first is for the caller to add up, because the tensor cores truncate, while the second
-// still runs. Operands as descriptors, 64 of K each; `first` where `cross` starts from zero too.
-template <int BN, int A_ACROSS = 0, int B_ACROSS = 0>
-__device__ __forceinline__ void multiply_stage(float (&part)[BN / 2], float (&cross)[BN / 2], u64 a, u64 a_low, u64 b,
-                                               u64 b_low, bool first) {
-  constexpr int kStepA = A_ACROSS ? kAcrossStep : kDescriptorStep, kStepB = B_ACROSS ? kAcrossStep : kDescriptorStep;
-  using Multiply = Wgmma<half, BN>;
+// One warp normalises a staged group: y = phi(slope*(a' + (group mean - mean)) + shift), a' as staged. A y of the product's
+// size takes its place and leaves by the copy engine.
+template <class T, class Y, int BN, class Activation, class L, class R>
+__device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsigned char* staging, const TensorMap& map_y,
+                                                 Y* y, int group, int first_column) {
+  constexpr int N = 16 / sizeof(T), kChunks = kRowBytes / 16;
+  const int lane = threadIdx.x % 32, chunk = lane % kChunks, rows = f.rows(group);
+#pragma unroll 1
+  for (int part = 0; part < BN / 64; ++part) {
+    unsigned char* of_part = staging + part * kGroupRows * kRowBytes;
+    const int column = first_column + part * 64 + chunk * N;
+    if (column < f.features) {
+      float slope[N], shift[N];
+      {
+        float mean[N], own[N];
+        load_features(f.merged_slope + column, slope);
+        load_features(f.merged_shift + column, shift);
+        load_features(f.mean + column, mean);
+        load_features(f.group_mean + static_cast<i64>(group) * f.features + column, own);
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    Multiply::template run<A_ACROSS, B_ACROSS>(part, a + i * kStepA, b + i * kStepB, i ? 1 : 0);
-  wgmma_commit();
+        for (int i = 0; i < N; ++i) shift[i] += slope[i] * (own[i] - mean[i]);
+      }
+#pragma unroll 4
+      for (int row = lane / kChunks; row < rows; row += 32 / kChunks) {
+        unsigned char* at = of_part + row * kRowBytes + ((chunk ^ row) % 8) * 16;
+        const Vec<T, N> a = *reinterpret_cast<const Vec<T, N>*>(at);
+        float out[N];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    Multiply::template run<A_ACROSS, B_ACROSS>(cross, a_low + i * kStepA, b + i * kStepB, first && !i ? 0 : 1);
-    Multiply::template run<A_ACROSS, B_ACROSS>(cross, a + i * kStepA, b_low + i * kStepB, 1);
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * to_float(a.at[i]) + shift[i]);
+        if constexpr (sizeof(Y) == sizeof(T)) {
+          store<Y, N>(reinterpret_cast<Y*>(at), out);
+        } else {
+          store<Y, N>(y + (static_cast<i64>(group) * kGroupRows + row) * f.features + column, out);
+        }
+      }
+    }
+    if constexpr (sizeof(Y) == sizeof(T)) {
+      fence_async_shared();
+      __syncwarp();
+      if (lane == 0) {
+        copy_to_global(map_y, of_part, first_column + part * 64, group * kGroupRows);
+        commit_copies();
+      }
+    }
   }
-  wgmma_commit();
+}
+
+// What a warp does for a consumer: it sums up the squares of its staged groups, says that their statistics are there,
+// stores the product where that is kept, takes its share of the panel's merges and normalises the group. The consumer has
+// done most of that itself for the last tile of the block.
+template <class T, class Y, int BN, class Activation, bool STAGED, int AHEAD, class Shared, class L, class R>
+__device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Raster& raster, Shared& shared, int consumer,
+                                               const TensorMap& map_product, const TensorMap& map_y, Y* y, u32* counters,
+                                               int stored, int keep_product) {
+  constexpr int kMerges = BN / kMergeWidth;
+  const int lane = threadIdx.x % 32;
+  unsigned char* staging = shared.staging[consumer];
+  u32* complete = counters + kPanels;
+  u32* merged = complete + raster.tiles_n;
+  u32 parity = 0;
+#pragma unroll 1
+  for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x, parity ^= 1) {
+    const Tile tile = raster.at(t);
+    const int group = 2 * tile.m + consumer, column = tile.n * BN;
+    const bool later = STAGED && t < stored;
+    barrier_wait(&shared.staged[consumer], parity);
+    if constexpr (STAGED) {
+      if (keep_product && lane == 0) {
+        for (int part = 0; part < BN / 64; ++part)
+          copy_to_global(map_product, staging + part * kGroupRows * kRowBytes, column + part * 64, group * kGroupRows);
+        commit_copies();
+      }
+      if (later) store_squares<T, BN>(f, staging, group, column);
+      __syncwarp();
+    }
+    if (lane == 0) {
+      add_release(&complete[tile.n], 1);
+      if (STAGED) wait_copies_read();
+      if (!later) barrier_arrive(&shared.unstaged[consumer]);
+    }
+    if constexpr (STAGED) {
+      if (raster.has_stored(tile.n, stored) || f.groups > kDirectGroups) {
+        if (lane == 0) wait_until(&complete[tile.n], 2 * raster.tiles_m);
+        __syncwarp();
+        int merges = 0;
+        for (int i = group; i < kMerges; i += 2 * raster.tiles_m, ++merges)
+          merge_groups<AHEAD>(f, column + i * kMergeWidth);
+        __syncwarp();
+        if (lane == 0 && merges) add_release(&merged[tile.n], merges);
+      }
+      if (later) {
+        if (lane == 0) wait_until(&merged[tile.n], kMerges);
+        __syncwarp();
+        normalize_staged<T, Y, BN, Activation>(f, staging, map_y, y, group, column);
+        if (lane == 0) {
+          wait_copies_read();
+          barrier_arrive(&shared.unstaged[consumer]);
+        }
+        __syncwarp();
+      }
+    }
+  }
 }
 
 }  // namespace gemmnorm
@@ -1739,21 +1875,22 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
     float* weight_total /* [features], likewise */, const u32* weight_checksums /* [features] or null, likewise */,
     u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* split already */,
-    int group_panels, int stream_x, int keep_product, int batch, int in_features, int features) {
+    int group_panels, int stay, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
-  // Partial results in flight, and pairs of columns: as many as the registers hold.
-  constexpr int kAhead = FINISH == Finish::kOneWave && BN == 256 ? 12 : 16, kPairs = FINISH == Finish::kPersistent ? 2 : 4;
   constexpr int kPlanes = Operand<OP>::kPlanes;
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
   constexpr bool kAheadToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
   constexpr int kFeeder = kSplit && !kAheadToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
-  constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
   using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
   constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
+  constexpr bool kWhole = FINISH == Finish::kWholePanels, kLater = FINISH == Finish::kPersistent || (kWhole && kStaged);
+  // Partial results in flight, and pairs of columns: as many as the registers hold.
+  constexpr int kAhead = 16, kPairs = kLater ? 2 : 4;
+  constexpr int kMergeAhead = kSplit ? 1 : kWhole ? 2 : 4;  // loads in flight while a warp merges or normalises
   using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kAheadToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
@@ -1769,8 +1906,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                        counters + kPanels + 2 * raster.tiles_n, weight_checksums, min(x_rows, batch), weight_rows, batch,
                        in_features, features};
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
-  // Tiles that are stored and normalised later; the rest, the last of each block, stay in registers.
-  const int stored = FINISH == Finish::kPersistent ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
+  // Tiles that leave the registers and are normalised later; the rest, the last of each block, stay in registers.
+  const int stored = kLater && !stay ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
   const int warpgroup = threadIdx.x / 128;
 
   if (threadIdx.x == 0) {
@@ -1832,7 +1969,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         buffer ^= 1;
         if (buffer == 0) parity ^= 1;
       }
-    } else if (warp == 1) {  // stores staged tiles, sums up the squares of most, counts complete groups
+    } else if (warp == 1 && !kWhole) {  // stores staged tiles, sums up the squares of most, counts complete groups
       u32 parity = 0;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
         const Tile tile = raster.at(t);
@@ -1850,16 +1987,23 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
           __syncwarp();
           if (lane == 0) {
+            // Of a tile that stays in registers nobody reads the product: its statistics are all that others wait for.
+            if (FINISH == Finish::kPersistent && !later) add_release(&counters[kPanels + tile.n], 1);
             if (kStaged) wait_copies_read();
             barrier_arrive(&shared.unstaged[c]);
-            if (kStaged) {
-              wait_copies();
-              fence_async_global();
+            if (FINISH == Finish::kPersistent && later) {
+              if (kStaged) {
+                wait_copies();
+                fence_async_global();
+              }
+              add_release(&counters[kPanels + tile.n], 1);
             }
-            if (FINISH == Finish::kOneWave || FINISH == Finish::kPersistent) add_release(&counters[kPanels + tile.n], 1);
           }
         }
       }
+    } else if (warp >= 2 && kWhole) {
+      serve_consumer<T, Y, BN, Activation, kStaged, kMergeAhead>(f, raster, shared, warp - 2, map_product, map_y, y, counters,
+                                                                 stored, keep_product);
     } else if (warp >= 2 && (FINISH != Finish::kEvaluate || kAheadToo)) {
       if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
       if (FINISH == Finish::kPersistent)
@@ -1881,7 +2025,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     // Each consumer finishes half of a tile's columns, kLanes threads to a column. Of a narrow tile, which leaves registers
     // for it, it reads what that takes before the multiplications.
     constexpr int kLanes = 256 / BN;
-    constexpr bool kEarly = (FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave) && BN <= 64;
+    constexpr bool kEarly = (FINISH == Finish::kOneBlock || kWhole) && BN <= 64;
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
       typename Features<L, R>::Own early = {};
@@ -1954,7 +2098,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       float centre = 0.0f, squares = 0.0f;
       int at_column = 0;
       if (FINISH != Finish::kEvaluate) {
-        if (FINISH == Finish::kOneBlock && kStagedY && thread == 0) wait_copies_read();  // of the tile before
+        if ((FINISH == Finish::kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
         // Column means of the group, then M2 about them. Rows beyond the batch are zero in the accumulators.
         float2 mu = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
           return acc[(i / 2) * 4 + i % 2] + acc[(i / 2) * 4 + 2 + i % 2];
@@ -1968,7 +2112,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         const bool owner = 2 * thread < BN && j < features;
         const i64 at_group = static_cast<i64>(group) * features + j;
         if (owner && rows) *reinterpret_cast<float2*>(group_mean + at_group) = mu;
-        finish_here = FINISH == Finish::kOneBlock || FINISH == Finish::kOneWave || (FINISH == Finish::kPersistent && t >= stored);
+        finish_here = FINISH == Finish::kOneBlock || ((kWhole || FINISH == Finish::kPersistent) && t >= stored);
         float2 m2 = mu;
         if (kStaged && !finish_here) {  // out of the registers at once: another warp sums up the squares
           barrier_wait(&shared.unstaged[consumer], staging_parity);
@@ -2031,7 +2175,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (finish_here) {
           const int finished = consumer * (BN / 2) + thread / kLanes;
           at_column = first_column + finished;
-          const bool mine = at_column < features, direct = FINISH != Finish::kPersistent || f.groups <= kDirectGroups;
+          const bool mine = at_column < features, direct = !kLater || f.groups <= kDirectGroups;
           const auto own = kEarly ? early : f.own(mine ? at_column : 0);
           if (FINISH == Finish::kOneBlock) {
             if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
@@ -2081,7 +2225,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             squares -= sum * sum / batch;
             centre = near + sum / batch;
             r = 1.0f / sqrtf(own.s * own.s * squares / batch + eps);
-            const bool mine_to_finish = FINISH != Finish::kPersistent || !raster.has_stored(tile.n, stored);
+            const bool mine_to_finish = !kLater || !raster.has_stored(tile.n, stored);
             finish_feature_here = mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish;
           } else if (mine) {
             centre = load_l2(mean + at_column);
@@ -3035,6 +3179,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
     int x_rows /* of x, that are split already */,
     int weight_rows /* of the weight, that are split already */,
     int group_panels /* panels that are worked on together */,
+    int stay /* tiles wait for their panel in registers */,
     int stream_x /* whether the L2 should let go of x first */,
     int keep_product /* whether the product has memory of its own */,
     int batch,
@@ -3044,7 +3189,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
       map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
       running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
       rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
-      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, group_panels, stream_x,
+      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, group_panels, stay, stream_x,
       keep_product, batch, in_features, features);
 }
 
@@ -3117,6 +3262,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
     int x_rows /* of x, that are split already */,
     int weight_rows /* of the weight, that are split already */,
     int group_panels /* panels that are worked on together */,
+    int stay /* tiles wait for their panel in registers */,
     int stream_x /* whether the L2 should let go of x first */,
     int keep_product /* whether the product has memory of its own */,
     int batch,
@@ -3126,7 +3272,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
       map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
       running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
       rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
-      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, group_panels, stream_x,
+      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, group_panels, stay, stream_x,
       keep_product, batch, in_features, features);
 }
 
@@ -3656,8 +3802,8 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 8192] */,
                 momentum, eps, group_mean, group_m2, mean, rstd, merged_slope, merged_shift,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 386,
-                flagged, 1073741824 /* x_rows */, 3968 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */,
-                0 /* keep_product */, batch, 8192, 8192);
+                flagged, 1073741824 /* x_rows */, 3968 /* weight_rows */, 8 /* group_panels */, 0 /* stay */,
+                1 /* stream_x */, 0 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 386, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
          pointer<float>(scale), scale_stride, scale_value, pointer<float>(running_mean),
@@ -3716,8 +3862,8 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 8192] */,
                 merged_slope, merged_shift, pointer<unsigned int>(counters), pointer<float>(x),
                 pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest,
                 weight_total, pointer<unsigned int>(counters) + 386, flagged, 1073741824 /* x_rows */,
-                3968 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */, 1 /* keep_product */, batch, 8192,
-                8192);
+                3968 /* weight_rows */, 8 /* group_panels */, 0 /* stay */, 1 /* stream_x */, 1 /* keep_product */,
+                batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 386, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
          pointer<float>(scale), scale_stride, scale_value, pointer<float>(running_mean),
@@ -3783,8 +3929,8 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 8192] */,
                 nullptr /* rstd */, nullptr /* merged_slope */, nullptr /* merged_shift */,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 386,
-                flagged, 1073741824 /* x_rows */, 3968 /* weight_rows */, 8 /* group_panels */, 1 /* stream_x */,
-                0 /* keep_product */, batch, 8192, 8192);
+                flagged, 1073741824 /* x_rows */, 3968 /* weight_rows */, 8 /* group_panels */, 0 /* stay */,
+                1 /* stream_x */, 0 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_find, 32, 256, stream, weight_largest, weight_total,
          pointer<unsigned int>(counters) + 386, flagged, pointer<float>(scale), scale_stride, scale_value,
          pointer<float>(running_var), eps, 8192);
