@@ -150,7 +150,8 @@ def test_where_it_serves() -> None:
         return launch.cluster if launch.function == "small_panel" else 0
 
     assert blocks(problem()) == 4
-    assert blocks(problem(features=1056)) == 4 and blocks(problem(features=1088)) == 2  # all clusters at once
+    assert blocks(problem(features=1024)) == 4 and blocks(problem(features=1056)) == 2  # all clusters at once
+    assert blocks(problem(features=2048)) == 2 and blocks(problem(features=2080)) == 0
     assert blocks(problem(inner=192)) == 2 and blocks(problem(inner=64)) == 0  # a stage for each
     assert blocks(problem(dtype="float32", out_dtype="float32", arithmetic="tf32")) == 4
     for other in (

@@ -11,6 +11,7 @@ from .split import ROW_BYTES
 from .steps import Buffer, Extent, Launch, Map, Plan
 
 TILE_ROWS = 2 * GROUP_ROWS
+NEIGHBOURS = 16  # multiprocessors among which a cluster has to find room; some groups have 18
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ def shape(problem: Problem) -> Shape | None:
         return None
     steps = -(-problem.in_features * DTYPE_BYTES[problem.dtype] // ROW_BYTES)
     for found in SHAPES:
-        blocks = -(-problem.out_features // found.columns) * found.blocks
-        if found.blocks <= steps and blocks <= found.resident * chip.multiprocessors:
+        panels = -(-problem.out_features // found.columns)
+        at_once = found.resident * (chip.multiprocessors // NEIGHBOURS) * (NEIGHBOURS // found.blocks)
+        if found.blocks <= steps and panels <= at_once:
             return found
     return None
 
