@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
 # What needs a Hopper GPU, stage by stage; full logs in $OUT, the ends of them on the terminal.
 #
-#   benchmarks/device.sh tests sanitize split small cases bench
+#   benchmarks/device.sh tests sanitize split cases bench
 #
 #   tests     pytest -m gpu, with its counts for the result file
 #   sanitize  every kernel at small sizes under memcheck, synccheck, racecheck and initcheck
 #   split     float32 by split operands beside the library's float32, errors and times
-#   small     the cluster kernel of lab/ beside what ships, as graph replay
 #   cases     every strategy at every case, errors and times
 #   bench     the result file: benchmarks/results/h200.json is what it writes
 #
@@ -39,7 +38,6 @@ for stage in "${@:-tests}"; do
       done
       ;;
     split) logged split 30 python3 lab/device_check.py --precision fp32 --case kb33 kb39 projector odd --strategy one_kernel cublas_folded_bn ;;
-    small) logged small 20 python3 lab/cluster_gemm/check.py --device ;;
     cases) logged cases 80 python3 lab/device_check.py --precision bf16 tf32 ;;
     bench)
       junit=()

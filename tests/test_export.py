@@ -170,9 +170,20 @@ def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_pat
         return
     run = f"run = save ? forward_training{ending}_saving : forward_training{ending}_alone;"
     assert re.search(rf"if \({condition}\)\n    {re.escape(run)}", chooser)
-    assert kernels == ["kPersistent", "kOneBlock" if ending == "_one_tile" else "kWholePanels", "kEvaluate"]
-    waits = "false" if ending == "_one_tile" else "true"
-    assert f"{waits} /* cooperative */" in host_function(source, f"forward_training{ending}_alone")
+    launch = host_function(source, f"forward_training{ending}_alone")
+    if ending == "_one_tile":
+        assert kernels == ["kPersistent", "kEvaluate"] and "gemmnorm::small_panel<" in source
+        assert re.search(r"64, 288,\s+\d+ /\* shared \*/, 4 /\* cluster \*/,\s+false /\* cooperative \*/", launch)
+    else:
+        assert kernels == ["kPersistent", "kWholePanels", "kEvaluate"]
+        assert "true /* cooperative */" in launch
+
+
+def test_one_tile_of_split_operands_is_one_block_for_each_panel(tmp_path):
+    source = hopper(tmp_path, dtype="float32", batch=64).source
+    assert "if (batch <= 128)\n    run = save" in host_function(source, "forward_training")
+    assert "Finish::kOneBlock, Identity>" in source
+    assert "false /* cooperative */" in host_function(source, "forward_training_one_tile_alone")
 
 
 def test_the_own_product_saves_its_group_means_and_evaluation_with_gradients_is_the_librarys(tmp_path):

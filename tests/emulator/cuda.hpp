@@ -86,6 +86,7 @@ struct Block {
 
 struct Cluster : Gate {
   std::vector<Block*> blocks;
+  unsigned stores = 0;  // on their way from block to block
 };
 
 struct Machine {
@@ -270,7 +271,7 @@ inline const char* run(unsigned grid, unsigned cluster, unsigned threads, unsign
     const size_t before = blocks.size();
     const auto left = [](const std::unique_ptr<Block>& b) {  // all of a cluster, for its blocks may look at each other
       const auto& all = b->cluster->blocks;
-      return std::all_of(all.begin(), all.end(), [](const Block* other) { return !other->alive; });
+      return !b->cluster->stores && std::all_of(all.begin(), all.end(), [](const Block* other) { return !other->alive; });
     };
     std::vector<std::unique_ptr<Block>> staying, leaving;
     for (auto& block : blocks) (left(block) ? leaving : staying).push_back(std::move(block));
@@ -308,6 +309,7 @@ template <class T>
 T __shfl_down_sync(unsigned, T v, int distance) {
   return emulator::from_lane(v, emulator::lane() + distance);
 }
+inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline float __uint_as_float(unsigned bits) {
   float f;
   std::memcpy(&f, &bits, 4);

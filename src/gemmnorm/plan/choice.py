@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..errors import GemmNormValueError
-from . import gradient, hopper, library, split
+from . import gradient, hopper, library, small, split
 from .problem import C_TYPES, Problem
 from .steps import OWN_GEMM, Plan
 
@@ -103,6 +103,8 @@ def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forwa
     own = chosen in OWN_GEMM
     if phase == "forward":
         build = hopper.forward if own else library.forward
+        if chosen == "one_kernel" and small.shape(problem):
+            build = small.forward
     else:
         build = split.backward if own else gradient.backward
     return replace(build(problem, chosen), reasons=reasons)

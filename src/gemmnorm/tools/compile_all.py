@@ -37,6 +37,10 @@ _FORMS = (
 _BATCHES = (2, 1024, 2048, 4096, 8192, 12288, 16384)
 _FEATURES = (8192, 4096, 512, 8196, 516, 8194, 514, 8193, 513)
 _IN_FEATURES = (64, 100, 8192)
+_SMALL = (
+    (100, 512, 192),
+    (100, 512, 8192),
+)  # likewise: one tile of rows by clusters of two and of four (plan/small.py)
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,13 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
         # two activations that need many registers stand for the others.
         few = (100, 256, 1024, 8192, 16384) if arch == 90 and activation in ("gelu", "silu") else (1024, 16384)
         everywhere = activation is None and (dtype == "float32" if quick else uniform or dtype == "bfloat16")
-        for batch, features, inner in itertools.product(
+        sizes = itertools.product(
             _BATCHES if everywhere else few,
             _FEATURES if everywhere else _FEATURES[:1],
             _IN_FEATURES if everywhere else _IN_FEATURES[-1:],
-        ):
+        )
+        small = _SMALL if arch == 90 and activation in (None, "gelu", "silu") else ()
+        for batch, features, inner in (*sizes, *small):
             if activation is not None and (dtype == "float16" or not uniform):
                 continue
             for training, save, arithmetic in itertools.product(

@@ -20,7 +20,7 @@ from torch import nn
 
 from .. import activations, plan
 from ..errors import GemmNormRuntimeError, GemmNormValueError
-from ..plan import GROUP_ROWS, OWN_GEMM, Extent, Plan, Problem, gradient
+from ..plan import GROUP_ROWS, OWN_GEMM, Extent, Plan, Problem, gradient, small
 from ..plan.hopper import MOST_GROUPS_IN_ONE_WAVE
 from . import cpp
 from .analysis import OwnerPlan, analyse
@@ -201,6 +201,8 @@ def _narrow(found: Plan) -> tuple[str, str] | None:
     """A word for the batches that a plan serves, and the condition in C++; None where it serves all."""
     for launch in found.launches:
         tiles = launch.grid
+        if launch.function == "small_panel":
+            return "_one_tile", f"batch <= {small.TILE_ROWS}"
         if "gemmnorm::Finish::kOneBlock" in launch.constants:  # a block has all rows of its features
             return "_one_tile", f"batch <= {tiles.rows}"
         if "gemmnorm::Finish::kWholePanels" in launch.constants:  # blocks wait for each other, wave by wave

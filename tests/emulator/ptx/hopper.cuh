@@ -43,6 +43,7 @@ inline void barrier_expect(u64* b, u32 bytes) {
 inline void barrier_wait(u64* b, u32 parity) {
   emulator::wait("an mbarrier", [=] { return arrivals(b).phase() != static_cast<int>(parity); });
 }
+inline void barrier_wait_cluster(u64* b, u32 parity) { barrier_wait(b, parity); }
 inline void fence_barrier_init() {}
 inline void fence_async_shared() {}
 inline void fence_async_global() {}
@@ -127,7 +128,23 @@ void claim_registers() {}
 
 inline int cluster_rank() { return static_cast<int>(blockIdx.x % emulator::machine.cluster); }
 inline void cluster_arrive() { emulator::arrive_at_cluster(); }
+inline void cluster_arrive_relaxed() { emulator::arrive_at_cluster(); }
 inline void cluster_wait() { emulator::wait_for_cluster(); }
+inline void store_remote(float4* own, float4 v, u64* barrier, int rank) {
+  if (reinterpret_cast<std::uintptr_t>(own) % 16) emulator::fail("a misaligned store to another block");
+  const auto to = const_cast<unsigned char*>(emulator::in_cluster(own, rank));
+  const auto counts = const_cast<unsigned char*>(emulator::in_cluster(barrier, rank));
+  emulator::Cluster* cluster = emulator::current->block->cluster.get();
+  ++cluster->stores;
+  emulator::machine.pending.push_back([=] {
+    --cluster->stores;
+    if (!cluster->blocks[rank]->alive) emulator::machine.fault = "a store to a block that has left";
+    std::memcpy(to, &v, sizeof v);
+    Arrivals& there = arrivals(reinterpret_cast<u64*>(counts));
+    there.bytes -= static_cast<int>(sizeof v);
+    there.check();
+  });
+}
 template <class T>
 T load_remote(const T* own, int rank) {
   return *reinterpret_cast<const T*>(emulator::in_cluster(own, rank));

@@ -34,6 +34,19 @@ __device__ __forceinline__ void barrier_wait(u64* b, u32 parity) {
         : "memory");
   } while (!done);
 }
+// The same where other blocks of the cluster write what is waited for.
+__device__ __forceinline__ void barrier_wait_cluster(u64* b, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(b)), "r"(parity)
+        : "memory");
+  } while (!done);
+}
 // Makes initialised barriers visible to the copy engine.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -90,6 +103,18 @@ __device__ __forceinline__ int cluster_rank() {
 // Of all threads of the cluster: what each wrote before it arrived is visible to all after the wait.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Orders nothing but what fence_barrier_init covers.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+// Writes v to where `own` lies in the shared memory of the cluster's block `rank`, whose barrier counts the 16 bytes when
+// they are there; nobody waits here: #data-movement-and-conversion-instructions-st-async
+__device__ __forceinline__ void store_remote(float4* own, float4 v, u64* barrier, int rank) {
+  asm volatile(
+      "{\n.reg .u32 a, b;\nmapa.shared::cluster.u32 a, %0, %6;\nmapa.shared::cluster.u32 b, %5, %6;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [a], {%1, %2, %3, %4}, [b];\n}" ::"r"(
+          shared_address(own)),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
+}
 // What lies at `own` in the shared memory of the cluster's block `rank`.
 __device__ __forceinline__ float2 load_remote(const float2* own, int rank) {
   float2 v;

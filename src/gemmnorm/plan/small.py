@@ -1,0 +1,106 @@
+"""Plans for one tile of rows in training: a cluster of blocks owns a panel of columns and shares out K."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .cost import gemm_seconds
+from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
+from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
+from .split import ROW_BYTES
+from .steps import Buffer, Extent, Launch, Map, Plan
+
+TILE_ROWS = 2 * GROUP_ROWS
+NEIGHBOURS = 16  # multiprocessors among which a cluster has to find room; some groups have 18
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the kernel cuts up a problem.
+
+    Attributes:
+        columns: of a panel; blocks: of the cluster that owns it, each of which multiplies its part of K.
+        stages: of a block's ring; all of them are in flight at once.
+        resident: blocks that fit on one multiprocessor.
+    """
+
+    columns: int
+    blocks: int
+    stages: int
+    resident: int = 1
+
+    @property
+    def shared(self) -> int:
+        """sizeof(SmallPanelShared): the kernel asserts at compile time that it is."""
+        columns = self.columns // self.blocks  # that a block finishes
+        warps = 4 if columns < 8 else 8
+        size = self.stages * (TILE_ROWS + self.columns) * ROW_BYTES + TILE_ROWS * self.columns * 4
+        size += 2 * warps * 2 * columns * 4 + 16 * self.stages + 8
+        return -(-size // 1024) * 1024
+
+
+# In the order of preference; none of them: the kernel is not used.
+SHAPES = (Shape(32, 4, 8), Shape(32, 2, 8))
+
+
+def shape(problem: Problem) -> Shape | None:
+    """The first of `SHAPES` that gives every block a stage of K and lets all clusters run at once, or None."""
+    chip = problem.chip or CHIPS[90]
+    if not problem.training or problem.split or problem.batch > TILE_ROWS:
+        return None
+    steps = -(-problem.in_features * DTYPE_BYTES[problem.dtype] // ROW_BYTES)
+    for found in SHAPES:
+        panels = -(-problem.out_features // found.columns)
+        at_once = found.resident * (chip.multiprocessors // NEIGHBOURS) * (NEIGHBOURS // found.blocks)
+        if found.blocks <= steps and panels <= at_once:
+            return found
+    return None
+
+
+def forward(problem: Problem, strategy: str) -> Plan:
+    """The whole chain in one launch."""
+    found, types, size = shape(problem), c_types(problem), DTYPE_BYTES[problem.dtype]
+    assert found is not None
+    features = Extent(problem.out_features)
+    launch = Launch(
+        "fused_gemm_scale_bn",
+        "small_panel.cuh",
+        "small_panel",
+        (
+            types["T"] if size == 2 else "gemmnorm::tf32",
+            *types.values(),
+            str(found.columns),
+            str(found.stages),
+            str(found.shared),
+            str(found.blocks),
+            "Activation",
+        ),
+        ("map_x", "map_weight", "stored_product", "y", *VECTORS, "running_mean", "running_var", "num_batches_tracked",
+         "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "mean", "rstd", "counters", "keep_product", "batch",
+         "in_features", "features"),
+        Extent(-(-problem.out_features // found.columns) * found.blocks),
+        block=288,
+        resident=found.resident,
+        shared=found.shared,
+        cluster=found.blocks,
+        maps=(
+            Map("map_x", "x", TILE_ROWS, ROW_BYTES // size),
+            Map("map_weight", "weight", found.columns, ROW_BYTES // size),
+        ),
+        numbers=(("keep_product", int(problem.save)),),
+    )  # fmt: skip
+    y = Buffer("y", problem.out_dtype, (ROWS, features))
+    product = Buffer("product", problem.dtype, (ROWS, features))
+    group_mean = Buffer("group_mean", "float32", (GROUPS, features))
+    vectors = tuple(Buffer(role, "float32", (features,)) for role in ("mean", "rstd"))
+    return Plan(
+        problem,
+        "forward",
+        strategy,
+        (launch,),
+        (y, product, group_mean, *vectors) if problem.save else (y,),
+        () if problem.save else vectors,
+        counters=1,
+        seconds=gemm_seconds(problem) * 1.06,
+        floor=gemm_seconds(problem),
+    )

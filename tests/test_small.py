@@ -1,0 +1,213 @@
+"""One tile of rows by clusters that share out K (small_panel.cuh), run by the emulator, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from emulator import COMPILER, emulated
+from gpu_support import assert_accurate, error, fused, golden, model, poisoned_memory, precision
+from support import Chain, step, stir, twin
+from test_emulated import check, run
+
+from gemmnorm import driver, linear_scale_batch_norm, plan, runtime
+from gemmnorm.plan import Problem, small
+from gemmnorm.tools import compile_all
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
+HOPPER = plan.chip_for(90)
+# By the blocks of a cluster and the columns of its panel; some have too few stages for the K of these tests.
+STAGES = {(1, 32): 2, (2, 32): 8, (4, 32): 2, (8, 32): 4, (8, 64): 4}
+
+Cluster = Callable[..., None]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Sets the size of the clusters, whatever K and the number of panels."""
+
+    def use(blocks: int, columns: int = 32) -> None:
+        found = small.Shape(columns, blocks, STAGES[blocks, columns])
+        monkeypatch.setattr(small, "shape", lambda problem: found if problem.batch <= 128 else None)
+        plan.cached_plan.cache_clear()
+
+    yield use
+    plan.cached_plan.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32"])
+@pytest.mark.parametrize(
+    ("blocks", "batch", "in_features", "features"),
+    [
+        (4, 128, 600, 40),  # more stages than the ring has, the last not filled; a panel that is not filled
+        (4, 2, 72, 8),  # parts without any K
+        (4, 65, 256, 72),
+        (2, 100, 136, 72),
+        (8, 100, 520, 40),
+        (8, 64, 16, 72),
+        (1, 77, 136, 40),
+        ((8, 64), 128, 520, 72),
+    ],
+)
+def test_a_step(
+    cluster: Cluster, name: str, blocks: int | tuple[int, int], batch: int, in_features: int, features: int
+) -> None:
+    """Output, statistics and gradients, each feature with its own scale and affine part."""
+    cluster(*(blocks if isinstance(blocks, tuple) else (blocks,)))
+    options = {"scale_shape": (features,), "activation": "silu"}
+    check(HOPPER, "one_kernel", name, batch, in_features, features, finish=None, **options)
+    if blocks == 4:
+        options = {"bias": False, "affine": False, "momentum": None, "activation": "relu"}
+        check(HOPPER, "one_kernel", name, batch, in_features, features, finish=None, **options)
+
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 4, 8])
+def test_under_autocast_and_with_nothing_saved(cluster: Cluster, blocks: int) -> None:
+    """y in float32 where the scale makes it so; running statistics are the same whether a backward follows or not."""
+    cluster(blocks)
+    module = stir(Chain(200, 72, scale_shape=(72,), activation="gelu"))
+    x = torch.randn(100, 200).bfloat16().float()
+    with torch.no_grad():
+        module.gemm.weight.copy_(module.gemm.weight.bfloat16())
+        exact = twin(module).double()
+        want = exact(x.double())
+    found = []
+    for grad in (True, False):
+        ours = twin(module)
+        with emulated(HOPPER), poisoned_memory(), torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+            y = run(ours, x, "one_kernel")
+        assert y.dtype == torch.float32
+        assert error(y.detach(), want) < 1e-5
+        for running in ("running_mean", "running_var"):
+            assert error(getattr(ours.bn, running), getattr(exact.bn, running)) < 1e-5
+        assert torch.equal(ours.bn.num_batches_tracked, exact.bn.num_batches_tracked)
+        found.append((y.detach(), ours.bn.running_mean, ours.bn.running_var))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 2, 8])
+def test_equal_bits_whatever_the_order_of_events(cluster: Cluster, blocks: int) -> None:
+    cluster(blocks)
+    torch.manual_seed(3)
+    module = stir(Chain(304, 72, momentum=None)).bfloat16()
+    x, grad = (torch.randn(100, n, dtype=torch.bfloat16) for n in (304, 72))
+    found = []
+    with emulated(HOPPER), poisoned_memory():
+        for _ in range(4):
+            ours = twin(module)
+            found.append(step(ours, lambda x, m=ours: run(m, x, "one_kernel"), x, grad))
+    for other in found[1:]:
+        assert all(torch.equal(found[0][key], other[key]) for key in other)
+
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 4, 8])
+def test_mean_far_larger_than_the_deviation(cluster: Cluster, blocks: int) -> None:
+    """As in test_emulated.py; and with a first row, about which deviations are taken, that stands out itself."""
+    cluster(blocks)
+    torch.manual_seed(0)
+    for batch, mean in ((2, 100.0), (65, 1e4), (128, 1e4)):
+        weight, x = torch.randn(40, 264) / 16, torch.randn(batch, 264)
+        x[0] *= 8 if batch == 128 else 1
+        weight[:, 0], x[:, 0] = mean, 1.0
+        half = x.bfloat16(), weight.bfloat16()
+        exact = linear_scale_batch_norm(*(t.double() for t in half), training=True)
+        with emulated(HOPPER), poisoned_memory():
+            y = linear_scale_batch_norm(*half, training=True, strategy="one_kernel")
+        assert error(y, exact, columns=False) < 3e-3
+
+
+@needs_compiler
+@pytest.mark.parametrize("row", [0, 7])
+def test_a_value_that_stands_out(cluster: Cluster, row: int) -> None:
+    """y has its own rounding and no other, and gradients come from statistics of the product as it is stored."""
+    cluster(4)
+    torch.manual_seed(0)
+    module = stir(Chain(256, 72)).bfloat16()
+    x, grad = (torch.randn(100, n).bfloat16() for n in (256, 72))
+    x[row] *= 300
+    exact, eager, ours = twin(module).double(), twin(module), twin(module)
+    want, theirs = step(exact, exact, x.double(), grad.double()), step(eager, eager, x, grad)
+    with emulated(HOPPER), poisoned_memory():
+        got = step(ours, lambda x: run(ours, x, "one_kernel"), x, grad)
+    assert error(got["y"], want["y"]) <= 1.01 * error(want["y"].bfloat16(), want["y"])
+    for key in ("grad x", "grad gemm.weight", "grad bn.weight"):
+        assert error(got[key], want[key], columns=False) <= 1.1 * error(theirs[key], want[key], columns=False)
+
+
+def problem(inner: int = 1024, features: int = 512, **more: object) -> Problem:
+    return replace(Problem(128, inner, features, "bfloat16", "bfloat16", arithmetic="native"), **more)  # type: ignore[arg-type]
+
+
+def test_where_it_serves() -> None:
+    def blocks(p: Problem) -> int:
+        (launch, *_) = plan.make_plan(p, "one_kernel").launches
+        return launch.cluster if launch.function == "small_panel" else 0
+
+    assert blocks(problem()) == 4
+    assert blocks(problem(features=1024)) == 4 and blocks(problem(features=1056)) == 2  # all clusters at once
+    assert blocks(problem(features=2048)) == 2 and blocks(problem(features=2080)) == 0
+    assert blocks(problem(inner=192)) == 2 and blocks(problem(inner=64)) == 0  # a stage for each
+    assert blocks(problem(dtype="float32", out_dtype="float32", arithmetic="tf32")) == 4
+    for other in (
+        {"batch": 129},
+        {"out_features": 4096},
+        {"training": False},
+        {"dtype": "float32", "out_dtype": "float32", "arithmetic": "float32"},
+    ):
+        assert blocks(replace(problem(), **other)) == 0
+    listed = {k.launch.constants for k in compile_all.kernels(90) if k.launch.function == "small_panel"}
+    for inner, dtype in ((192, "bfloat16"), (1024, "bfloat16"), (1024, "float32")):
+        p = problem(inner=inner, dtype=dtype, out_dtype=dtype, linear_dtype=dtype, norm_dtype=dtype)
+        p = replace(p, arithmetic="tf32" if dtype == "float32" else "native")
+        assert plan.make_plan(p, "one_kernel").launches[0].constants in listed
+
+
+@pytest.mark.skipif(driver.unavailable() is not None, reason=str(driver.unavailable()))
+@pytest.mark.parametrize("found", STAGES)
+def test_every_size_of_cluster_compiles(cluster: Cluster, found: tuple[int, int]) -> None:
+    cluster(*found)
+    for dtype, arithmetic in (("bfloat16", "native"), ("float32", "tf32")):
+        p = problem(dtype=dtype, out_dtype=dtype, arithmetic=arithmetic, activation="gelu", save=True)
+        (launch,) = plan.make_plan(p, "one_kernel").launches
+        report = driver.compile_report(launch, p, 90)
+        assert not any(value for name, value in report.items() if name != "registers")
+
+
+@needs_compiler
+def test_the_planner_takes_it_by_itself() -> None:
+    module = stir(Chain(256, 40)).bfloat16()
+    x = torch.randn(100, 256).bfloat16()
+    with emulated(HOPPER), poisoned_memory(), runtime.recording() as plans, torch.no_grad():
+        run(module, x, "one_kernel")
+    assert [launch.function for launch in plans[0].launches] == ["small_panel"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32"])
+@pytest.mark.parametrize("found", STAGES)
+def test_a_step_on_a_gpu(cluster: Cluster, found: tuple[int, int], name: str) -> None:
+    """Against float64, and the same bits every time."""
+    cluster(*found)
+    runtime.forget()
+    for batch, inner, features in ((128, 1024, 512), (100, 200, 72), (2, 64, 8), (65, 2048, 1000)):
+        options = {"scale_shape": (features,), "activation": "silu"}
+        with precision(name) as dtype:
+            module = model(dtype, inner, features, **options)
+            x, grad = (torch.randn(batch, n, device="cuda", dtype=dtype) for n in (inner, features))
+            exact, theirs = golden(module, x, grad), twin(module)
+            eager = step(theirs, theirs, x, grad)
+            with poisoned_memory(), runtime.recording() as plans:
+                every = [step(ours, fused(ours, "one_kernel"), x, grad) for ours in (twin(module) for _ in range(20))]
+        assert plans[0].launches[0].function == "small_panel"
+        rounding = 2.0**-11 if name == "tf32" else 0.0
+        assert_accurate(every[0], eager, exact, module, x, grad, rounding)
+        for other in every[1:]:
+            assert all(torch.equal(every[0][key], other[key]) for key in other)
+    runtime.forget()
