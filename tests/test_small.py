@@ -150,13 +150,15 @@ def test_where_it_serves() -> None:
         return launch.cluster if launch.function == "small_panel" else 0
 
     assert blocks(problem()) == 4
-    assert blocks(problem(features=1024)) == 4 and blocks(problem(features=1056)) == 2  # all clusters at once
-    assert blocks(problem(features=2048)) == 2 and blocks(problem(features=2080)) == 0
-    assert blocks(problem(inner=192)) == 2 and blocks(problem(inner=64)) == 0  # a stage for each
+    assert blocks(problem(features=896)) == 4 and blocks(problem(features=904)) == 2  # all clusters at once
+    assert blocks(problem(features=2112)) == 2 and blocks(problem(features=2120)) == 1
+    assert blocks(problem(inner=192)) == 2 and blocks(problem(inner=64)) == 1  # a stage for each
+    assert blocks(problem(features=2120, inner=1088)) == 0  # a block alone would take too long
+    assert blocks(problem(inner=4096)) == 8 and plan.make_plan(problem(inner=8192)).strategy == "one_kernel"
     assert blocks(problem(dtype="float32", out_dtype="float32", arithmetic="tf32")) == 4
     for other in (
         {"batch": 129},
-        {"out_features": 4096},
+        {"out_features": 8192},
         {"training": False},
         {"dtype": "float32", "out_dtype": "float32", "arithmetic": "float32"},
     ):

@@ -102,7 +102,7 @@ def recording() -> Iterator[list[Plan]]:
     try:
         yield plans
     finally:
-        _recorders.remove(plans)
+        _recorders[:] = [other for other in _recorders if other is not plans]  # equal ones may be open
 
 
 def unobserved() -> bool:

@@ -11,7 +11,7 @@ from .split import ROW_BYTES
 from .steps import Buffer, Extent, Launch, Map, Plan
 
 TILE_ROWS = 2 * GROUP_ROWS
-NEIGHBOURS = 16  # multiprocessors among which a cluster has to find room; some groups have 18
+NEIGHBOURS = 18  # multiprocessors among which a cluster of more than two has to find room
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,15 @@ class Shape:
     Attributes:
         columns: of a panel; blocks: of the cluster that owns it, each of which multiplies its part of K.
         stages: of a block's ring; all of them are in flight at once.
+        least, most: stages of K, all blocks together, that it is preferred for.
         resident: blocks that fit on one multiprocessor.
     """
 
     columns: int
     blocks: int
     stages: int
+    least: int = 0
+    most: int = 1 << 30
     resident: int = 1
 
     @property
@@ -39,20 +42,22 @@ class Shape:
         return -(-size // 1024) * 1024
 
 
-# In the order of preference; none of them: the kernel is not used.
-SHAPES = (Shape(32, 4, 8), Shape(32, 2, 8))
+# In the order of preference, by the times of lab/README.md; none of them: the kernel is not used.
+SHAPES = (Shape(64, 8, 4, least=64), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32, 1, 8, most=16))
 
 
 def shape(problem: Problem) -> Shape | None:
     """The first of `SHAPES` that gives every block a stage of K and lets all clusters run at once, or None."""
-    chip = problem.chip or CHIPS[90]
+    blocks = (problem.chip or CHIPS[90]).multiprocessors
     if not problem.training or problem.split or problem.batch > TILE_ROWS:
         return None
     steps = -(-problem.in_features * DTYPE_BYTES[problem.dtype] // ROW_BYTES)
     for found in SHAPES:
         panels = -(-problem.out_features // found.columns)
-        at_once = found.resident * (chip.multiprocessors // NEIGHBOURS) * (NEIGHBOURS // found.blocks)
-        if found.blocks <= steps and panels <= at_once:
+        groups = blocks // found.blocks  # pairs are neighbours
+        if found.blocks > 2:
+            groups = blocks // NEIGHBOURS * (NEIGHBOURS // found.blocks)
+        if max(found.blocks, found.least) <= steps <= found.most and panels <= found.resident * groups:
             return found
     return None
 
