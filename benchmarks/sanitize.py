@@ -19,7 +19,7 @@ import sys
 import torch
 
 import gemmnorm
-from gemmnorm.plan import STRATEGIES, split
+from gemmnorm.plan import OWN_GEMM, STRATEGIES, split
 
 SIZES = {
     "one tile": (70, 72, 40),
@@ -34,13 +34,13 @@ SIZES = {
 def main() -> None:
     split.SPLIT_BACKWARD_FLOPS = 0.0  # small products of split operands too
     plain = "--plain" in sys.argv
-    names = [name for name in sys.argv[1:] if name != "--plain"] or list(SIZES)
+    names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(SIZES)
     for dtype in (torch.bfloat16, torch.float32):
         a, b = torch.randn(300, 136, device="cuda", dtype=dtype), torch.randn(264, 136, device="cuda", dtype=dtype)
         print(f"control, {dtype}: {float((a @ b.t()).relu().sum()):.3g}", flush=True)
     for name, strategy, (dtype, arithmetic), training in itertools.product(
         names,
-        STRATEGIES[:-1],
+        OWN_GEMM if "--own" in sys.argv else STRATEGIES[:-1],
         ((torch.bfloat16, "none"), (torch.float32, "tf32"), (torch.float32, "none")),
         (True, False),
     ):

@@ -55,7 +55,7 @@ def test_the_expressions_for_the_kernels(name):
     """The C++ text, translated to Python, against PyTorch: a slip in a constant shows here, without a GPU."""
     text = activations.cuda_struct(name)
     assert "identity = false" in text
-    value, derivative = (_translated(text, which) for which in ("value", "derivative"))
+    value, gradient = (_translated(text, which) for which in ("value", "gradient"))
     module = MODULES[name]
     for z in [p.item() for p in POINTS if p.isfinite()]:
         at = torch.tensor(z, dtype=torch.float64, requires_grad=True)
@@ -63,7 +63,7 @@ def test_the_expressions_for_the_kernels(name):
         (slope,) = torch.autograd.grad(expected, at)
         assert value(z) == pytest.approx(expected.item(), rel=1e-5, abs=1e-6), z
         if z not in (0.0, -0.5, 0.75, 6.0):  # a kink has no derivative; PyTorch's choice there is tested on the GPU
-            assert derivative(z) == pytest.approx(slope.item(), rel=1e-4, abs=1e-5), z
+            assert gradient(z, -3.0) == pytest.approx(-3.0 * slope.item(), rel=1e-4, abs=1e-5), z
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no g++")
@@ -82,11 +82,11 @@ def test_functions_of_the_kernels(name):
 
 
 def _translated(text: str, which: str):
-    """The body of `float which(float z) { return …; }` as a Python function."""
-    body = re.search(rf"float {which}\(float z\) {{ return (.*?); }}", text).group(1)
+    """The body of `float which(float g, float z) { return …; }` as a Python function of z and g."""
+    body = re.search(rf"float {which}\((?:float g, )?float z\) {{ return (.*?); }}", text).group(1)
     body = _conditional(re.sub(r"(?<=[0-9.])f\b", "", body)).replace("||", " or ").replace("gemmnorm::", "")
-    names = {**FUNCTIONS, "tanhf": math.tanh}
-    return lambda z: eval(body, {"__builtins__": {}}, {**names, "z": z})
+    names = {**FUNCTIONS, "tanhf": math.tanh, "larger": max}
+    return lambda z, g=1.0: eval(body, {"__builtins__": {}}, {**names, "z": z, "g": g})
 
 
 def _conditional(text: str) -> str:

@@ -138,6 +138,13 @@ __device__ __forceinline__ float reciprocal(float x) {
   return r;
 }
 
+// The larger of two, NaN if either is.
+__device__ __forceinline__ float larger(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
 // Nothing that reads or writes memory moves across: keeps the compiler from loading far ahead, which costs registers.
 __device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
 
@@ -2612,7 +2619,7 @@ namespace gemmnorm {
 // g = grad_y * phi'(normalised value), recomputed from a so that y need not be kept.
 template <class Activation, Form FORM>
 __device__ __forceinline__ float through_activation(float grad, float a, const Affine<FORM>& affine, float own = 0.0f) {
-  return Activation::identity ? grad : grad * Activation::derivative(affine(a, own));
+  return Activation::identity ? grad : Activation::gradient(grad, affine(a, own));
 }
 
 // Per-feature coefficients from what the forward saved. `mean` is that of a in training, of z in evaluation.
@@ -3022,7 +3029,7 @@ __device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, GROUPS>& 
     for (int i = 0; i < N; ++i) {
       deviation[i] = to_float(a.at[i]) + from_mean[i];
       grad[i] = to_float(dy.at[i]);
-      if (!Activation::identity) grad[i] *= Activation::derivative(slope[i] * deviation[i] + shift[i]);
+      if (!Activation::identity) grad[i] = Activation::gradient(grad[i], slope[i] * deviation[i] + shift[i]);
     }
     visit(row, deviation, grad);
   }
@@ -3200,7 +3207,7 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
 struct Identity {
   static constexpr bool identity = true;
   static __device__ __forceinline__ float value(float z) { return z; }
-  static __device__ __forceinline__ float derivative(float z) { return 1.0f; }
+  static __device__ __forceinline__ float gradient(float g, float z) { return g; }
 };
 
 extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands(

@@ -140,6 +140,13 @@ __device__ __forceinline__ float reciprocal(float x) {
   return r;
 }
 
+// The larger of two, NaN if either is.
+__device__ __forceinline__ float larger(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
 // Nothing that reads or writes memory moves across: keeps the compiler from loading far ahead, which costs registers.
 __device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
 
@@ -816,7 +823,7 @@ namespace gemmnorm {
 // g = grad_y * phi'(normalised value), recomputed from a so that y need not be kept.
 template <class Activation, Form FORM>
 __device__ __forceinline__ float through_activation(float grad, float a, const Affine<FORM>& affine, float own = 0.0f) {
-  return Activation::identity ? grad : grad * Activation::derivative(affine(a, own));
+  return Activation::identity ? grad : Activation::gradient(grad, affine(a, own));
 }
 
 // Per-feature coefficients from what the forward saved. `mean` is that of a in training, of z in evaluation.
@@ -1067,7 +1074,7 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
 struct Identity {
   static constexpr bool identity = true;
   static __device__ __forceinline__ float value(float z) { return z; }
-  static __device__ __forceinline__ float derivative(float z) { return 1.0f; }
+  static __device__ __forceinline__ float gradient(float g, float z) { return g; }
 };
 
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_statistics(

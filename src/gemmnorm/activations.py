@@ -36,7 +36,7 @@ class Activation:
         backward: (grad, z, *parameters) → grad · φ'(z).
         value: C++ expression of φ(z), with the functions of `kernels/functions.cuh`; `{0}`, `{1}` stand for the
             parameters as float literals.
-        derivative: C++ expression of φ'(z). Both let NaN through, as PyTorch does.
+        gradient: C++ expression of g·φ'(z), in the floats `g` and `z`. Both let NaN through, as PyTorch does.
         parameters: (name, default) in the order of the canonical string; the names are those of the module's
             attributes and of the function's arguments.
         matches: further keyword arguments that a module or call must carry to be this activation (GELU's form).
@@ -48,7 +48,7 @@ class Activation:
     forward: Callable[..., Tensor]
     backward: Callable[..., Tensor]
     value: str
-    derivative: str
+    gradient: str
     parameters: tuple[tuple[str, float], ...] = ()
     matches: tuple[tuple[str, Any], ...] = ()
 
@@ -63,8 +63,8 @@ TABLE: tuple[Activation, ...] = (
         (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"),
         torch.relu,
         lambda g, z: aten.threshold_backward(g, z, 0),
-        "z < 0.0f ? 0.0f : z",
-        "z <= 0.0f ? 0.0f : 1.0f",
+        "gemmnorm::larger(z, 0.0f)",
+        "z <= 0.0f ? 0.0f : g",
     ),
     Activation(
         "gelu",
@@ -73,7 +73,7 @@ TABLE: tuple[Activation, ...] = (
         F.gelu,
         lambda g, z: aten.gelu_backward(g, z, approximate="none"),
         "z * gemmnorm::normal_distribution(z)",
-        "gemmnorm::normal_distribution(z) + 0.3989422804014327f * z * gemmnorm::bell(z)",
+        "g * (gemmnorm::normal_distribution(z) + 0.3989422804014327f * z * gemmnorm::bell(z))",
         matches=(("approximate", "none"),),
     ),
     Activation(
@@ -83,7 +83,7 @@ TABLE: tuple[Activation, ...] = (
         lambda z: F.gelu(z, approximate="tanh"),
         lambda g, z: aten.gelu_backward(g, z, approximate="tanh"),
         f"z * {_GELU_TANH}",
-        f"{_GELU_TANH} * (1.0f + z * (1.0f - {_GELU_TANH}) * 1.5957691216057308f * (1.0f + 0.134145f * z * z))",
+        f"g * {_GELU_TANH} * (1.0f + z * (1.0f - {_GELU_TANH}) * 1.5957691216057308f * (1.0f + 0.134145f * z * z))",
         matches=(("approximate", "tanh"),),
     ),
     Activation(
@@ -93,7 +93,7 @@ TABLE: tuple[Activation, ...] = (
         F.silu,
         lambda g, z: aten.silu_backward(g, z),
         "z * gemmnorm::sigmoid(z)",
-        "gemmnorm::sigmoid(z) * (1.0f + z * (1.0f - gemmnorm::sigmoid(z)))",
+        "g * gemmnorm::sigmoid(z) * (1.0f + z * (1.0f - gemmnorm::sigmoid(z)))",
     ),
     Activation(
         "leaky_relu",
@@ -102,7 +102,7 @@ TABLE: tuple[Activation, ...] = (
         F.leaky_relu,
         lambda g, z, slope: aten.leaky_relu_backward(g, z, slope, False),
         "z > 0.0f ? z : z * {0}",
-        "z > 0.0f ? 1.0f : {0}",
+        "z > 0.0f ? g : g * {0}",
         parameters=(("negative_slope", 0.01),),
     ),
     Activation(
@@ -112,7 +112,7 @@ TABLE: tuple[Activation, ...] = (
         torch.tanh,
         lambda g, z: aten.tanh_backward(g, torch.tanh(z)),
         "tanhf(z)",
-        "gemmnorm::tanh_derivative(z)",
+        "g * gemmnorm::tanh_derivative(z)",
     ),
     Activation(
         "sigmoid",
@@ -121,7 +121,7 @@ TABLE: tuple[Activation, ...] = (
         torch.sigmoid,
         lambda g, z: aten.sigmoid_backward(g, torch.sigmoid(z)),
         "gemmnorm::sigmoid(z)",
-        "gemmnorm::sigmoid(z) * (1.0f - gemmnorm::sigmoid(z))",
+        "g * gemmnorm::sigmoid(z) * (1.0f - gemmnorm::sigmoid(z))",
     ),
     Activation(
         "hardtanh",
@@ -130,7 +130,7 @@ TABLE: tuple[Activation, ...] = (
         F.hardtanh,
         lambda g, z, low, high: aten.hardtanh_backward(g, z, low, high),
         "z < {0} ? {0} : (z > {1} ? {1} : z)",
-        "(z <= {0} || z >= {1}) ? 0.0f : 1.0f",
+        "(z <= {0} || z >= {1}) ? 0.0f : g",
         parameters=(("min_val", -1.0), ("max_val", 1.0)),
     ),
 )
@@ -187,17 +187,17 @@ def backward(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
 
 
 def cuda_struct(activation: str | None) -> str:
-    """C++ source of `struct Activation` with `value(z)` and `derivative(z)`, for the kernels."""
-    value, derivative = "z", "1.0f"
+    """C++ source of `struct Activation` with `value(z)` and `gradient(g, z)`, for the kernels."""
+    value, gradient = "z", "g"
     if activation is not None:
         row, values = parse(activation)
         literals = [f"({v!r}f)" if v == v and abs(v) != float("inf") else _special(v) for v in values]
-        value, derivative = row.value.format(*literals), row.derivative.format(*literals)
+        value, gradient = row.value.format(*literals), row.gradient.format(*literals)
     return (
         "struct Activation {\n"
         f"  static constexpr bool identity = {'true' if activation is None else 'false'};\n"
         f"  static __device__ __forceinline__ float value(float z) {{ return {value}; }}\n"
-        f"  static __device__ __forceinline__ float derivative(float z) {{ return {derivative}; }}\n"
+        f"  static __device__ __forceinline__ float gradient(float g, float z) {{ return {gradient}; }}\n"
         "};\n"
     )
 

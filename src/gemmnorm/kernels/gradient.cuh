@@ -13,7 +13,7 @@ namespace gemmnorm {
 // g = grad_y · φ'(normalised value), recomputed from a so that y need not be kept.
 template <class Activation, Form FORM>
 __device__ __forceinline__ float through_activation(float grad, float a, const Affine<FORM>& affine, float own = 0.0f) {
-  return Activation::identity ? grad : grad * Activation::derivative(affine(a, own));
+  return Activation::identity ? grad : Activation::gradient(grad, affine(a, own));
 }
 
 // Per-feature coefficients from what the forward saved. `mean` is that of a in training, of z in evaluation.

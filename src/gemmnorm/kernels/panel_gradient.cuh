@@ -39,7 +39,7 @@ __device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, GROUPS>& 
     for (int i = 0; i < N; ++i) {
       deviation[i] = to_float(a.at[i]) + from_mean[i];
       grad[i] = to_float(dy.at[i]);
-      if (!Activation::identity) grad[i] *= Activation::derivative(slope[i] * deviation[i] + shift[i]);
+      if (!Activation::identity) grad[i] = Activation::gradient(grad[i], slope[i] * deviation[i] + shift[i]);
     }
     visit(row, deviation, grad);
   }

@@ -97,6 +97,8 @@ def _three_launches(problem: Problem, exponents: tuple[str, str]) -> tuple[Launc
             ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "mean_grad",
              "slope_grad", *exponents, "grad_product", "batch", "features"),
             several.blocks,
+            # GELU's beside eight columns' coefficients takes more than the 128 registers that two blocks leave.
+            resident=1 if problem.activation == "gelu" else 2,
         ),
     )  # fmt: skip
 

@@ -55,6 +55,7 @@ u32 pack(float low, float high, T) {
 }
 
 inline float power_of_2(float x) { return std::exp2(x); }
+inline float larger(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
 inline float reciprocal(float x) { return 1.0f / x; }
 
 inline void keep_order() {}

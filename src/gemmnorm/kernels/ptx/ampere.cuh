@@ -54,6 +54,13 @@ __device__ __forceinline__ float reciprocal(float x) {
   return r;
 }
 
+// The larger of two, NaN if either is.
+__device__ __forceinline__ float larger(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
 // Nothing that reads or writes memory moves across: keeps the compiler from loading far ahead, which costs registers.
 __device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
 
