@@ -38,7 +38,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32"])
+@pytest.mark.parametrize("name", ["bf16", "tf32"])  # float16 is bfloat16's code; the GPU suite has it
 @pytest.mark.parametrize(
     ("blocks", "batch", "in_features", "features"),
     [
