@@ -93,7 +93,9 @@ def test_one_kernel(finish, name, batch, in_features, out_features):
         (256, 8, 450, 600),  # the last tiles of some blocks lie in a panel whose other tiles wait in shared memory
     ],
 )
-def test_whole_panels_in_several_waves(columns, blocks, batch, features, monkeypatch):
+@pytest.mark.parametrize("waits_in", ["registers", "shared memory"])
+def test_whole_panels_in_several_waves(waits_in, columns, blocks, batch, features, monkeypatch):
+    monkeypatch.setattr(hopper, "LONG_TILE", 1 << 30 if waits_in == "registers" else 0)
     only = {key: stages for key, stages in hopper.STAGES.items() if key[-1] == columns}
     monkeypatch.setattr(hopper, "STAGES", only)
     plan.cached_plan.cache_clear()
@@ -117,6 +119,7 @@ def test_whole_panels_in_several_waves(columns, blocks, batch, features, monkeyp
 @pytest.mark.parametrize("features", [40, 72])
 def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(features, monkeypatch):
     monkeypatch.setattr(hopper, "STAGES", {(2, 1, 64): 8})
+    monkeypatch.setattr(hopper, "LONG_TILE", 0)
     plan.cached_plan.cache_clear()
     check(plan.chip_for(90, 66), "one_kernel", "bf16", 8290, 16, features, finish="kWholePanels")
     plan.cached_plan.cache_clear()
