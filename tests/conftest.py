@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import emulator
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ def _same_conditions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     yield
     gemmnorm.set_strategy(None)
+
+
+def pytest_configure() -> None:
+    emulator.folder()  # before there are workers, so that they share it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

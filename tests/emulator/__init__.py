@@ -11,11 +11,13 @@ in the copy engine's boxes and in loads from the L2.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import hashlib
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -32,6 +34,8 @@ from gemmnorm.plan import ROLES, Chip, Launch, Problem, c_types
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
+OPTIONS = ("-std=c++17", "-O1", "-w", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
+FOLDER = "GEMMNORM_EMULATOR_FOLDER"
 seeds = itertools.count(1)
 
 
@@ -39,13 +43,13 @@ class EmulationError(RuntimeError):
     """A deadlock, a misaligned address, or an instruction used as it may not be."""
 
 
-@functools.lru_cache(maxsize=1)
-def _folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="gemmnorm-emulator-"))
-    import atexit
-
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+@functools.cache
+def folder() -> Path:
+    """Where compiled kernels lie while the tests run, for all processes that were started after the first call."""
+    if FOLDER not in os.environ:
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="gemmnorm-emulator-")
+        atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
+    return Path(os.environ[FOLDER])
 
 
 @contextlib.contextmanager
@@ -74,7 +78,7 @@ def _text(launch: Launch, problem: Problem) -> str:
         c_type = ROLES[role][0].format(**types).replace("const __grid_constant__ ", "")
         arguments.append(f"*reinterpret_cast<{c_type}*>(a[{index}])")
     return (
-        f'#include "{HERE / "cuda.hpp"}"\n{text}\n'
+        f"#include <cuda.hpp>\n{text}\n"
         'extern "C" const char* emulate(unsigned grid, unsigned cluster, unsigned threads, unsigned shared,'
         " unsigned resident, unsigned seed, void** a) {\n"
         "  return emulator::run(grid, cluster, threads, shared, resident, seed,"
@@ -86,7 +90,7 @@ def _text(launch: Launch, problem: Problem) -> str:
 def compiled_function(name: str) -> Callable[[float], float]:
     """A function of kernels/functions.cuh: float → float."""
     with _stand_ins():
-        text = f'#include "{HERE / "cuda.hpp"}"\n' + sources.device_source(["functions.cuh"])
+        text = "#include <cuda.hpp>\n" + sources.device_source(["functions.cuh"])
     function = _library(f'{text}extern "C" float call(float z) {{ return gemmnorm::{name}(z); }}\n').call
     function.restype, function.argtypes = ctypes.c_float, [ctypes.c_float]
     return function
@@ -94,15 +98,28 @@ def compiled_function(name: str) -> Callable[[float], float]:
 
 @functools.cache
 def _library(text: str) -> Any:
-    name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    source, library = _folder() / f"{name}.cpp", _folder() / f"{name}.so"
-    source.write_text(text, encoding="utf-8")
+    library = folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    header = folder() / "cuda.hpp.gch"  # g++ takes it in place of the cuda.hpp of a later folder
+    if not header.exists():
+        _compile("-x", "c++-header", str(HERE / "cuda.hpp"), into=header)
+    if not library.exists():
+        source = _own(library.with_suffix(".cpp"))
+        source.write_text(text, encoding="utf-8")
+        _compile("-shared", f"-I{folder()}", f"-I{HERE}", str(source), into=library)
+    return ctypes.CDLL(str(library))
+
+
+def _own(path: Path) -> Path:
+    return path.with_name(f"{os.getpid()}-{path.name}")
+
+
+def _compile(*what: str, into: Path) -> None:
+    """Appears under its name when it is whole: another process may be compiling the same."""
     assert COMPILER is not None
-    options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off"]
-    done = subprocess.run([COMPILER, *options, str(source), "-o", str(library)], capture_output=True, text=True)
+    done = subprocess.run([COMPILER, *OPTIONS, *what, "-o", str(_own(into))], capture_output=True, text=True)
     if done.returncode:
         raise EmulationError(done.stderr[-4000:])
-    return ctypes.CDLL(str(library))
+    _own(into).rename(into)
 
 
 class Launcher:
