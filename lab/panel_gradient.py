@@ -2,6 +2,7 @@
 many bytes: PYTHONPATH=src python lab/panel_gradient.py [--all], on a GPU. Microseconds, and the worst gradient against the three's.
 """
 
+import itertools
 import sys
 from dataclasses import replace
 
@@ -22,18 +23,22 @@ KINDS = {
 NOT_SPLIT = (NOTHING, NOTHING)
 
 
-def variant(problem, lanes, cluster, resident):
-    """The launch with other constants, or None where it does not fit or most warps have no rows."""
+def variant(problem, lanes, rows, cluster, resident, again):
+    """The launch with other constants, or None where it does not fit or most warps have no rows. `again`: a cluster goes on to
+    another panel, so that all clusters are there at once."""
     base = gradient.one_launch(replace(problem, batch=64), NOT_SPLIT)
     size, out = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
-    groups = -(-problem.batch // 64)
-    per_warp, columns = -(-groups // (cluster * 8)), lanes * 16 // size
-    shared = per_warp * 8 * 64 * columns * (size + out) + columns * (20 + 64 + 8)
-    if resident * shared > gradient.SHARED or per_warp * 8 * cluster >= 2 * max(groups, 8):
+    parts = -(-problem.batch // rows)
+    per_warp, columns = -(-parts // (cluster * 8)), lanes * 16 // size
+    shared = per_warp * 8 * rows * columns * (size + out) + columns * (20 + 64 + 16 * cluster) + 16
+    if resident * shared > gradient.SHARED or per_warp * 8 * cluster >= 2 * max(parts, 8) or (per_warp > 1 and rows < 64):
         return None
-    constants = (*base.constants[:4], str(lanes), str(per_warp), str(cluster), str(shared), base.constants[8])
-    grid = Extent(-(-problem.out_features // columns) * cluster)
-    return replace(base, constants=constants, grid=grid, shared=shared, cluster=cluster, resident=resident)
+    constants = (*base.constants[:4], str(lanes), str(rows), str(per_warp), str(cluster), str(shared), base.constants[9])
+    clusters, at_once = -(-problem.out_features // columns), int(resident * problem.chip.multiprocessors * (0.93 if cluster > 2 else 1)) // cluster
+    if again and clusters <= at_once:
+        return None
+    clusters = at_once if again else clusters
+    return replace(base, constants=constants, grid=Extent(clusters * cluster), shared=shared, cluster=cluster, resident=resident)
 
 
 def variants(problem, every):
@@ -41,10 +46,11 @@ def variants(problem, every):
     shipped = gradient.one_launch(problem, NOT_SPLIT)
     if shipped is not None:
         yield "shipped", shipped
-    for lanes, cluster, resident in ((n, c, r) for n in (2, 4, 8) for c in (1, 2, 4, 8) for r in (1, 2, 3)):
-        launch = variant(problem, lanes, cluster, resident) if every else None
+    for choice in itertools.product((4, 8), (16, 32, 64), (1, 2, 4, 8), (1, 2, 3), (False, True)) if every else ():
+        launch = variant(problem, *choice)
         if launch is not None:
-            yield f"{lanes} lanes, clusters of {cluster}, {resident} blocks", launch
+            lanes, rows, cluster, resident, again = choice
+            yield f"{lanes} lanes, {rows} rows, clusters of {cluster}, {resident} blocks{', again' if again else ''}", launch
 
 
 def main():

@@ -47,11 +47,14 @@ def function(strategy: str, batch: int, features: int, dtype: str) -> str:
         (63, 40, "bfloat16", "relu"),
         (64, 8, "float32", "silu"),
         (65, 72, "float32", None),
-        (512, 32, "bfloat16", "gelu_tanh"),  # one block, a group for each warp
-        (513, 8, "float16", None),  # a cluster of two, the second with one group
+        (512, 32, "bfloat16", "gelu_tanh"),  # a group for two warps
+        (513, 8, "float16", None),  # a cluster of four, the last with one row
         (1100, 24, "bfloat16", "relu"),  # of four
         (3000, 8, "float32", "tanh"),  # of eight
         (4700, 16, "bfloat16", None),  # two groups for some warps, none for others
+        (70, 800, "float32", "relu"),  # panel after panel for a block, the last not whole
+        (1100, 200, "bfloat16", "relu"),  # for a cluster
+        (4700, 72, "bfloat16", None),
     ],
 )
 def test_gradients(strategy: str, batch: int, features: int, dtype: str, activation: str | None) -> None:
@@ -70,7 +73,7 @@ def test_gradients(strategy: str, batch: int, features: int, dtype: str, activat
     for name, ours, theirs, exact in zip(NAMES, got, eager, want, strict=True):
         size = exact.norm().clamp_min(1e-3)
         error, allowed = (got_.double().sub(exact).norm() / size for got_ in (ours, theirs))
-        assert error <= 1.1 * allowed + 2 * unit, name
+        assert error <= 1.1 * allowed + 4 * unit, name
 
 
 @needs_compiler
@@ -87,7 +90,7 @@ def test_equal_bits_whatever_the_order_of_events() -> None:
 def test_where_it_serves() -> None:
     problem = Problem(1024, 64, 64, "bfloat16", "bfloat16", save=True)
     assert gradient.one_launch(problem, NOT_SPLIT) is not None
-    blocks = {b: gradient.one_launch(replace(problem, batch=b), NOT_SPLIT) for b in (512, 513, 2049, 8192)}
+    blocks = {b: gradient.one_launch(replace(problem, batch=b), NOT_SPLIT) for b in (256, 257, 2048, 8192)}
     assert [launch.cluster for launch in blocks.values() if launch] == [1, 2, 8, 8]
     for other in (
         replace(problem, batch=16384),  # more rows than a cluster's shared memory holds

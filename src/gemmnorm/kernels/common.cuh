@@ -40,6 +40,11 @@ struct Word<32> {
 template <class T, int N>
 struct alignas(sizeof(typename Word<N * sizeof(T)>::type)) Vec {
   T at[N];
+
+  __device__ __forceinline__ float value(int i) const {
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) return element_of(reinterpret_cast<const u32*>(at)[i / 2], i % 2, T{});
+    else return to_float(at[i]);
+  }
 };
 
 template <class T, int N>

@@ -83,8 +83,8 @@ __device__ __forceinline__ void gradient_sums(const Y* grad_y /* [batch, feature
       if (inside && row < panel.rows) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const float value = to_float(a[r].at[i]);
-          const float g = through_activation<Activation>(to_float(dy[r].at[i]), value, affine[i]);
+          const float value = a[r].value(i);
+          const float g = through_activation<Activation>(dy[r].value(i), value, affine[i]);
           const float lin = FORM == Form::kFolded ? value : value + affine[i].bias;
           sum[i] += g;
           dot[i] += g * (FORM == Form::kFolded ? value - affine[i].centre : lin * affine[i].scale - affine[i].centre);
@@ -236,8 +236,8 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
         float out[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const float value = to_float(a[r].at[i]);
-          const float grad = through_activation<Activation>(to_float(dy[r].at[i]), value, affine[i], own[i]);
+          const float value = a[r].value(i);
+          const float grad = through_activation<Activation>(dy[r].value(i), value, affine[i], own[i]);
           out[i] = FORM == Form::kFolded
                        ? slope[i] * (grad - constant[i] - (value + (own[i] - affine[i].centre)) * linear[i])
                        : slope[i] * grad;

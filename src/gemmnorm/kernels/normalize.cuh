@@ -97,7 +97,7 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
         const int row = (r0 + r) * P::kLanes + panel.lane;
         float out[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](to_float(a[r].at[i]), own[i]));
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](a[r].value(i), own[i]));
         if (row < panel.rows) store<Y, N>(y + origin + static_cast<i64>(row) * features, out);
       }
     }

@@ -1,6 +1,7 @@
 // The backward with respect to the product in one launch and one reading (training; formulas in gradient.cuh): a cluster
-// of blocks owns a panel of columns. Each block copies its rows of grad_y and the product into shared memory, takes the
-// column sums, adds up those of the whole cluster, and computes the gradients from what it holds. Clusters: sm_90.
+// of blocks owns a panel of columns at a time. Each block copies its rows of grad_y and the product into shared memory,
+// takes the column sums, adds up those of the whole cluster, and computes the gradients from what it holds; what it has
+// used of a panel it replaces by the next one's at once. Clusters: sm_90.
 #pragma once
 #include "gradient.cuh"
 #include "ptx/hopper.cuh"
@@ -9,22 +10,24 @@ namespace gemmnorm {
 
 constexpr int kWarps = kThreads / 32;
 
-// A warp takes a group of 64 rows at a time, TX lanes along the features; a thread reads back only what it has copied.
-template <class Y, int N, int TX, int GROUPS>
+// A warp takes ROWS rows at a time, TX lanes along the features; a thread reads back only what it has copied.
+template <class Y, int N, int TX, int ROWS, int PARTS, int CLUSTER>
 struct PanelShared {
-  static constexpr int kSteps = kGroupRows * TX / 32;        // of a warp through a group
+  static constexpr int kSteps = ROWS * TX / 32;       // of a warp through its rows
   static constexpr int kWords = N * sizeof(Y) / 16;          // of grad_y in a step
-  uint4 product[GROUPS][kSteps][kThreads];
-  uint4 grad_y[GROUPS][kSteps][kWords][kThreads];
+  uint4 product[PARTS][kSteps][kThreads];
+  uint4 grad_y[PARTS][kSteps][kWords][kThreads];
   alignas(16) float mean[TX * N], slope[TX * N], shift[TX * N];  // per column: of the forward
   alignas(16) float mean_grad[TX * N], slope_grad[TX * N];       // and of the backward
-  float2 sums[kWarps][TX * N];                                   // Σg and Σ g·(a - mean) of each warp
-  float2 block_sums[TX * N];
+  // Σg and Σ g·(a - mean) of the cluster's blocks, and before that of the warps, for which the next panel's place serves:
+  // nothing arrives there until this block has sent its own.
+  alignas(16) float sums[2][kWarps][2][TX * N];
+  u64 all_arrived[2];
 };
 
-// Calls `visit(row, a - mean, g)` for every row of a group that the thread holds, N columns at a time.
-template <class Activation, class T, class Y, int N, int TX, int GROUPS, class Visit>
-__device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, GROUPS>& shared, int g, int rows,
+// Calls `visit(row, step, a - mean, g)` for every row of a part that the thread holds, N columns at a time.
+template <class Activation, class T, class Y, int N, int TX, int ROWS, int PARTS, int CLUSTER, class Visit>
+__device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, ROWS, PARTS, CLUSTER>& shared, int g, int rows,
                                            const float (&from_mean)[N], const float (&slope)[N], const float (&shift)[N],
                                            const Visit& visit) {
 #pragma unroll 2
@@ -37,11 +40,31 @@ __device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, GROUPS>& 
     float deviation[N], grad[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      deviation[i] = to_float(a.at[i]) + from_mean[i];
-      grad[i] = to_float(dy.at[i]);
+      deviation[i] = a.value(i) + from_mean[i];
+      grad[i] = dy.value(i);
       if (!Activation::identity) grad[i] = Activation::gradient(grad[i], slope[i] * deviation[i] + shift[i]);
     }
-    visit(row, deviation, grad);
+    visit(row, step, deviation, grad);
+  }
+}
+
+// Adds up each value over the lanes whose numbers agree in the bits below LAST: BIT halves the SUMS that a lane goes on with,
+// while there are several. Returns which of them it ends up with, or with the first of.
+template <int LAST, int BIT, int SUMS, int M>
+__device__ __forceinline__ int sum_over_rows(float (&value)[M]) {
+  if constexpr (BIT < LAST) {
+    return 0;
+  } else if constexpr (SUMS == 1) {
+    value[0] += __shfl_xor_sync(~0u, value[0], BIT);
+    return sum_over_rows<LAST, BIT / 2, 1>(value);
+  } else {
+    const bool upper = threadIdx.x & BIT;
+#pragma unroll
+    for (int i = 0; i < SUMS / 2; ++i) {
+      const float low = value[i], high = value[i + SUMS / 2];
+      value[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, BIT);
+    }
+    return (upper ? SUMS / 2 : 0) + sum_over_rows<LAST, BIT / 2, SUMS / 2>(value);
   }
 }
 
@@ -54,7 +77,7 @@ __device__ __forceinline__ void read_columns(const float* from, float (&to)[N]) 
   }
 }
 
-template <class T, class Y, class L, class R, int TX, int GROUPS /* of a warp, at most */, int CLUSTER,
+template <class T, class Y, class L, class R, int TX, int ROWS /* of a part */, int PARTS /* of a warp, at most */, int CLUSTER,
           int SHARED_BYTES, class Activation>
 __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, features] */,
                                                const T* product /* [batch, features] */,
@@ -71,145 +94,168 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
                                                R* grad_bn_weight /* [features] or null */,
                                                R* grad_bn_bias /* [features] or null */,
                                                T* grad_product /* [batch, features] */, int batch, int features) {
-  constexpr int N = 16 / sizeof(T), kColumns = TX * N, kLanes = 32 / TX;
-  using Shared = PanelShared<Y, N, TX, GROUPS>;
+  constexpr int N = 16 / sizeof(T), kColumns = TX * N, kLanes = 32 / TX, kPieces = 2 * kColumns / 4;
+  constexpr u32 kArriving = CLUSTER * kPieces * sizeof(float4);
+  using Shared = PanelShared<Y, N, TX, ROWS, PARTS, CLUSTER>;
+  static_assert(CLUSTER <= kWarps, "blocks and warps take turns in PanelShared::sums");
+  static_assert(kGroupRows % ROWS == 0, "a part lies in one group");
   static_assert(sizeof(Shared) == SHARED_BYTES, "the plan and PanelShared disagree");
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = threadIdx.x, warp = thread / 32, tx = thread % TX, lane = thread % 32 / TX;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const int first_column = static_cast<int>(blockIdx.x) / CLUSTER * kColumns, column = first_column + tx * N;
-  const int groups = (batch + kGroupRows - 1) / kGroupRows, share = (groups + CLUSTER - 1) / CLUSTER;
-  const int first_group = rank * share + warp, end_group = column < features ? min((rank + 1) * share, groups) : 0;
-  // Rows of the warp's g-th group, none beyond the block's share.
-  const auto rows_of = [&](int g) {
-    const int group = first_group + g * kWarps;
-    return group < end_group ? min(kGroupRows, batch - group * kGroupRows) : 0;
+  const int stride = static_cast<int>(gridDim.x) / CLUSTER * kColumns;  // from a cluster's panel to its next
+  const int parts = (batch + ROWS - 1) / ROWS, share = (parts + CLUSTER - 1) / CLUSTER;
+  const int first_part = rank * share + warp, end_part = min((rank + 1) * share, parts);
+  // The first row of the warp's g-th part, and its rows in a panel where the thread has columns from `column` on.
+  const auto row_of = [&](int g) { return static_cast<i64>(first_part + g * kWarps) * ROWS; };
+  const auto rows_of = [&](int g, int column) {
+    const bool some = first_part + g * kWarps < end_part && column < features;
+    return some ? static_cast<int>(min(i64{ROWS}, batch - row_of(g))) : 0;
   };
+  const auto copy_row = [&](int g, int step, i64 row, int column) {
+    const i64 at = row * features + column;
+    copy_16_bytes(&shared.product[g][step][thread], product + at);
+#pragma unroll
+    for (int w = 0; w < Shared::kWords; ++w)
+      copy_16_bytes(&shared.grad_y[g][step][w][thread], grad_y + at + w * (16 / sizeof(Y)));
+  };
+  if (CLUSTER > 1) {
+    if (thread == 0) {
+#pragma unroll
+      for (int turn = 0; turn < 2; ++turn) {
+        barrier_init(&shared.all_arrived[turn], 1);
+        barrier_expect(&shared.all_arrived[turn], kArriving);
+      }
+      fence_barrier_init();
+    }
+    cluster_arrive_relaxed();
+  }
   allow_next();
   wait_for_previous();
-
+  int first_column = static_cast<int>(blockIdx.x) / CLUSTER * kColumns;
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    if (const int rows = rows_of(g)) {
+  for (int g = 0; g < PARTS; ++g) {
+    const int column = first_column + tx * N;
+    if (const int rows = rows_of(g, column)) {
 #pragma unroll
-      for (int s = 0; s < Shared::kSteps; ++s) {
-        const int row = (first_group + g * kWarps) * kGroupRows + min(s * kLanes + lane, rows - 1);
-        const i64 at = static_cast<i64>(row) * features + column;
-        copy_16_bytes(&shared.product[g][s][thread], product + at);
-#pragma unroll
-        for (int w = 0; w < Shared::kWords; ++w)
-          copy_16_bytes(&shared.grad_y[g][s][w][thread], grad_y + at + w * (16 / sizeof(Y)));
-      }
+      for (int step = 0; step < Shared::kSteps; ++step)
+        copy_row(g, step, row_of(g) + min(step * kLanes + lane, rows - 1), column);
     }
     commit_small_copies();
   }
+  if (CLUSTER > 1) cluster_wait();
 
-  const int j = first_column + thread;
-  const bool owner = thread < kColumns && j < features;  // of a column
-  float s = 1.0f, r = 1.0f, gamma = 1.0f;
-  if (owner) {
-    s = scale_of(scale, scale_stride, scale_value, j);
-    r = rstd[j];
-    gamma = value_or(bn_weight, j, 1.0f);
-    shared.mean[thread] = mean[j];
-    shared.slope[thread] = gamma * s * r;
-    shared.shift[thread] = value_or(bn_bias, j, 0.0f);
-    if (column_exponents && rank == 0) column_exponents[j] = kLeastExponent;
-  }
-  __syncthreads();
-  float slope[N], shift[N], sum[N], dot[N], from_mean[GROUPS][N];  // the last is what is to be added to a stored value
-  read_columns<N>(&shared.slope[tx * N], slope);
-  read_columns<N>(&shared.shift[tx * N], shift);
+#pragma unroll 1
+  for (int count = 0; first_column < features; first_column += stride, ++count) {
+    const int column = first_column + tx * N, next_column = column + stride, j = first_column + thread;
+    const int turn = count % 2;
+    const bool owner = thread < kColumns && j < features;  // of a column
+    float s = 1.0f, r = 1.0f, gamma = 1.0f;
+    if (owner) {
+      s = scale_of(scale, scale_stride, scale_value, j);
+      r = rstd[j];
+      gamma = value_or(bn_weight, j, 1.0f);
+      shared.mean[thread] = mean[j];
+      shared.slope[thread] = gamma * s * r;
+      shared.shift[thread] = value_or(bn_bias, j, 0.0f);
+      if (column_exponents && rank == 0) column_exponents[j] = kLeastExponent;
+    }
+    float from_mean[PARTS][N];  // what is to be added to a stored value
 #pragma unroll
-  for (int i = 0; i < N; ++i) sum[i] = dot[i] = 0.0f;
+    for (int g = 0; g < PARTS; ++g) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    float own[N] = {}, centre[N];
-    if (offset && rows_of(g)) read_columns<N>(offset + static_cast<i64>(first_group + g * kWarps) * features + column, own);
+      for (int i = 0; i < N; ++i) from_mean[g][i] = 0.0f;
+      if (offset && rows_of(g, column)) read_columns<N>(offset + row_of(g) / kGroupRows * features + column, from_mean[g]);
+    }
+    __syncthreads();
+    float slope[N], shift[N], centre[N], sums[2 * N];
+    read_columns<N>(&shared.slope[tx * N], slope);
+    read_columns<N>(&shared.shift[tx * N], shift);
     read_columns<N>(&shared.mean[tx * N], centre);
 #pragma unroll
-    for (int i = 0; i < N; ++i) from_mean[g][i] = own[i] - centre[i];
-  }
+    for (int i = 0; i < 2 * N; ++i) sums[i] = 0.0f;
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    if (GROUPS - 1 - g >= 2) wait_small_copies<2>();
-    else if (GROUPS - 1 - g == 1) wait_small_copies<1>();
-    else wait_small_copies<0>();
-    const auto add_row = [&](int, const float (&deviation)[N], const float (&grad)[N]) {
+    for (int g = 0; g < PARTS; ++g) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        sum[i] += grad[i];
-        dot[i] += grad[i] * deviation[i];
-      }
-    };
-    visit_rows<Activation, T>(shared, g, rows_of(g), from_mean[g], slope, shift, add_row);
-  }
+      for (int i = 0; i < N; ++i) from_mean[g][i] -= centre[i];
+      if (PARTS - 1 - g >= 2) wait_small_copies<2>();
+      else if (PARTS - 1 - g == 1) wait_small_copies<1>();
+      else wait_small_copies<0>();
+      const auto add_row = [&](int, int, const float (&deviation)[N], const float (&grad)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-#pragma unroll
-    for (int bit = TX; bit < 32; bit *= 2) {
-      sum[i] += __shfl_xor_sync(~0u, sum[i], bit);
-      dot[i] += __shfl_xor_sync(~0u, dot[i], bit);
+        for (int i = 0; i < N; ++i) {
+          sums[i] += grad[i];
+          sums[N + i] += grad[i] * deviation[i];
+        }
+      };
+      visit_rows<Activation, T>(shared, g, rows_of(g, column), from_mean[g], slope, shift, add_row);
     }
-    if (lane == 0) shared.sums[warp][tx * N + i] = make_float2(sum[i], dot[i]);
-  }
-  __syncthreads();
-  const auto add = [](float2& to, float2 v) {
-    to.x += v.x;
-    to.y += v.y;
-  };
-  float2 total = make_float2(0.0f, 0.0f);
-  if (thread < kColumns) {
+    {
+      auto& warp_sums = shared.sums[1 - turn];
+      const int first = sum_over_rows<TX, 16, 2 * N>(sums);
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) add(total, shared.sums[w][thread]);
-    shared.block_sums[thread] = total;
-  }
-  if (CLUSTER > 1) {
-    cluster_arrive();
-    cluster_wait();
-    total = make_float2(0.0f, 0.0f);
-    if (thread < kColumns) {
-#pragma unroll
-      for (int block = 0; block < CLUSTER; ++block) add(total, load_remote(&shared.block_sums[thread], block));
+      for (int i = 0; i < (2 * N < kLanes ? 1 : 2 * N / kLanes); ++i)
+        warp_sums[warp][(first + i) / N][tx * N + (first + i) % N] = sums[i];
     }
-    cluster_arrive();  // no block leaves before all have read its sums
-  }
-  if (owner) {
-    shared.mean_grad[thread] = total.x / batch;
-    shared.slope_grad[thread] = s * s * r * r * total.y / batch;
-    if (rank == 0)
-      store_gradients(j, total.x, total.y, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
-  }
-  __syncthreads();
+    __syncthreads();
 
-  float constant[N], linear[N];
-  int most[N];
-  read_columns<N>(&shared.mean_grad[tx * N], constant);
-  read_columns<N>(&shared.slope_grad[tx * N], linear);
+    if (thread < kPieces * CLUSTER) {
+      const int piece = thread % kPieces;
+      float4 total = {};
 #pragma unroll
-  for (int i = 0; i < N; ++i) most[i] = kLeastExponent;
-#pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    const i64 first_row = static_cast<i64>(first_group + g * kWarps) * kGroupRows;
-    const auto store_row = [&](int row, const float (&deviation)[N], const float (&grad)[N]) {
-      float out[N];
-#pragma unroll
-      for (int i = 0; i < N; ++i) out[i] = slope[i] * (grad[i] - constant[i] - deviation[i] * linear[i]);
-      store<T, N>(grad_product + (first_row + row) * features + column, out);
-      if (column_exponents) {
-        const int exponent = x_exponents[first_row + row];
-#pragma unroll
-        for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
+      for (int w = 0; w < kWarps; ++w) {
+        const float4 v = reinterpret_cast<const float4*>(shared.sums[1 - turn][w])[piece];
+        total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
       }
-    };
-    visit_rows<Activation, T>(shared, g, rows_of(g), from_mean[g], slope, shift, store_row);
-  }
-  if (column_exponents && column < features) {
+      float4* to = reinterpret_cast<float4*>(shared.sums[turn][rank]) + piece;
+      if (CLUSTER > 1) store_remote(to, total, &shared.all_arrived[turn], thread / kPieces);
+      else *to = total;
+    }
+    if (CLUSTER == 1) __syncthreads();
+    else if (thread < kColumns) barrier_wait_cluster(&shared.all_arrived[turn], count / 2 % 2);
+    if (CLUSTER > 1 && thread == 0) barrier_expect(&shared.all_arrived[turn], kArriving);
+    if (owner) {
+      float sum = 0.0f, dot = 0.0f;
 #pragma unroll
-    for (int i = 0; i < N; ++i) atomicMax(&column_exponents[column + i], most[i]);
+      for (int block = 0; block < CLUSTER; ++block) {
+        sum += shared.sums[turn][block][0][thread];
+        dot += shared.sums[turn][block][1][thread];
+      }
+      shared.mean_grad[thread] = sum / batch;
+      shared.slope_grad[thread] = s * s * r * r * dot / batch;
+      if (rank == 0) store_gradients(j, sum, dot, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
+    }
+    __syncthreads();
+
+    float constant[N], linear[N];
+    int most[N];
+    read_columns<N>(&shared.mean_grad[tx * N], constant);
+    read_columns<N>(&shared.slope_grad[tx * N], linear);
+#pragma unroll
+    for (int i = 0; i < N; ++i) most[i] = kLeastExponent;
+#pragma unroll
+    for (int g = 0; g < PARTS; ++g) {
+      const auto store_row = [&](int row, int step, const float (&deviation)[N], const float (&grad)[N]) {
+        float out[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) out[i] = slope[i] * (grad[i] - constant[i] - deviation[i] * linear[i]);
+        store<T, N>(grad_product + (row_of(g) + row) * features + column, out);
+        if (next_column < features) copy_row(g, step, row_of(g) + row, next_column);
+        if (column_exponents) {
+          const int exponent = x_exponents[row_of(g) + row];
+#pragma unroll
+          for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
+        }
+      };
+      visit_rows<Activation, T>(shared, g, rows_of(g, column), from_mean[g], slope, shift, store_row);
+      commit_small_copies();
+    }
+    if (column_exponents && column < features) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) atomicMax(&column_exponents[column + i], most[i]);
+    }
   }
-  if (CLUSTER > 1) cluster_wait();
 }
 
 }  // namespace gemmnorm

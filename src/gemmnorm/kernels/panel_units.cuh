@@ -244,7 +244,7 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
       for (int r = 0; r < kAtOnce; ++r) {
         float out[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * to_float(a[r].at[i]) + shift[i]);
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a[r].value(i) + shift[i]);
         if (r0 + r * kLanes < rows) store<Y, N>(y + origin + static_cast<i64>(r0 + r * kLanes) * f.features, out);
       }
     }

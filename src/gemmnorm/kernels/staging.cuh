@@ -10,8 +10,8 @@ namespace gemmnorm {
 template <class T>
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
   const u32 both = pack(a - mean.x, b - mean.y, T{});
-  a = computed_anew(to_float(T{static_cast<u16>(both)}));
-  b = computed_anew(to_float(T{static_cast<u16>(both >> 16)}));
+  a = computed_anew(element_of(both, 0, T{}));
+  b = computed_anew(element_of(both, 1, T{}));
 }
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
   a -= mean.x;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_squares(const Features<L, R>& f, const uns
   for (int row = lane / kLanes; row < rows; row += kAtOnce) {
     const Vec<T, 8> v = *reinterpret_cast<const Vec<T, 8>*>(of_lane + row * kRowBytes + ((column ^ row) % 8) * 16);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += to_float(v.at[i]) * to_float(v.at[i]);
+    for (int i = 0; i < 8; ++i) sum[i] += v.value(i) * v.value(i);
   }
 #pragma unroll
   for (int bit = kLanes; bit < 32; bit *= 2)

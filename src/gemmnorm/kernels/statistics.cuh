@@ -37,7 +37,7 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
   for (int r = 0; r < P::kRows; ++r) {
     if (r * P::kLanes + panel.lane < panel.rows) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) mean[i] += to_float(a[r].at[i]);
+      for (int i = 0; i < N; ++i) mean[i] += a[r].value(i);
     }
   }
   sum_over_lanes<N, TX>(mean, shared);
@@ -55,8 +55,8 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
     if (r * P::kLanes + panel.lane < panel.rows) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float deviation = FOLD ? to_float(a[r].at[i]) - mean[i]
-                                     : (to_float(a[r].at[i]) + b[i]) * s[i] - (mean[i] + b[i]) * s[i];
+        const float deviation = FOLD ? a[r].value(i) - mean[i]
+                                     : (a[r].value(i) + b[i]) * s[i] - (mean[i] + b[i]) * s[i];
         m2[i] += deviation * deviation;
       }
     }

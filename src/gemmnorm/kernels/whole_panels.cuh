@@ -33,7 +33,7 @@ __device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsign
         const Vec<T, N> a = *reinterpret_cast<const Vec<T, N>*>(at);
         float out[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * to_float(a.at[i]) + shift[i]);
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a.value(i) + shift[i]);
         if constexpr (sizeof(Y) == sizeof(T)) {
           store<Y, N>(reinterpret_cast<Y*>(at), out);
         } else {

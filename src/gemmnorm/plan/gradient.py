@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 from .cost import gemm_seconds, sweep_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS, form, merge_grid, tiling
-from .problem import DTYPE_BYTES, Problem, c_types
+from .problem import DTYPE_BYTES, Chip, Problem, c_types
 from .steps import NOTHING, THREADS, Buffer, Extent, Launch, Plan, Product
 
 WARPS = THREADS // 32
-LANES = 4  # of a warp along the features: 64 bytes of a row
-MOST_BLOCKS = 8  # of a cluster on any GPU that has clusters
+# Lanes of a warp along the features, 16 bytes each: whole lines of 128 bytes, or half of one, for more or smaller blocks.
+WIDE, NARROW = 8, 4
+SHAPES = (
+    (16, 1),
+    (32, 1),
+    (32, 2),
+    (32, 4),
+    (32, 8),
+    (64, 8),
+)  # rows of a warp, blocks of a cluster: at most 8 anywhere
 SHARED = 227 * 1024  # bytes that a block can have on Hopper
 _CHEAP = ("relu", "leaky_relu", "hardtanh")
 _PARAMETERS = ("grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
@@ -29,40 +40,88 @@ def launches(problem: Problem, exponents: tuple[str, str]) -> tuple[tuple[Launch
 
 def one_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
     """A cluster for each panel of columns, which reads the product and y's gradient once; None if none can."""
-    size, out_size = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
-    width = 16 // size
-    if problem.chip is None or problem.chip.arch != 90 or not problem.training or problem.out_features % width:
+    width, chip = 16 // DTYPE_BYTES[problem.dtype], problem.chip
+    if chip is None or chip.arch != 90 or not problem.training or problem.out_features % width:
         return None
-    groups = -(-problem.batch // GROUP_ROWS)
-    cluster = 1
-    while cluster < MOST_BLOCKS and groups > cluster * WARPS:
-        cluster *= 2
-    per_warp, columns = -(-groups // (cluster * WARPS)), LANES * width
-    shared = per_warp * WARPS * GROUP_ROWS * columns * (size + out_size) + columns * (5 * 4 + WARPS * 8 + 8)
-    if shared > SHARED:
+    shape = next((shape for shape in _shapes(problem, chip) if shape.shared <= SHARED), None)
+    if shape is None:
         return None
-    panels = -(-problem.out_features // columns)
+    panels, cluster = -(-problem.out_features // shape.columns), shape.cluster
     cheap = (problem.activation or "relu").split("(")[0] in _CHEAP  # few registers
+
+    def clusters(resident: int) -> int:
+        """That run at once: of clusters of four or eight one multiprocessor in eleven is left over."""
+        blocks = chip.multiprocessors * resident
+        return max(1, (blocks if cluster <= 2 else blocks * 10 // 11) // cluster)
+
+    def rounds(resident: int) -> float:
+        """The time that they take, with what does not overlap."""
+        return -(-panels // clusters(resident)) * (resident + 0.5)
+
+    resident = min(range(min(3 if cheap else 2, SHARED // (shape.shared + 1024)) or 1, 0, -1), key=rounds)
     return Launch(
         "fused_gemm_scale_bn_gradient",
         "panel_gradient.cuh",
         "panel_gradient",
-        (*c_types(problem).values(), str(LANES), str(per_warp), str(cluster), str(shared), "Activation"),
+        (*c_types(problem).values(), *map(str, (shape.lanes, shape.rows, shape.parts, cluster, shape.shared)),
+         "Activation"),
         ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", *exponents,
          *_PARAMETERS, "grad_product", "batch", "features"),
-        Extent(panels * cluster),
-        resident=min(3 if cheap else 2, SHARED // shared),
-        shared=shared,
+        Extent(min(panels, clusters(resident)) * cluster),
+        resident=resident,
+        shared=shape.shared,
         cluster=cluster,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a cluster shares out a panel: lanes of a warp along the features, its rows at a time, how often, and blocks."""
+
+    lanes: int
+    rows: int
+    parts: int
+    cluster: int
+    size: int  # bytes of an element of the product
+    out_size: int  # and of y's gradient
+
+    @property
+    def columns(self) -> int:
+        """Features of a panel."""
+        return self.lanes * 16 // self.size
+
+    @property
+    def batch(self) -> int:
+        """The rows that a cluster holds."""
+        return self.rows * self.parts * self.cluster * WARPS
+
+    @property
+    def shared(self) -> int:
+        """sizeof(PanelShared): the kernel asserts at compile time that it is."""
+        held = self.rows * self.parts * WARPS * (self.size + self.out_size)
+        return self.columns * (held + 5 * 4 + 2 * WARPS * 2 * 4) + 2 * 8
+
+
+def _shapes(problem: Problem, chip: Chip) -> Iterator[Shape]:
+    """Those that hold the batch, the better ones first."""
+    sizes = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
+    for rows, cluster in SHAPES:
+        wide = Shape(WIDE, rows, 1, cluster, *sizes)
+        if wide.batch >= problem.batch:
+            if cluster * problem.out_features < wide.columns * chip.multiprocessors:
+                yield replace(wide, lanes=NARROW)
+            yield wide
+            break
+    largest = Shape(NARROW, 64, 1, 8, *sizes)
+    yield replace(largest, parts=-(-problem.batch // largest.batch))
 
 
 def most_rows(plan: Plan) -> int | None:
     """The largest batch that a backward's launches serve; None for any."""
     for launch in plan.launches:
         if launch.function == "panel_gradient":
-            per_warp, cluster = (int(constant) for constant in launch.constants[5:7])
-            return per_warp * cluster * WARPS * GROUP_ROWS
+            rows, parts, cluster = (int(constant) for constant in launch.constants[5:8])
+            return rows * parts * cluster * WARPS
     return None
 
 

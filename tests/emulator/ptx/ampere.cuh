@@ -54,6 +54,11 @@ u32 pack(float low, float high, T) {
   return a.bits | static_cast<u32>(b.bits) << 16;
 }
 
+template <class T>
+float element_of(u32 both, int i, T) {
+  return to_float(T{static_cast<u16>(both >> 16 * i)});
+}
+
 inline float power_of_2(float x) { return std::exp2(x); }
 inline float larger(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
 inline float reciprocal(float x) { return 1.0f / x; }

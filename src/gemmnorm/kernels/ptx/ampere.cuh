@@ -42,6 +42,15 @@ __device__ __forceinline__ u32 pack(float low, float high, bfloat16) {
   return r;
 }
 
+// Element i of the two in a word; bfloat16's without being moved to the lower half first.
+template <class T>
+__device__ __forceinline__ float element_of(u32 both, int i, T) {
+  return to_float(T{static_cast<u16>(both >> 16 * i)});
+}
+__device__ __forceinline__ float element_of(u32 both, int i, bfloat16) {
+  return __uint_as_float(i ? both & 0xFFFF0000u : both << 16);
+}
+
 // 2^x and 1/x to two units in the last place, denormal results zero.
 __device__ __forceinline__ float power_of_2(float x) {
   float r;
