@@ -43,7 +43,7 @@ def make(weight: Tensor, problem: Problem, scalars: tuple[Any, ...]) -> None:
     for other, found in list(_known.items()):  # whose weight has gone elsewhere, and is not evaluated any more
         if found.made_of != _seen(other):
             forget(other)
-    checksums = torch.zeros(weight.shape[0], dtype=torch.int32, device=weight.device)
+    checksums = torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
     split, exponents, largest, total = binding.bind(plan.prepare(problem))((weight, checksums), scalars)
     assert split is not None and exponents is not None and largest is not None and total is not None
     stream = driver.stream_handle(weight.device.index)

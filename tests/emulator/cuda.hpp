@@ -328,8 +328,9 @@ T atomicMax(T* at, T value) {
   return before;
 }
 inline void __threadfence() {}
-inline unsigned atomicAdd(unsigned* at, unsigned value) {
-  const unsigned before = *at;
+template <class T>
+T atomicAdd(T* at, T value) {
+  const T before = *at;
   *at += value;
   return before;
 }

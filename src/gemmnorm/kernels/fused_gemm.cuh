@@ -33,7 +33,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     const float* weight /* [features, in_features], likewise */, half* split_x /* see split_rows, likewise */,
     half* split_weight /* see split_rows, likewise */, int* x_exponents /* [batch], likewise */,
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
-    float* weight_total /* [features], likewise */, const u32* weight_checksums /* [features] or null, likewise */,
+    float* weight_total /* [features], likewise */, const u64* weight_checksums /* [features] or null, likewise */,
     u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* split already */,
     int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;

@@ -73,17 +73,18 @@ __device__ __forceinline__ void hold_row(const float* row, Vec<float, 4> (&held)
   }
 }
 
-// What stands for the contents of a row, added up over its words in any order. Each element is mixed with its place, bit by
-// bit, so that sign flips, powers of two and exchanges do not cancel.
-__device__ __forceinline__ u32 checksum(int column, const Vec<float, 4>& v) {
-  u32 sum = 0;
+// What stands for the contents of a row, added up over its words in any order. The bits of four elements come together
+// turned by as many bytes, and times a number for their place in 64 bits, so that sign flips, powers of two and exchanges do
+// not cancel. That of zeros is zero. It costs the tensor cores' warps time: 10 instructions.
+__device__ __forceinline__ u64 checksum(int column, const Vec<float, 4>& v) {
+  u32 bits = 0, place = static_cast<u32>(column) * 0x9E3779B1u;
+  place = (place ^ place >> 15) | 1;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    u32 h = __float_as_uint(v.at[i]) + static_cast<u32>(column + i) * 0x9E3779B1u;
-    h = (h ^ h >> 15) * 0x2C1B3C6Du;
-    sum += h ^ h >> 13;
+    const u32 own = __float_as_uint(v.at[i]);
+    bits += i ? own << 8 * i | own >> (32 - 8 * i) : own;
   }
-  return sum;
+  return static_cast<u64>(bits) * place;
 }
 
 // The largest of a block's values, for every thread.
@@ -108,7 +109,7 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
                                            int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
                                            float* weight_largest /* [features] or null */,
                                            float* weight_total /* [features] or null */,
-                                           u32* weight_checksums /* [features] or null: zero */,
+                                           u64* weight_checksums /* [features] or null: zero */,
                                            u32* most /* [2] or null */, int weight_rows /* to split, of the first */,
                                            int in_features) {
   __shared__ int shared[kThreads / 32];
@@ -152,7 +153,7 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
     }
   }
   if (of_weight && weight_checksums) {
-    u32 code = 0;
+    u64 code = 0;
     visit_row(source, held, in_features, in_features, [&](int c, const Vec<float, 4>& v) { code += checksum(c, v); });
     atomicAdd(&weight_checksums[row], code);
   }

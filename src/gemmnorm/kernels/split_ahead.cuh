@@ -8,10 +8,10 @@
 
 namespace gemmnorm {
 
-constexpr int kPieceColumns = 512;  // of a row, that the copy engine brings at a time
-constexpr int kPieces = 6;          // in flight, for each warp
-constexpr int kSplitters = 2;       // warps of a block
-constexpr int kBands = 64;          // of rows of x; each has a counter
+constexpr int kPieceColumns = 1024;  // of a row, that the copy engine brings at a time
+constexpr int kPieces = 3;           // in flight, for each warp
+constexpr int kSplitters = 2;        // warps of a block
+constexpr int kBands = 64;           // of rows of x; each has a counter
 
 struct PieceRing {
   alignas(128) float pieces[kPieces][kPieceColumns];
@@ -32,10 +32,10 @@ struct Ahead {
   float *weight_largest, *weight_total;
   u32* most;
   u32* ready;                        // rows split here: [panels], then [kBands]
-  const u32* weight_checksums;       // null, or the weight is split already: what its rows were then
+  const u64* weight_checksums;       // null, or the weight is split already: what its rows were then
   int x_rows, weight_rows;           // split by the launch before
   int batch, in_features, features;
-  static constexpr int kAtOnce = 1, kParts = kPieceColumns / 128 / kAtOnce;
+  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;  // of a piece, four elements each, that a lane takes
 
   // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
   template <int BN>
@@ -77,10 +77,11 @@ struct Ahead {
     c.row += stride;
   }
 
-  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4> (&v)[kAtOnce]) {
+  template <int WORDS>
+  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4> (&v)[WORDS]) {
     u32 bits = 0;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
+    for (int i = 0; i < WORDS; ++i)
 #pragma unroll
       for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
     return bits;
@@ -95,116 +96,147 @@ struct Ahead {
     store_split(row, column, scaled);
   }
 
-  // Part of the lane's share of a piece, zeros beyond the row's end. No load waits for a condition.
-  __device__ __forceinline__ void read_piece(const float* piece, int first, int part, Vec<float, 4> (&v)[kAtOnce]) const {
-    const int column = (part * kAtOnce * 32 + threadIdx.x % 32) * 4;
+  // The lane's words of a piece from the begin-th on, zeros beyond the row's end. Nothing waits for a condition.
+  template <int WORDS>
+  __device__ __forceinline__ void read_words(const float* piece, int first, int begin, Vec<float, 4> (&v)[WORDS]) const {
+    const int column = begin * 128 + threadIdx.x % 32 * 4;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) v[i] = load<float, 4>(piece + column + i * 128);
+    for (int i = 0; i < WORDS; ++i) v[i] = load<float, 4>(piece + column + i * 128);
     if (first + kPieceColumns > in_features) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
+      for (int i = 0; i < WORDS; ++i)
         if (first + column + i * 128 >= in_features) v[i] = {};
     }
   }
 
   // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
-  // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
-  // zeros and is small, is split once more.
   template <int BN>
   __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
-    const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
+    const int stride = kSplitters * gridDim.x, first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
     const int left_of_x = batch - x_rows, left = left_of_x + features - first_of_weight();
-    const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-    const int first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
-    Cursor cursor = {first_row, 0};
-    int slot = 0;
-    u32 parity = 0;
-    if (lane == 0)
-      for (int s = 0; s < kPieces; ++s) request(ring, s, cursor, left, stride);
+    Pieces pieces = {*this, ring, {first_row, 0}, left, stride};
+    pieces.begin();
 #pragma unroll 1
     for (int n = first_row; n < left; n += stride) {
       const bool of_x = n < left_of_x;
-      const bool compare = weight_checksums && !of_x;
       const int row = of_x ? x_rows + n : first_of_weight() + n - left_of_x;
-      half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
-      u32 bits = 0, code = 0;
-      float sum = 0.0f;
-      int exponent = 0;
-      PowerOfTwo scale = {};
-#pragma unroll 1
-      for (int first = 0; first < in_features; first += kPieceColumns) {
-        const float* piece = ring.pieces[slot];
-        barrier_wait(&ring.arrived[slot], parity);
-        if (first == 0 && !compare) {
-          u32 begun = 0;
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            Vec<float, 4> v[kAtOnce];
-            read_piece(piece, first, part, v);
-            begun = max(begun, largest_of(v));
-          }
-          exponent = row_exponent(warp_max(begun));
-          scale = power_of_two(-exponent);
-        }
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          Vec<float, 4> v[kAtOnce];
-          read_piece(piece, first, part, v);
-          if (compare) {
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-              const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
-              code += c < in_features ? checksum(c, v[i]) : 0;
-            }
-            continue;
-          }
-          bits = max(bits, largest_of(v));
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
-            sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
-            if (c < padded) store_scaled(target, c, v[i], scale);
-          }
-        }
-        __syncwarp();  // everybody has read the piece
-        if (lane == 0) request(ring, slot, cursor, left, stride);
-        if (++slot == kPieces) {
-          slot = 0;
-          parity ^= 1;
-        }
-      }
-      if (compare) {
-#pragma unroll
-        for (int bit = 1; bit < 32; bit *= 2) code += __shfl_xor_sync(~0u, code, bit);
-        // A row that has changed is computed again, from the weight itself: nothing is small beside infinity.
-        if (lane == 0 && code != weight_checksums[row]) weight_largest[row] = __uint_as_float(0x7F800000u);
+      if (!of_x && weight_checksums) {
+        compare_row(pieces, row);
         continue;
       }
-      bits = warp_max(bits);
-#pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-      const int wanted = row_exponent(bits);
-      if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
-        exponent = wanted;
-        scale = power_of_two(-exponent);
-        const float* source = row_left(n);
-#pragma unroll 1
-        for (int c = lane * 4; c < padded; c += 128)
-          store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
-      }
-      if (lane == 0) {
-        (of_x ? x_exponents : weight_exponents)[row] = exponent;
-        if (!of_x) {
-          weight_largest[row] = __uint_as_float(bits);
-          weight_total[row] = sum;
-        } else {
-          atomicMax(&most[0], bits);
-          atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
-        }
-      }
+      split_row(pieces, n, row, of_x);
       fence_async_global();  // the copy engine will read what is written here
       __syncwarp();
-      if (lane == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+      if (threadIdx.x % 32 == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+    }
+  }
+
+  // The pieces of the warp's rows, one after the other.
+  struct Pieces {
+    const Ahead& ahead;
+    PieceRing& ring;
+    Cursor cursor;
+    int left, stride;
+    int slot = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void begin() {
+      if (threadIdx.x % 32 == 0)
+        for (int s = 0; s < kPieces; ++s) ahead.request(ring, s, cursor, left, stride);
+    }
+    __device__ __forceinline__ const float* wait() const {
+      barrier_wait(&ring.arrived[slot], parity);
+      return ring.pieces[slot];
+    }
+    __device__ __forceinline__ void release() {
+      __syncwarp();  // everybody has read the piece
+      if (threadIdx.x % 32 == 0) ahead.request(ring, slot, cursor, left, stride);
+      if (++slot == kPieces) {
+        slot = 0;
+        parity ^= 1;
+      }
+    }
+  };
+
+  // A row that has changed is computed again, from the weight itself: nothing is small beside infinity.
+  __device__ __forceinline__ void compare_row(Pieces& pieces, int row) const {
+    const int lane = threadIdx.x % 32;
+    u64 code = 0;
+#pragma unroll 1
+    for (int first = 0; first < in_features; first += kPieceColumns) {
+      const float* piece = pieces.wait();
+#pragma unroll 1
+      for (int begin = 0; begin < kWords; begin += kWords / 2) {
+        Vec<float, 4> v[kWords / 2];
+        read_words(piece, first, begin, v);
+#pragma unroll
+        for (int i = 0; i < kWords / 2; ++i) code += checksum(first + ((begin + i) * 32 + lane) * 4, v[i]);
+      }
+      pieces.release();
+    }
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) code += __shfl_xor_sync(~0u, code, bit);
+    if (lane == 0 && code != weight_checksums[row]) weight_largest[row] = __uint_as_float(0x7F800000u);
+  }
+
+  // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
+  // zeros and is small, is split once more.
+  __device__ __forceinline__ void split_row(Pieces& pieces, int n, int row, bool of_x) const {
+    const int lane = threadIdx.x % 32, padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+    half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
+    u32 bits = 0;
+    float sum = 0.0f;
+    int exponent = 0;
+    PowerOfTwo scale = {};
+#pragma unroll 1
+    for (int first = 0; first < in_features; first += kPieceColumns) {
+      const float* piece = pieces.wait();
+      if (first == 0) {
+        u32 begun = 0;
+#pragma unroll 1
+        for (int begin = 0; begin < kWords; begin += kAtOnce) {
+          Vec<float, 4> v[kAtOnce];
+          read_words(piece, first, begin, v);
+          begun = max(begun, largest_of(v));
+        }
+        exponent = row_exponent(warp_max(begun));
+        scale = power_of_two(-exponent);
+      }
+#pragma unroll 1
+      for (int begin = 0; begin < kWords; begin += kAtOnce) {
+        Vec<float, 4> v[kAtOnce];
+        read_words(piece, first, begin, v);
+        bits = max(bits, largest_of(v));
+        const int column = first + begin * 128 + lane * 4;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
+          if (column + i * 128 < padded) store_scaled(target, column + i * 128, v[i], scale);
+        }
+      }
+      pieces.release();
+    }
+    bits = warp_max(bits);
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+    const int wanted = row_exponent(bits);
+    if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
+      exponent = wanted;
+      scale = power_of_two(-exponent);
+      const float* source = row_left(n);
+#pragma unroll 1
+      for (int c = lane * 4; c < padded; c += 128)
+        store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
+    }
+    if (lane == 0) {
+      (of_x ? x_exponents : weight_exponents)[row] = exponent;
+      if (!of_x) {
+        weight_largest[row] = __uint_as_float(bits);
+        weight_total[row] = sum;
+      } else {
+        atomicMax(&most[0], bits);
+        atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
+      }
     }
   }
 };

@@ -133,7 +133,7 @@ def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, i
     if m_tiles < rows:
         m_tiles, n_tiles = (m_tiles + rows + 1) // 2, (n_tiles + panels + 1) // 2
     else:  # only the weight is left, and in training those warps normalise tiles as well: often, where K is short
-        tenths = (3 if problem.in_features >= 4096 else 10) if problem.training else 3 if rows <= 8 else 0
+        tenths = (2 if problem.in_features >= 4096 else 10) if problem.training else 1 if rows <= 8 else 0
         n_tiles += -(-(panels - n_tiles) * tenths // 10)
     return (
         ALL_ROWS if m_tiles == rows else m_tiles * TILE_ROWS,

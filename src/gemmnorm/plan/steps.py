@@ -149,7 +149,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "weight_exponents": ("int*", "[features]"),
     "weight_largest": ("float*", "[features]"),
     "weight_total": ("float*", "[features]"),
-    "weight_checksums": ("unsigned int*", "[features] or null"),
+    "weight_checksums": ("unsigned long long*", "[features] or null"),
     "most": ("unsigned int*", "[4], after a number for each 64 features: zero, and left zero"),
     "x_rows": ("int", "of x, that are split already"),
     "weight_rows": ("int", "of the weight, that are split already"),
