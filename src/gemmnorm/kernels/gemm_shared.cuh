@@ -5,8 +5,7 @@
 
 namespace gemmnorm {
 
-struct split;       // operand type: float32 as two float16 (split.cuh), three products for one
-struct split_tf32;  // float32 as two of TF32, split where it lies in shared memory, four products for one
+struct split;  // operand type: float32 as two float16 (split.cuh), three products for one
 
 // Bytes of an element in shared memory, its parts, and the registers of a thread that feeds and normalises.
 template <class T>
@@ -18,10 +17,6 @@ template <>
 struct Operand<tf32> : Operand<half> {
   using Element = tf32;
   static constexpr int kSize = 4;
-};
-template <>
-struct Operand<split_tf32> : Operand<tf32> {
-  static constexpr int kPlanes = 2;
 };
 template <>
 struct Operand<split> : Operand<half> {

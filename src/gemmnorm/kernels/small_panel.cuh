@@ -35,17 +35,8 @@ struct PanelShare {
 template <class S>
 using UnitSums = float4[S::kWarps][S::kAcross][S::kUnits];  // of a warp's rows: Σ of both columns, Σ of their squares
 
-// The low parts of a stage, while it is multiplied and while the next one is split; the high parts stay in the stage.
-template <int BN, int PLANES>
-struct LowParts {};
-template <int BN>
-struct LowParts<BN, 2> {
-  alignas(1024) unsigned char low_x[2][kTileRows * kRowBytes];
-  alignas(1024) unsigned char low_weight[2][BN * kRowBytes];
-};
-
-template <int BN, int STAGES, int SPLITS, int PLANES>
-struct SmallPanelShared : LowParts<BN, PLANES> {
+template <int BN, int STAGES, int SPLITS>
+struct SmallPanelShared {
   using S = PanelShare<BN, SPLITS>;
   alignas(1024) unsigned char x[STAGES][kTileRows * kRowBytes];
   alignas(1024) unsigned char weight[STAGES][BN * kRowBytes];
@@ -54,30 +45,6 @@ struct SmallPanelShared : LowParts<BN, PLANES> {
   u64 full[STAGES], empty[STAGES];
   u64 arrived;  // the parts are there
 };
-
-// v = high + low up to 2^-23 of it, each rounded to TF32: low when the tensor cores read it, which take no notice of the 13
-// lower bits. What has no low part, because it is infinite, no number, or rounds up to infinity, is all high.
-__device__ __forceinline__ float take_low_part(float& v) {
-  const float rounded = __uint_as_float((__float_as_uint(v) + 0x1000u) & 0xFFFFE000u);
-  const bool divides = fabsf(v) < 3.4e38f;
-  const float low = divides ? v - rounded : 0.0f;
-  v = divides ? rounded : v;
-  return __uint_as_float(__float_as_uint(low) + 0x1000u);
-}
-
-// By all consumers, a word of 16 bytes at a time: the swizzle moves words as they are.
-template <int BYTES>
-__device__ __forceinline__ void take_low_parts(unsigned char* high, unsigned char* low) {
-  constexpr int kStride = kConsumerWarps * 32 * 16;
-  static_assert(BYTES % kStride == 0, "every thread has a word");
-#pragma unroll
-  for (int at = threadIdx.x * 16, i = 0; i < BYTES / kStride; ++i, at += kStride) {
-    float4 v = *reinterpret_cast<float4*>(high + at);
-    const float x = take_low_part(v.x), y = take_low_part(v.y), z = take_low_part(v.z), w = take_low_part(v.w);
-    *reinterpret_cast<float4*>(low + at) = make_float4(x, y, z, w);
-    *reinterpret_cast<float4*>(high + at) = v;
-  }
-}
 
 // What a feature needs, as it is in memory: loads without branches are all in flight at once.
 template <class L, class R>
@@ -173,9 +140,7 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr bool kRounds = sizeof(T) < sizeof(float);  // the product, on its way to memory
   using S = PanelShare<BN, SPLITS>;
-  constexpr bool kSplit = Operand<OP>::kPlanes == 2;
-  using Multiply = Wgmma<typename Operand<OP>::Element, BN>;
-  using Shared = SmallPanelShared<BN, STAGES, SPLITS, Operand<OP>::kPlanes>;
+  using Shared = SmallPanelShared<BN, STAGES, SPLITS>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "the plan and SmallPanelShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -301,53 +266,10 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) acc[i] = 0.0f;
   }
-  const int consumer = __shfl_sync(~0u, warp / 4, 0);  // the same for the whole warp, and the compiler knows
-  int stage = 0;
-  u32 parity = 0;
-  if constexpr (kSplit) {
-    // A stage is split while the one before is multiplied. The tensor cores truncate, so what they add up of the high parts
-    // is taken out after every stage; the other products are 2^-11 of it.
-    float part[BN / 2], cross[BN / 2];
-#pragma unroll
-    for (int i = 0; i < BN / 2; ++i) acc[i] = cross[i] = 0.0f;
-    for (int k = from;; ++k) {
-      const int slot = (k - from) % 2;
-      if (k < until) {
-        barrier_wait(&shared.full[stage], parity);
-        take_low_parts<kTileRows * kRowBytes>(shared.x[stage], shared.low_x[slot]);
-        take_low_parts<BN * kRowBytes>(shared.weight[stage], shared.low_weight[slot]);
-        fence_async_shared();
-      }
-      if (k > from) {
-        wgmma_wait<0>();
-#pragma unroll
-        for (int i = 0; i < BN / 2; ++i) acc[i] += part[i];
-        if (thread % 128 == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
-      }
-      if (k >= until) break;
-      sync_threads(2, kConsumerWarps * 32);  // all parts are there, and nobody reads those that come next
-      wgmma_fence();
-      const u64 a = matrix_descriptor(shared.x[stage] + consumer * kGroupRows * kRowBytes);
-      const u64 b = matrix_descriptor(shared.weight[stage]);
-      const u64 a_low = matrix_descriptor(shared.low_x[slot] + consumer * kGroupRows * kRowBytes);
-      const u64 b_low = matrix_descriptor(shared.low_weight[slot]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) Multiply::run(part, a + i * kDescriptorStep, b + i * kDescriptorStep, i ? 1 : 0);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Multiply::run(cross, a_low + i * kDescriptorStep, b_low + i * kDescriptorStep, 1);
-        Multiply::run(cross, a_low + i * kDescriptorStep, b + i * kDescriptorStep, 1);
-        Multiply::run(cross, a + i * kDescriptorStep, b_low + i * kDescriptorStep, 1);
-      }
-      wgmma_commit();
-      if (++stage == STAGES) {
-        stage = 0;
-        parity ^= 1;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < BN / 2; ++i) acc[i] += cross[i];
-  } else {
+  {
+    const int consumer = __shfl_sync(~0u, warp / 4, 0);  // the same for the whole warp, and the compiler knows
+    int stage = 0;
+    u32 parity = 0;
     for (int k = from; k < until; ++k) {
       barrier_wait(&shared.full[stage], parity);
       wgmma_fence();
@@ -355,7 +277,7 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
       const u64 b = matrix_descriptor(shared.weight[stage]);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        Multiply::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k > from || i) ? 1 : 0);
+        Wgmma<OP, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k > from || i) ? 1 : 0);
       wgmma_commit();
       if (k > from) {
         wgmma_wait<1>();
