@@ -20,7 +20,7 @@ struct PanelShared {
   alignas(16) float mean[TX * N], slope[TX * N], shift[TX * N];  // per column: of the forward
   alignas(16) float mean_grad[TX * N], slope_grad[TX * N];       // and of the backward
   // Σg and Σ g·(a - mean) of the cluster's blocks, and before that of the warps, for which the next panel's place serves:
-  // nothing arrives there until this block has sent its own.
+  // nothing arrives there until all of this block's are sent.
   alignas(16) float sums[2][kWarps][2][TX * N];
   u64 all_arrived[2];
 };
@@ -200,14 +200,17 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
     }
     __syncthreads();
 
+    const int piece = thread % kPieces;
+    float4 total = {};
     if (thread < kPieces * CLUSTER) {
-      const int piece = thread % kPieces;
-      float4 total = {};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
         const float4 v = reinterpret_cast<const float4*>(shared.sums[1 - turn][w])[piece];
         total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
       }
+    }
+    if (CLUSTER > 1) __syncthreads();  // a block that has got its sums may send the next panel's to where the warps' were
+    if (thread < kPieces * CLUSTER) {
       float4* to = reinterpret_cast<float4*>(shared.sums[turn][rank]) + piece;
       if (CLUSTER > 1) store_remote(to, total, &shared.all_arrived[turn], thread / kPieces);
       else *to = total;

@@ -6,21 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .cost import gemm_seconds, sweep_seconds
-from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS, form, merge_grid, tiling
+from .library import GROUPS, ROWS, VECTORS, form, merge_grid, tiling
 from .problem import DTYPE_BYTES, Chip, Problem, c_types
 from .steps import NOTHING, THREADS, Buffer, Extent, Launch, Plan, Product
 
 WARPS = THREADS // 32
-# Lanes of a warp along the features, 16 bytes each: whole lines of 128 bytes, or half of one, for more or smaller blocks.
+# Lanes of a warp along the features, 16 bytes each: whole lines of 128 bytes, or halves, for more or smaller blocks.
 WIDE, NARROW = 8, 4
-SHAPES = (
-    (16, 1),
-    (32, 1),
-    (32, 2),
-    (32, 4),
-    (32, 8),
-    (64, 8),
-)  # rows of a warp, blocks of a cluster: at most 8 anywhere
+# Rows of a warp at a time, and blocks of a cluster: 8 are allowed on any GPU that has clusters.
+SHAPES = ((16, 1), (32, 1), (32, 2), (32, 4), (32, 8), (64, 8))
 SHARED = 227 * 1024  # bytes that a block can have on Hopper
 _CHEAP = ("relu", "leaky_relu", "hardtanh")
 _PARAMETERS = ("grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
@@ -76,7 +70,7 @@ def one_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a cluster shares out a panel: lanes of a warp along the features, its rows at a time, how often, and blocks."""
+    """How a cluster shares out a panel: a warp's lanes along the features, its rows at a time and how often; blocks."""
 
     lanes: int
     rows: int

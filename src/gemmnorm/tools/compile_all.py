@@ -37,8 +37,9 @@ _FORMS = (
 _BATCHES = (2, 1024, 2048, 4096, 8192, 12288, 16384)
 _FEATURES = (8192, 4096, 512, 8196, 516, 8194, 514, 8193, 513)
 _IN_FEATURES = (64, 100, 8192)
-# Likewise: one tile of rows by clusters of one, two, four and eight blocks (plan/small.py).
-_SMALL = ((100, 512, 32), (100, 512, 192), (100, 512, 1024), (100, 512, 8192))
+# Likewise: one tile of rows by clusters of one, two, four and eight blocks (plan/small.py), and gradients of panels by
+# clusters of one and of two (plan/gradient.py).
+_SMALL = ((100, 512, 32), (100, 512, 192), (100, 512, 1024), (100, 512, 8192), (256, 8192, 8192), (512, 8192, 8192))
 
 
 @dataclass(frozen=True)
