@@ -24,21 +24,21 @@ NOT_SPLIT = (NOTHING, NOTHING)
 
 
 def variant(problem, lanes, rows, cluster, resident, again):
-    """The launch with other constants, or None where it does not fit or most warps have no rows. `again`: a cluster goes on to
+    """The launch with another shape, or None where it does not fit or most warps have no rows. `again`: a cluster goes on to
     another panel, so that all clusters are there at once."""
     base = gradient.one_launch(replace(problem, batch=64), NOT_SPLIT)
-    size, out = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
-    parts = -(-problem.batch // rows)
-    per_warp, columns = -(-parts // (cluster * 8)), lanes * 16 // size
-    shared = per_warp * 8 * rows * columns * (size + out) + columns * (20 + 64 + 16 * cluster) + 16
-    if resident * shared > gradient.SHARED or per_warp * 8 * cluster >= 2 * max(parts, 8) or (per_warp > 1 and rows < 64):
+    held = rows * cluster * gradient.WARPS
+    parts = -(-problem.batch // held)
+    shape = gradient.Shape(lanes, rows, parts, cluster, DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype])
+    if resident * (shape.shared + 1024) > gradient.SHARED + 1024 or parts * held >= 2 * max(problem.batch, 8 * rows):
         return None
-    constants = (*base.constants[:4], str(lanes), str(rows), str(per_warp), str(cluster), str(shared), base.constants[9])
-    clusters, at_once = -(-problem.out_features // columns), int(resident * problem.chip.multiprocessors * (0.93 if cluster > 2 else 1)) // cluster
-    if again and clusters <= at_once:
+    blocks = resident * problem.chip.multiprocessors
+    panels, at_once = -(-problem.out_features // shape.columns), (blocks * 10 // 11 if cluster > 2 else blocks) // cluster
+    if parts > 1 and rows < 64 or again and panels <= at_once:
         return None
-    clusters = at_once if again else clusters
-    return replace(base, constants=constants, grid=Extent(clusters * cluster), shared=shared, cluster=cluster, resident=resident)
+    constants = (*base.constants[:4], *map(str, (lanes, rows, parts, cluster, shape.shared)), base.constants[9])
+    grid = Extent((at_once if again else panels) * cluster)
+    return replace(base, constants=constants, grid=grid, shared=shape.shared, cluster=cluster, resident=resident)
 
 
 def variants(problem, every):

@@ -126,6 +126,15 @@ __device__ __forceinline__ u32 pack(float low, float high, bfloat16) {
   return r;
 }
 
+// Element i of the two in a word; bfloat16's without being moved to the lower half first.
+template <class T>
+__device__ __forceinline__ float element_of(u32 both, int i, T) {
+  return to_float(T{static_cast<u16>(both >> 16 * i)});
+}
+__device__ __forceinline__ float element_of(u32 both, int i, bfloat16) {
+  return __uint_as_float(i ? both & 0xFFFF0000u : both << 16);
+}
+
 // 2^x and 1/x to two units in the last place, denormal results zero.
 __device__ __forceinline__ float power_of_2(float x) {
   float r;
@@ -259,6 +268,11 @@ struct Word<32> {
 template <class T, int N>
 struct alignas(sizeof(typename Word<N * sizeof(T)>::type)) Vec {
   T at[N];
+
+  __device__ __forceinline__ float value(int i) const {
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) return element_of(reinterpret_cast<const u32*>(at)[i / 2], i % 2, T{});
+    else return to_float(at[i]);
+  }
 };
 
 template <class T, int N>
@@ -413,17 +427,18 @@ __device__ __forceinline__ void hold_row(const float* row, Vec<float, 4> (&held)
   }
 }
 
-// What stands for the contents of a row, added up over its words in any order. Each element is mixed with its place, bit by
-// bit, so that sign flips, powers of two and exchanges do not cancel.
-__device__ __forceinline__ u32 checksum(int column, const Vec<float, 4>& v) {
-  u32 sum = 0;
+// What stands for the contents of a row, added up over its words in any order. The bits of four elements come together
+// turned by as many bytes, and times a number for their place in 64 bits, so that sign flips, powers of two and exchanges do
+// not cancel. That of zeros is zero. It costs the tensor cores' warps time: 10 instructions.
+__device__ __forceinline__ u64 checksum(int column, const Vec<float, 4>& v) {
+  u32 bits = 0, place = static_cast<u32>(column) * 0x9E3779B1u;
+  place = (place ^ place >> 15) | 1;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    u32 h = __float_as_uint(v.at[i]) + static_cast<u32>(column + i) * 0x9E3779B1u;
-    h = (h ^ h >> 15) * 0x2C1B3C6Du;
-    sum += h ^ h >> 13;
+    const u32 own = __float_as_uint(v.at[i]);
+    bits += i ? own << 8 * i | own >> (32 - 8 * i) : own;
   }
-  return sum;
+  return static_cast<u64>(bits) * place;
 }
 
 // The largest of a block's values, for every thread.
@@ -448,7 +463,7 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
                                            int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
                                            float* weight_largest /* [features] or null */,
                                            float* weight_total /* [features] or null */,
-                                           u32* weight_checksums /* [features] or null: zero */,
+                                           u64* weight_checksums /* [features] or null: zero */,
                                            u32* most /* [2] or null */, int weight_rows /* to split, of the first */,
                                            int in_features) {
   __shared__ int shared[kThreads / 32];
@@ -492,7 +507,7 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
     }
   }
   if (of_weight && weight_checksums) {
-    u32 code = 0;
+    u64 code = 0;
     visit_row(source, held, in_features, in_features, [&](int c, const Vec<float, 4>& v) { code += checksum(c, v); });
     atomicAdd(&weight_checksums[row], code);
   }
@@ -956,10 +971,10 @@ struct Raster {
 
 namespace gemmnorm {
 
-constexpr int kPieceColumns = 512;  // of a row, that the copy engine brings at a time
-constexpr int kPieces = 6;          // in flight, for each warp
-constexpr int kSplitters = 2;       // warps of a block
-constexpr int kBands = 64;          // of rows of x; each has a counter
+constexpr int kPieceColumns = 1024;  // of a row, that the copy engine brings at a time
+constexpr int kPieces = 3;           // in flight, for each warp
+constexpr int kSplitters = 2;        // warps of a block
+constexpr int kBands = 64;           // of rows of x; each has a counter
 
 struct PieceRing {
   alignas(128) float pieces[kPieces][kPieceColumns];
@@ -980,10 +995,10 @@ struct Ahead {
   float *weight_largest, *weight_total;
   u32* most;
   u32* ready;                        // rows split here: [panels], then [kBands]
-  const u32* weight_checksums;       // null, or the weight is split already: what its rows were then
+  const u64* weight_checksums;       // null, or the weight is split already: what its rows were then
   int x_rows, weight_rows;           // split by the launch before
   int batch, in_features, features;
-  static constexpr int kAtOnce = 1, kParts = kPieceColumns / 128 / kAtOnce;
+  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;  // of a piece, four elements each, that a lane takes
 
   // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
   template <int BN>
@@ -1025,10 +1040,11 @@ struct Ahead {
     c.row += stride;
   }
 
-  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4> (&v)[kAtOnce]) {
+  template <int WORDS>
+  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4> (&v)[WORDS]) {
     u32 bits = 0;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
+    for (int i = 0; i < WORDS; ++i)
 #pragma unroll
       for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
     return bits;
@@ -1043,116 +1059,147 @@ struct Ahead {
     store_split(row, column, scaled);
   }
 
-  // Part of the lane's share of a piece, zeros beyond the row's end. No load waits for a condition.
-  __device__ __forceinline__ void read_piece(const float* piece, int first, int part, Vec<float, 4> (&v)[kAtOnce]) const {
-    const int column = (part * kAtOnce * 32 + threadIdx.x % 32) * 4;
+  // The lane's words of a piece from the begin-th on, zeros beyond the row's end. Nothing waits for a condition.
+  template <int WORDS>
+  __device__ __forceinline__ void read_words(const float* piece, int first, int begin, Vec<float, 4> (&v)[WORDS]) const {
+    const int column = begin * 128 + threadIdx.x % 32 * 4;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) v[i] = load<float, 4>(piece + column + i * 128);
+    for (int i = 0; i < WORDS; ++i) v[i] = load<float, 4>(piece + column + i * 128);
     if (first + kPieceColumns > in_features) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
+      for (int i = 0; i < WORDS; ++i)
         if (first + column + i * 128 >= in_features) v[i] = {};
     }
   }
 
   // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
-  // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
-  // zeros and is small, is split once more.
   template <int BN>
   __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
-    const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
+    const int stride = kSplitters * gridDim.x, first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
     const int left_of_x = batch - x_rows, left = left_of_x + features - first_of_weight();
-    const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-    const int first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
-    Cursor cursor = {first_row, 0};
-    int slot = 0;
-    u32 parity = 0;
-    if (lane == 0)
-      for (int s = 0; s < kPieces; ++s) request(ring, s, cursor, left, stride);
+    Pieces pieces = {*this, ring, {first_row, 0}, left, stride};
+    pieces.begin();
 #pragma unroll 1
     for (int n = first_row; n < left; n += stride) {
       const bool of_x = n < left_of_x;
-      const bool compare = weight_checksums && !of_x;
       const int row = of_x ? x_rows + n : first_of_weight() + n - left_of_x;
-      half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
-      u32 bits = 0, code = 0;
-      float sum = 0.0f;
-      int exponent = 0;
-      PowerOfTwo scale = {};
-#pragma unroll 1
-      for (int first = 0; first < in_features; first += kPieceColumns) {
-        const float* piece = ring.pieces[slot];
-        barrier_wait(&ring.arrived[slot], parity);
-        if (first == 0 && !compare) {
-          u32 begun = 0;
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            Vec<float, 4> v[kAtOnce];
-            read_piece(piece, first, part, v);
-            begun = max(begun, largest_of(v));
-          }
-          exponent = row_exponent(warp_max(begun));
-          scale = power_of_two(-exponent);
-        }
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          Vec<float, 4> v[kAtOnce];
-          read_piece(piece, first, part, v);
-          if (compare) {
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-              const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
-              code += c < in_features ? checksum(c, v[i]) : 0;
-            }
-            continue;
-          }
-          bits = max(bits, largest_of(v));
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
-            sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
-            if (c < padded) store_scaled(target, c, v[i], scale);
-          }
-        }
-        __syncwarp();  // everybody has read the piece
-        if (lane == 0) request(ring, slot, cursor, left, stride);
-        if (++slot == kPieces) {
-          slot = 0;
-          parity ^= 1;
-        }
-      }
-      if (compare) {
-#pragma unroll
-        for (int bit = 1; bit < 32; bit *= 2) code += __shfl_xor_sync(~0u, code, bit);
-        // A row that has changed is computed again, from the weight itself: nothing is small beside infinity.
-        if (lane == 0 && code != weight_checksums[row]) weight_largest[row] = __uint_as_float(0x7F800000u);
+      if (!of_x && weight_checksums) {
+        compare_row(pieces, row);
         continue;
       }
-      bits = warp_max(bits);
-#pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-      const int wanted = row_exponent(bits);
-      if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
-        exponent = wanted;
-        scale = power_of_two(-exponent);
-        const float* source = row_left(n);
-#pragma unroll 1
-        for (int c = lane * 4; c < padded; c += 128)
-          store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
-      }
-      if (lane == 0) {
-        (of_x ? x_exponents : weight_exponents)[row] = exponent;
-        if (!of_x) {
-          weight_largest[row] = __uint_as_float(bits);
-          weight_total[row] = sum;
-        } else {
-          atomicMax(&most[0], bits);
-          atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
-        }
-      }
+      split_row(pieces, n, row, of_x);
       fence_async_global();  // the copy engine will read what is written here
       __syncwarp();
-      if (lane == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+      if (threadIdx.x % 32 == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+    }
+  }
+
+  // The pieces of the warp's rows, one after the other.
+  struct Pieces {
+    const Ahead& ahead;
+    PieceRing& ring;
+    Cursor cursor;
+    int left, stride;
+    int slot = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void begin() {
+      if (threadIdx.x % 32 == 0)
+        for (int s = 0; s < kPieces; ++s) ahead.request(ring, s, cursor, left, stride);
+    }
+    __device__ __forceinline__ const float* wait() const {
+      barrier_wait(&ring.arrived[slot], parity);
+      return ring.pieces[slot];
+    }
+    __device__ __forceinline__ void release() {
+      __syncwarp();  // everybody has read the piece
+      if (threadIdx.x % 32 == 0) ahead.request(ring, slot, cursor, left, stride);
+      if (++slot == kPieces) {
+        slot = 0;
+        parity ^= 1;
+      }
+    }
+  };
+
+  // A row that has changed is computed again, from the weight itself: nothing is small beside infinity.
+  __device__ __forceinline__ void compare_row(Pieces& pieces, int row) const {
+    const int lane = threadIdx.x % 32;
+    u64 code = 0;
+#pragma unroll 1
+    for (int first = 0; first < in_features; first += kPieceColumns) {
+      const float* piece = pieces.wait();
+#pragma unroll 1
+      for (int begin = 0; begin < kWords; begin += kWords / 2) {
+        Vec<float, 4> v[kWords / 2];
+        read_words(piece, first, begin, v);
+#pragma unroll
+        for (int i = 0; i < kWords / 2; ++i) code += checksum(first + ((begin + i) * 32 + lane) * 4, v[i]);
+      }
+      pieces.release();
+    }
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) code += __shfl_xor_sync(~0u, code, bit);
+    if (lane == 0 && code != weight_checksums[row]) weight_largest[row] = __uint_as_float(0x7F800000u);
+  }
+
+  // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
+  // zeros and is small, is split once more.
+  __device__ __forceinline__ void split_row(Pieces& pieces, int n, int row, bool of_x) const {
+    const int lane = threadIdx.x % 32, padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+    half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
+    u32 bits = 0;
+    float sum = 0.0f;
+    int exponent = 0;
+    PowerOfTwo scale = {};
+#pragma unroll 1
+    for (int first = 0; first < in_features; first += kPieceColumns) {
+      const float* piece = pieces.wait();
+      if (first == 0) {
+        u32 begun = 0;
+#pragma unroll 1
+        for (int begin = 0; begin < kWords; begin += kAtOnce) {
+          Vec<float, 4> v[kAtOnce];
+          read_words(piece, first, begin, v);
+          begun = max(begun, largest_of(v));
+        }
+        exponent = row_exponent(warp_max(begun));
+        scale = power_of_two(-exponent);
+      }
+#pragma unroll 1
+      for (int begin = 0; begin < kWords; begin += kAtOnce) {
+        Vec<float, 4> v[kAtOnce];
+        read_words(piece, first, begin, v);
+        bits = max(bits, largest_of(v));
+        const int column = first + begin * 128 + lane * 4;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
+          if (column + i * 128 < padded) store_scaled(target, column + i * 128, v[i], scale);
+        }
+      }
+      pieces.release();
+    }
+    bits = warp_max(bits);
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+    const int wanted = row_exponent(bits);
+    if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
+      exponent = wanted;
+      scale = power_of_two(-exponent);
+      const float* source = row_left(n);
+#pragma unroll 1
+      for (int c = lane * 4; c < padded; c += 128)
+        store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
+    }
+    if (lane == 0) {
+      (of_x ? x_exponents : weight_exponents)[row] = exponent;
+      if (!of_x) {
+        weight_largest[row] = __uint_as_float(bits);
+        weight_total[row] = sum;
+      } else {
+        atomicMax(&most[0], bits);
+        atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
+      }
     }
   }
 };
@@ -1322,7 +1369,7 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
         const int row = (r0 + r) * P::kLanes + panel.lane;
         float out[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](to_float(a[r].at[i]), own[i]));
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](a[r].value(i), own[i]));
         if (row < panel.rows) store<Y, N>(y + origin + static_cast<i64>(row) * features, out);
       }
     }
@@ -1367,7 +1414,7 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
   for (int r = 0; r < P::kRows; ++r) {
     if (r * P::kLanes + panel.lane < panel.rows) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) mean[i] += to_float(a[r].at[i]);
+      for (int i = 0; i < N; ++i) mean[i] += a[r].value(i);
     }
   }
   sum_over_lanes<N, TX>(mean, shared);
@@ -1385,8 +1432,8 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
     if (r * P::kLanes + panel.lane < panel.rows) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float deviation = FOLD ? to_float(a[r].at[i]) - mean[i]
-                                     : (to_float(a[r].at[i]) + b[i]) * s[i] - (mean[i] + b[i]) * s[i];
+        const float deviation = FOLD ? a[r].value(i) - mean[i]
+                                     : (a[r].value(i) + b[i]) * s[i] - (mean[i] + b[i]) * s[i];
         m2[i] += deviation * deviation;
       }
     }
@@ -1720,7 +1767,7 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
       for (int r = 0; r < kAtOnce; ++r) {
         float out[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * to_float(a[r].at[i]) + shift[i]);
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a[r].value(i) + shift[i]);
         if (r0 + r * kLanes < rows) store<Y, N>(y + origin + static_cast<i64>(r0 + r * kLanes) * f.features, out);
       }
     }
@@ -1781,8 +1828,8 @@ namespace gemmnorm {
 template <class T>
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
   const u32 both = pack(a - mean.x, b - mean.y, T{});
-  a = computed_anew(to_float(T{static_cast<u16>(both)}));
-  b = computed_anew(to_float(T{static_cast<u16>(both >> 16)}));
+  a = computed_anew(element_of(both, 0, T{}));
+  b = computed_anew(element_of(both, 1, T{}));
 }
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
   a -= mean.x;
@@ -1820,7 +1867,7 @@ __device__ __forceinline__ void store_squares(const Features<L, R>& f, const uns
   for (int row = lane / kLanes; row < rows; row += kAtOnce) {
     const Vec<T, 8> v = *reinterpret_cast<const Vec<T, 8>*>(of_lane + row * kRowBytes + ((column ^ row) % 8) * 16);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += to_float(v.at[i]) * to_float(v.at[i]);
+    for (int i = 0; i < 8; ++i) sum[i] += v.value(i) * v.value(i);
   }
 #pragma unroll
   for (int bit = kLanes; bit < 32; bit *= 2)
@@ -1873,7 +1920,7 @@ __device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsign
         const Vec<T, N> a = *reinterpret_cast<const Vec<T, N>*>(at);
         float out[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * to_float(a.at[i]) + shift[i]);
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a.value(i) + shift[i]);
         if constexpr (sizeof(Y) == sizeof(T)) {
           store<Y, N>(reinterpret_cast<Y*>(at), out);
         } else {
@@ -1985,7 +2032,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     const float* weight /* [features, in_features], likewise */, half* split_x /* see split_rows, likewise */,
     half* split_weight /* see split_rows, likewise */, int* x_exponents /* [batch], likewise */,
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
-    float* weight_total /* [features], likewise */, const u32* weight_checksums /* [features] or null, likewise */,
+    float* weight_total /* [features], likewise */, const u64* weight_checksums /* [features] or null, likewise */,
     u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* split already */,
     int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
@@ -2689,8 +2736,8 @@ __device__ __forceinline__ void gradient_sums(const Y* grad_y /* [batch, feature
       if (inside && row < panel.rows) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const float value = to_float(a[r].at[i]);
-          const float g = through_activation<Activation>(to_float(dy[r].at[i]), value, affine[i]);
+          const float value = a[r].value(i);
+          const float g = through_activation<Activation>(dy[r].value(i), value, affine[i]);
           const float lin = FORM == Form::kFolded ? value : value + affine[i].bias;
           sum[i] += g;
           dot[i] += g * (FORM == Form::kFolded ? value - affine[i].centre : lin * affine[i].scale - affine[i].centre);
@@ -2842,8 +2889,8 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
         float out[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const float value = to_float(a[r].at[i]);
-          const float grad = through_activation<Activation>(to_float(dy[r].at[i]), value, affine[i], own[i]);
+          const float value = a[r].value(i);
+          const float grad = through_activation<Activation>(dy[r].value(i), value, affine[i], own[i]);
           out[i] = FORM == Form::kFolded
                        ? slope[i] * (grad - constant[i] - (value + (own[i] - affine[i].centre)) * linear[i])
                        : slope[i] * grad;
@@ -2992,29 +3039,32 @@ __device__ __forceinline__ void split_gemm(const TensorMap& map_a /* split [rows
 
 }  // namespace gemmnorm
 // The backward with respect to the product in one launch and one reading (training; formulas in gradient.cuh): a cluster
-// of blocks owns a panel of columns. Each block copies its rows of grad_y and the product into shared memory, takes the
-// column sums, adds up those of the whole cluster, and computes the gradients from what it holds. Clusters: sm_90.
+// of blocks owns a panel of columns at a time. Each block copies its rows of grad_y and the product into shared memory,
+// takes the column sums, adds up those of the whole cluster, and computes the gradients from what it holds; what it has
+// used of a panel it replaces by the next one's at once. Clusters: sm_90.
 
 namespace gemmnorm {
 
 constexpr int kWarps = kThreads / 32;
 
-// A warp takes a group of 64 rows at a time, TX lanes along the features; a thread reads back only what it has copied.
-template <class Y, int N, int TX, int GROUPS>
+// A warp takes ROWS rows at a time, TX lanes along the features; a thread reads back only what it has copied.
+template <class Y, int N, int TX, int ROWS, int PARTS, int CLUSTER>
 struct PanelShared {
-  static constexpr int kSteps = kGroupRows * TX / 32;        // of a warp through a group
+  static constexpr int kSteps = ROWS * TX / 32;       // of a warp through its rows
   static constexpr int kWords = N * sizeof(Y) / 16;          // of grad_y in a step
-  uint4 product[GROUPS][kSteps][kThreads];
-  uint4 grad_y[GROUPS][kSteps][kWords][kThreads];
+  uint4 product[PARTS][kSteps][kThreads];
+  uint4 grad_y[PARTS][kSteps][kWords][kThreads];
   alignas(16) float mean[TX * N], slope[TX * N], shift[TX * N];  // per column: of the forward
   alignas(16) float mean_grad[TX * N], slope_grad[TX * N];       // and of the backward
-  float2 sums[kWarps][TX * N];                                   // sum g and sum  g*(a - mean) of each warp
-  float2 block_sums[TX * N];
+  // sum g and sum  g*(a - mean) of the cluster's blocks, and before that of the warps, for which the next panel's place serves:
+  // nothing arrives there until all of this block's are sent.
+  alignas(16) float sums[2][kWarps][2][TX * N];
+  u64 all_arrived[2];
 };
 
-// Calls `visit(row, a - mean, g)` for every row of a group that the thread holds, N columns at a time.
-template <class Activation, class T, class Y, int N, int TX, int GROUPS, class Visit>
-__device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, GROUPS>& shared, int g, int rows,
+// Calls `visit(row, step, a - mean, g)` for every row of a part that the thread holds, N columns at a time.
+template <class Activation, class T, class Y, int N, int TX, int ROWS, int PARTS, int CLUSTER, class Visit>
+__device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, ROWS, PARTS, CLUSTER>& shared, int g, int rows,
                                            const float (&from_mean)[N], const float (&slope)[N], const float (&shift)[N],
                                            const Visit& visit) {
 #pragma unroll 2
@@ -3027,11 +3077,31 @@ __device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, GROUPS>& 
     float deviation[N], grad[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      deviation[i] = to_float(a.at[i]) + from_mean[i];
-      grad[i] = to_float(dy.at[i]);
+      deviation[i] = a.value(i) + from_mean[i];
+      grad[i] = dy.value(i);
       if (!Activation::identity) grad[i] = Activation::gradient(grad[i], slope[i] * deviation[i] + shift[i]);
     }
-    visit(row, deviation, grad);
+    visit(row, step, deviation, grad);
+  }
+}
+
+// Adds up each value over the lanes whose numbers agree in the bits below LAST: BIT halves the SUMS that a lane goes on with,
+// while there are several. Returns which of them it ends up with, or with the first of.
+template <int LAST, int BIT, int SUMS, int M>
+__device__ __forceinline__ int sum_over_rows(float (&value)[M]) {
+  if constexpr (BIT < LAST) {
+    return 0;
+  } else if constexpr (SUMS == 1) {
+    value[0] += __shfl_xor_sync(~0u, value[0], BIT);
+    return sum_over_rows<LAST, BIT / 2, 1>(value);
+  } else {
+    const bool upper = threadIdx.x & BIT;
+#pragma unroll
+    for (int i = 0; i < SUMS / 2; ++i) {
+      const float low = value[i], high = value[i + SUMS / 2];
+      value[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, BIT);
+    }
+    return (upper ? SUMS / 2 : 0) + sum_over_rows<LAST, BIT / 2, SUMS / 2>(value);
   }
 }
 
@@ -3044,7 +3114,7 @@ __device__ __forceinline__ void read_columns(const float* from, float (&to)[N]) 
   }
 }
 
-template <class T, class Y, class L, class R, int TX, int GROUPS /* of a warp, at most */, int CLUSTER,
+template <class T, class Y, class L, class R, int TX, int ROWS /* of a part */, int PARTS /* of a warp, at most */, int CLUSTER,
           int SHARED_BYTES, class Activation>
 __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, features] */,
                                                const T* product /* [batch, features] */,
@@ -3061,145 +3131,171 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
                                                R* grad_bn_weight /* [features] or null */,
                                                R* grad_bn_bias /* [features] or null */,
                                                T* grad_product /* [batch, features] */, int batch, int features) {
-  constexpr int N = 16 / sizeof(T), kColumns = TX * N, kLanes = 32 / TX;
-  using Shared = PanelShared<Y, N, TX, GROUPS>;
+  constexpr int N = 16 / sizeof(T), kColumns = TX * N, kLanes = 32 / TX, kPieces = 2 * kColumns / 4;
+  constexpr u32 kArriving = CLUSTER * kPieces * sizeof(float4);
+  using Shared = PanelShared<Y, N, TX, ROWS, PARTS, CLUSTER>;
+  static_assert(CLUSTER <= kWarps, "blocks and warps take turns in PanelShared::sums");
+  static_assert(kGroupRows % ROWS == 0, "a part lies in one group");
   static_assert(sizeof(Shared) == SHARED_BYTES, "the plan and PanelShared disagree");
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = threadIdx.x, warp = thread / 32, tx = thread % TX, lane = thread % 32 / TX;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const int first_column = static_cast<int>(blockIdx.x) / CLUSTER * kColumns, column = first_column + tx * N;
-  const int groups = (batch + kGroupRows - 1) / kGroupRows, share = (groups + CLUSTER - 1) / CLUSTER;
-  const int first_group = rank * share + warp, end_group = column < features ? min((rank + 1) * share, groups) : 0;
-  // Rows of the warp's g-th group, none beyond the block's share.
-  const auto rows_of = [&](int g) {
-    const int group = first_group + g * kWarps;
-    return group < end_group ? min(kGroupRows, batch - group * kGroupRows) : 0;
+  const int stride = static_cast<int>(gridDim.x) / CLUSTER * kColumns;  // from a cluster's panel to its next
+  const int parts = (batch + ROWS - 1) / ROWS, share = (parts + CLUSTER - 1) / CLUSTER;
+  const int first_part = rank * share + warp, end_part = min((rank + 1) * share, parts);
+  // The first row of the warp's g-th part, and its rows in a panel where the thread has columns from `column` on.
+  const auto row_of = [&](int g) { return static_cast<i64>(first_part + g * kWarps) * ROWS; };
+  const auto rows_of = [&](int g, int column) {
+    const bool some = first_part + g * kWarps < end_part && column < features;
+    return some ? static_cast<int>(min(i64{ROWS}, batch - row_of(g))) : 0;
   };
+  const auto copy_row = [&](int g, int step, i64 row, int column) {
+    const i64 at = row * features + column;
+    copy_16_bytes(&shared.product[g][step][thread], product + at);
+#pragma unroll
+    for (int w = 0; w < Shared::kWords; ++w)
+      copy_16_bytes(&shared.grad_y[g][step][w][thread], grad_y + at + w * (16 / sizeof(Y)));
+  };
+  if (CLUSTER > 1) {
+    if (thread == 0) {
+#pragma unroll
+      for (int turn = 0; turn < 2; ++turn) {
+        barrier_init(&shared.all_arrived[turn], 1);
+        barrier_expect(&shared.all_arrived[turn], kArriving);
+      }
+      fence_barrier_init();
+    }
+    cluster_arrive_relaxed();
+  }
   allow_next();
   wait_for_previous();
-
+  int first_column = static_cast<int>(blockIdx.x) / CLUSTER * kColumns;
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    if (const int rows = rows_of(g)) {
+  for (int g = 0; g < PARTS; ++g) {
+    const int column = first_column + tx * N;
+    if (const int rows = rows_of(g, column)) {
 #pragma unroll
-      for (int s = 0; s < Shared::kSteps; ++s) {
-        const int row = (first_group + g * kWarps) * kGroupRows + min(s * kLanes + lane, rows - 1);
-        const i64 at = static_cast<i64>(row) * features + column;
-        copy_16_bytes(&shared.product[g][s][thread], product + at);
-#pragma unroll
-        for (int w = 0; w < Shared::kWords; ++w)
-          copy_16_bytes(&shared.grad_y[g][s][w][thread], grad_y + at + w * (16 / sizeof(Y)));
-      }
+      for (int step = 0; step < Shared::kSteps; ++step)
+        copy_row(g, step, row_of(g) + min(step * kLanes + lane, rows - 1), column);
     }
     commit_small_copies();
   }
+  if (CLUSTER > 1) cluster_wait();
 
-  const int j = first_column + thread;
-  const bool owner = thread < kColumns && j < features;  // of a column
-  float s = 1.0f, r = 1.0f, gamma = 1.0f;
-  if (owner) {
-    s = scale_of(scale, scale_stride, scale_value, j);
-    r = rstd[j];
-    gamma = value_or(bn_weight, j, 1.0f);
-    shared.mean[thread] = mean[j];
-    shared.slope[thread] = gamma * s * r;
-    shared.shift[thread] = value_or(bn_bias, j, 0.0f);
-    if (column_exponents && rank == 0) column_exponents[j] = kLeastExponent;
-  }
-  __syncthreads();
-  float slope[N], shift[N], sum[N], dot[N], from_mean[GROUPS][N];  // the last is what is to be added to a stored value
-  read_columns<N>(&shared.slope[tx * N], slope);
-  read_columns<N>(&shared.shift[tx * N], shift);
+#pragma unroll 1
+  for (int count = 0; first_column < features; first_column += stride, ++count) {
+    const int column = first_column + tx * N, next_column = column + stride, j = first_column + thread;
+    const int turn = count % 2;
+    const bool owner = thread < kColumns && j < features;  // of a column
+    float s = 1.0f, r = 1.0f, gamma = 1.0f;
+    if (owner) {
+      s = scale_of(scale, scale_stride, scale_value, j);
+      r = rstd[j];
+      gamma = value_or(bn_weight, j, 1.0f);
+      shared.mean[thread] = mean[j];
+      shared.slope[thread] = gamma * s * r;
+      shared.shift[thread] = value_or(bn_bias, j, 0.0f);
+      if (column_exponents && rank == 0) column_exponents[j] = kLeastExponent;
+    }
+    float from_mean[PARTS][N];  // what is to be added to a stored value
 #pragma unroll
-  for (int i = 0; i < N; ++i) sum[i] = dot[i] = 0.0f;
+    for (int g = 0; g < PARTS; ++g) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    float own[N] = {}, centre[N];
-    if (offset && rows_of(g)) read_columns<N>(offset + static_cast<i64>(first_group + g * kWarps) * features + column, own);
+      for (int i = 0; i < N; ++i) from_mean[g][i] = 0.0f;
+      if (offset && rows_of(g, column)) read_columns<N>(offset + row_of(g) / kGroupRows * features + column, from_mean[g]);
+    }
+    __syncthreads();
+    float slope[N], shift[N], centre[N], sums[2 * N];
+    read_columns<N>(&shared.slope[tx * N], slope);
+    read_columns<N>(&shared.shift[tx * N], shift);
     read_columns<N>(&shared.mean[tx * N], centre);
 #pragma unroll
-    for (int i = 0; i < N; ++i) from_mean[g][i] = own[i] - centre[i];
-  }
+    for (int i = 0; i < 2 * N; ++i) sums[i] = 0.0f;
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    if (GROUPS - 1 - g >= 2) wait_small_copies<2>();
-    else if (GROUPS - 1 - g == 1) wait_small_copies<1>();
-    else wait_small_copies<0>();
-    const auto add_row = [&](int, const float (&deviation)[N], const float (&grad)[N]) {
+    for (int g = 0; g < PARTS; ++g) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        sum[i] += grad[i];
-        dot[i] += grad[i] * deviation[i];
-      }
-    };
-    visit_rows<Activation, T>(shared, g, rows_of(g), from_mean[g], slope, shift, add_row);
-  }
+      for (int i = 0; i < N; ++i) from_mean[g][i] -= centre[i];
+      if (PARTS - 1 - g >= 2) wait_small_copies<2>();
+      else if (PARTS - 1 - g == 1) wait_small_copies<1>();
+      else wait_small_copies<0>();
+      const auto add_row = [&](int, int, const float (&deviation)[N], const float (&grad)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-#pragma unroll
-    for (int bit = TX; bit < 32; bit *= 2) {
-      sum[i] += __shfl_xor_sync(~0u, sum[i], bit);
-      dot[i] += __shfl_xor_sync(~0u, dot[i], bit);
+        for (int i = 0; i < N; ++i) {
+          sums[i] += grad[i];
+          sums[N + i] += grad[i] * deviation[i];
+        }
+      };
+      visit_rows<Activation, T>(shared, g, rows_of(g, column), from_mean[g], slope, shift, add_row);
     }
-    if (lane == 0) shared.sums[warp][tx * N + i] = make_float2(sum[i], dot[i]);
-  }
-  __syncthreads();
-  const auto add = [](float2& to, float2 v) {
-    to.x += v.x;
-    to.y += v.y;
-  };
-  float2 total = make_float2(0.0f, 0.0f);
-  if (thread < kColumns) {
+    {
+      auto& warp_sums = shared.sums[1 - turn];
+      const int first = sum_over_rows<TX, 16, 2 * N>(sums);
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) add(total, shared.sums[w][thread]);
-    shared.block_sums[thread] = total;
-  }
-  if (CLUSTER > 1) {
-    cluster_arrive();
-    cluster_wait();
-    total = make_float2(0.0f, 0.0f);
-    if (thread < kColumns) {
-#pragma unroll
-      for (int block = 0; block < CLUSTER; ++block) add(total, load_remote(&shared.block_sums[thread], block));
+      for (int i = 0; i < (2 * N < kLanes ? 1 : 2 * N / kLanes); ++i)
+        warp_sums[warp][(first + i) / N][tx * N + (first + i) % N] = sums[i];
     }
-    cluster_arrive();  // no block leaves before all have read its sums
-  }
-  if (owner) {
-    shared.mean_grad[thread] = total.x / batch;
-    shared.slope_grad[thread] = s * s * r * r * total.y / batch;
-    if (rank == 0)
-      store_gradients(j, total.x, total.y, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
-  }
-  __syncthreads();
+    __syncthreads();
 
-  float constant[N], linear[N];
-  int most[N];
-  read_columns<N>(&shared.mean_grad[tx * N], constant);
-  read_columns<N>(&shared.slope_grad[tx * N], linear);
+    const int piece = thread % kPieces;
+    float4 total = {};
+    if (thread < kPieces * CLUSTER) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) most[i] = kLeastExponent;
-#pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    const i64 first_row = static_cast<i64>(first_group + g * kWarps) * kGroupRows;
-    const auto store_row = [&](int row, const float (&deviation)[N], const float (&grad)[N]) {
-      float out[N];
-#pragma unroll
-      for (int i = 0; i < N; ++i) out[i] = slope[i] * (grad[i] - constant[i] - deviation[i] * linear[i]);
-      store<T, N>(grad_product + (first_row + row) * features + column, out);
-      if (column_exponents) {
-        const int exponent = x_exponents[first_row + row];
-#pragma unroll
-        for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
+      for (int w = 0; w < kWarps; ++w) {
+        const float4 v = reinterpret_cast<const float4*>(shared.sums[1 - turn][w])[piece];
+        total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
       }
-    };
-    visit_rows<Activation, T>(shared, g, rows_of(g), from_mean[g], slope, shift, store_row);
-  }
-  if (column_exponents && column < features) {
+    }
+    if (CLUSTER > 1) __syncthreads();  // a block that has got its sums may send the next panel's to where the warps' were
+    if (thread < kPieces * CLUSTER) {
+      float4* to = reinterpret_cast<float4*>(shared.sums[turn][rank]) + piece;
+      if (CLUSTER > 1) store_remote(to, total, &shared.all_arrived[turn], thread / kPieces);
+      else *to = total;
+    }
+    if (CLUSTER == 1) __syncthreads();
+    else if (thread < kColumns) barrier_wait_cluster(&shared.all_arrived[turn], count / 2 % 2);
+    if (CLUSTER > 1 && thread == 0) barrier_expect(&shared.all_arrived[turn], kArriving);
+    if (owner) {
+      float sum = 0.0f, dot = 0.0f;
 #pragma unroll
-    for (int i = 0; i < N; ++i) atomicMax(&column_exponents[column + i], most[i]);
+      for (int block = 0; block < CLUSTER; ++block) {
+        sum += shared.sums[turn][block][0][thread];
+        dot += shared.sums[turn][block][1][thread];
+      }
+      shared.mean_grad[thread] = sum / batch;
+      shared.slope_grad[thread] = s * s * r * r * dot / batch;
+      if (rank == 0) store_gradients(j, sum, dot, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
+    }
+    __syncthreads();
+
+    float constant[N], linear[N];
+    int most[N];
+    read_columns<N>(&shared.mean_grad[tx * N], constant);
+    read_columns<N>(&shared.slope_grad[tx * N], linear);
+#pragma unroll
+    for (int i = 0; i < N; ++i) most[i] = kLeastExponent;
+#pragma unroll
+    for (int g = 0; g < PARTS; ++g) {
+      const auto store_row = [&](int row, int step, const float (&deviation)[N], const float (&grad)[N]) {
+        float out[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) out[i] = slope[i] * (grad[i] - constant[i] - deviation[i] * linear[i]);
+        store<T, N>(grad_product + (row_of(g) + row) * features + column, out);
+        if (next_column < features) copy_row(g, step, row_of(g) + row, next_column);
+        if (column_exponents) {
+          const int exponent = x_exponents[row_of(g) + row];
+#pragma unroll
+          for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
+        }
+      };
+      visit_rows<Activation, T>(shared, g, rows_of(g, column), from_mean[g], slope, shift, store_row);
+      commit_small_copies();
+    }
+    if (column_exponents && column < features) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) atomicMax(&column_exponents[column + i], most[i]);
+    }
   }
-  if (CLUSTER > 1) cluster_wait();
 }
 
 }  // namespace gemmnorm
@@ -3575,7 +3671,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) fused_gemm_scale_bn_gradien
     float* grad_product /* [batch, features] */,
     int batch,
     int features) {
-  gemmnorm::panel_gradient<float, float, float, float, 4, 1, 2, 67008, Identity>(
+  gemmnorm::panel_gradient<float, float, float, float, 8, 32, 1, 4, 70288, Identity>(
       grad_y, product, offset, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias, eps, x_exponents,
       column_exponents, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias, grad_product, batch, features);
 }
@@ -3873,9 +3969,9 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 8192] */,
   const int scale_stride = scale && scale->numel() == 8192 ? 1 : 0;
   const torch::Tensor counters = take_counters(x, stream, 390);
 
-  launch(fused_gemm_split_operands, batch + 3968, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
+  launch(fused_gemm_split_operands, batch + 3328, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
          split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 386, 3968 /* weight_rows */, 8192);
+         pointer<unsigned int>(counters) + 386, 3328 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
                 232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, 128, 64),
@@ -3888,7 +3984,7 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 8192] */,
                 momentum, eps, group_mean, group_m2, mean, rstd, merged_slope, merged_shift,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 386,
-                flagged, 1073741824 /* x_rows */, 3968 /* weight_rows */, 8 /* group_panels */,
+                flagged, 1073741824 /* x_rows */, 3328 /* weight_rows */, 8 /* group_panels */,
                 0 /* in_registers */, 1 /* stream_x */, 0 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 386, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
@@ -3932,9 +4028,9 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 8192] */,
   const int scale_stride = scale && scale->numel() == 8192 ? 1 : 0;
   const torch::Tensor counters = take_counters(x, stream, 390);
 
-  launch(fused_gemm_split_operands, batch + 3968, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
+  launch(fused_gemm_split_operands, batch + 3328, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
          split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 386, 3968 /* weight_rows */, 8192);
+         pointer<unsigned int>(counters) + 386, 3328 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
                 232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, 128, 64),
@@ -3948,7 +4044,7 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 8192] */,
                 merged_slope, merged_shift, pointer<unsigned int>(counters), pointer<float>(x),
                 pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest,
                 weight_total, pointer<unsigned int>(counters) + 386, flagged, 1073741824 /* x_rows */,
-                3968 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */, 1 /* stream_x */,
+                3328 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */, 1 /* stream_x */,
                 1 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 386, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
@@ -3999,9 +4095,9 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 8192] */,
   const int scale_stride = scale && scale->numel() == 8192 ? 1 : 0;
   const torch::Tensor counters = take_counters(x, stream, 390);
 
-  launch(fused_gemm_split_operands, batch + 3968, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
+  launch(fused_gemm_split_operands, batch + 2688, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
          split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 386, 3968 /* weight_rows */, 8192);
+         pointer<unsigned int>(counters) + 386, 2688 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
                 232448 /* shared */, 1 /* cluster */, false /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, 128, 64),
@@ -4015,7 +4111,7 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 8192] */,
                 nullptr /* rstd */, nullptr /* merged_slope */, nullptr /* merged_shift */,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 386,
-                flagged, 1073741824 /* x_rows */, 3968 /* weight_rows */, 8 /* group_panels */,
+                flagged, 1073741824 /* x_rows */, 2688 /* weight_rows */, 8 /* group_panels */,
                 0 /* in_registers */, 1 /* stream_x */, 0 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_find, 32, 256, stream, weight_largest, weight_total,
          pointer<unsigned int>(counters) + 386, flagged, pointer<float>(scale), scale_stride, scale_value,
@@ -4183,7 +4279,7 @@ Tensors backward_training_to_1024(const torch::Tensor& grad /* [batch, 8192] */,
 
   launch(fused_gemm_split_operands_2, batch + 8192, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
          split_weight, x_exponents, weight_exponents, 8192 /* weight_rows */, 8192);
-  launch_hopper(fused_gemm_scale_bn_gradient_to_1024, 1024, 256, 67008 /* shared */, 2 /* cluster */,
+  launch_hopper(fused_gemm_scale_bn_gradient_to_1024, 360, 256, 70288 /* shared */, 4 /* cluster */,
                 false /* cooperative */, stream, pointer<float>(grad_y), pointer<float>(product),
                 pointer<float>(group_mean), pointer<float>(scale), scale_stride, scale_value, pointer<float>(mean),
                 pointer<float>(rstd), pointer<float>(bn_weight), pointer<float>(bn_bias), eps, x_exponents,

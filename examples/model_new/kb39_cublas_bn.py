@@ -128,6 +128,15 @@ __device__ __forceinline__ u32 pack(float low, float high, bfloat16) {
   return r;
 }
 
+// Element i of the two in a word; bfloat16's without being moved to the lower half first.
+template <class T>
+__device__ __forceinline__ float element_of(u32 both, int i, T) {
+  return to_float(T{static_cast<u16>(both >> 16 * i)});
+}
+__device__ __forceinline__ float element_of(u32 both, int i, bfloat16) {
+  return __uint_as_float(i ? both & 0xFFFF0000u : both << 16);
+}
+
 // 2^x and 1/x to two units in the last place, denormal results zero.
 __device__ __forceinline__ float power_of_2(float x) {
   float r;
@@ -261,6 +270,11 @@ struct Word<32> {
 template <class T, int N>
 struct alignas(sizeof(typename Word<N * sizeof(T)>::type)) Vec {
   T at[N];
+
+  __device__ __forceinline__ float value(int i) const {
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) return element_of(reinterpret_cast<const u32*>(at)[i / 2], i % 2, T{});
+    else return to_float(at[i]);
+  }
 };
 
 template <class T, int N>
@@ -377,7 +391,7 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
   for (int r = 0; r < P::kRows; ++r) {
     if (r * P::kLanes + panel.lane < panel.rows) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) mean[i] += to_float(a[r].at[i]);
+      for (int i = 0; i < N; ++i) mean[i] += a[r].value(i);
     }
   }
   sum_over_lanes<N, TX>(mean, shared);
@@ -395,8 +409,8 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
     if (r * P::kLanes + panel.lane < panel.rows) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float deviation = FOLD ? to_float(a[r].at[i]) - mean[i]
-                                     : (to_float(a[r].at[i]) + b[i]) * s[i] - (mean[i] + b[i]) * s[i];
+        const float deviation = FOLD ? a[r].value(i) - mean[i]
+                                     : (a[r].value(i) + b[i]) * s[i] - (mean[i] + b[i]) * s[i];
         m2[i] += deviation * deviation;
       }
     }
@@ -589,7 +603,7 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
         const int row = (r0 + r) * P::kLanes + panel.lane;
         float out[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](to_float(a[r].at[i]), own[i]));
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](a[r].value(i), own[i]));
         if (row < panel.rows) store<Y, N>(y + origin + static_cast<i64>(row) * features, out);
       }
     }
@@ -675,17 +689,18 @@ __device__ __forceinline__ void hold_row(const float* row, Vec<float, 4> (&held)
   }
 }
 
-// What stands for the contents of a row, added up over its words in any order. Each element is mixed with its place, bit by
-// bit, so that sign flips, powers of two and exchanges do not cancel.
-__device__ __forceinline__ u32 checksum(int column, const Vec<float, 4>& v) {
-  u32 sum = 0;
+// What stands for the contents of a row, added up over its words in any order. The bits of four elements come together
+// turned by as many bytes, and times a number for their place in 64 bits, so that sign flips, powers of two and exchanges do
+// not cancel. That of zeros is zero. It costs the tensor cores' warps time: 10 instructions.
+__device__ __forceinline__ u64 checksum(int column, const Vec<float, 4>& v) {
+  u32 bits = 0, place = static_cast<u32>(column) * 0x9E3779B1u;
+  place = (place ^ place >> 15) | 1;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    u32 h = __float_as_uint(v.at[i]) + static_cast<u32>(column + i) * 0x9E3779B1u;
-    h = (h ^ h >> 15) * 0x2C1B3C6Du;
-    sum += h ^ h >> 13;
+    const u32 own = __float_as_uint(v.at[i]);
+    bits += i ? own << 8 * i | own >> (32 - 8 * i) : own;
   }
-  return sum;
+  return static_cast<u64>(bits) * place;
 }
 
 // The largest of a block's values, for every thread.
@@ -710,7 +725,7 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
                                            int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
                                            float* weight_largest /* [features] or null */,
                                            float* weight_total /* [features] or null */,
-                                           u32* weight_checksums /* [features] or null: zero */,
+                                           u64* weight_checksums /* [features] or null: zero */,
                                            u32* most /* [2] or null */, int weight_rows /* to split, of the first */,
                                            int in_features) {
   __shared__ int shared[kThreads / 32];
@@ -754,7 +769,7 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
     }
   }
   if (of_weight && weight_checksums) {
-    u32 code = 0;
+    u64 code = 0;
     visit_row(source, held, in_features, in_features, [&](int c, const Vec<float, 4>& v) { code += checksum(c, v); });
     atomicAdd(&weight_checksums[row], code);
   }
@@ -893,8 +908,8 @@ __device__ __forceinline__ void gradient_sums(const Y* grad_y /* [batch, feature
       if (inside && row < panel.rows) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const float value = to_float(a[r].at[i]);
-          const float g = through_activation<Activation>(to_float(dy[r].at[i]), value, affine[i]);
+          const float value = a[r].value(i);
+          const float g = through_activation<Activation>(dy[r].value(i), value, affine[i]);
           const float lin = FORM == Form::kFolded ? value : value + affine[i].bias;
           sum[i] += g;
           dot[i] += g * (FORM == Form::kFolded ? value - affine[i].centre : lin * affine[i].scale - affine[i].centre);
@@ -1046,8 +1061,8 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
         float out[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const float value = to_float(a[r].at[i]);
-          const float grad = through_activation<Activation>(to_float(dy[r].at[i]), value, affine[i], own[i]);
+          const float value = a[r].value(i);
+          const float grad = through_activation<Activation>(dy[r].value(i), value, affine[i], own[i]);
           out[i] = FORM == Form::kFolded
                        ? slope[i] * (grad - constant[i] - (value + (own[i] - affine[i].centre)) * linear[i])
                        : slope[i] * grad;

@@ -126,6 +126,15 @@ __device__ __forceinline__ u32 pack(float low, float high, bfloat16) {
   return r;
 }
 
+// Element i of the two in a word; bfloat16's without being moved to the lower half first.
+template <class T>
+__device__ __forceinline__ float element_of(u32 both, int i, T) {
+  return to_float(T{static_cast<u16>(both >> 16 * i)});
+}
+__device__ __forceinline__ float element_of(u32 both, int i, bfloat16) {
+  return __uint_as_float(i ? both & 0xFFFF0000u : both << 16);
+}
+
 // 2^x and 1/x to two units in the last place, denormal results zero.
 __device__ __forceinline__ float power_of_2(float x) {
   float r;
@@ -259,6 +268,11 @@ struct Word<32> {
 template <class T, int N>
 struct alignas(sizeof(typename Word<N * sizeof(T)>::type)) Vec {
   T at[N];
+
+  __device__ __forceinline__ float value(int i) const {
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) return element_of(reinterpret_cast<const u32*>(at)[i / 2], i % 2, T{});
+    else return to_float(at[i]);
+  }
 };
 
 template <class T, int N>
@@ -413,17 +427,18 @@ __device__ __forceinline__ void hold_row(const float* row, Vec<float, 4> (&held)
   }
 }
 
-// What stands for the contents of a row, added up over its words in any order. Each element is mixed with its place, bit by
-// bit, so that sign flips, powers of two and exchanges do not cancel.
-__device__ __forceinline__ u32 checksum(int column, const Vec<float, 4>& v) {
-  u32 sum = 0;
+// What stands for the contents of a row, added up over its words in any order. The bits of four elements come together
+// turned by as many bytes, and times a number for their place in 64 bits, so that sign flips, powers of two and exchanges do
+// not cancel. That of zeros is zero. It costs the tensor cores' warps time: 10 instructions.
+__device__ __forceinline__ u64 checksum(int column, const Vec<float, 4>& v) {
+  u32 bits = 0, place = static_cast<u32>(column) * 0x9E3779B1u;
+  place = (place ^ place >> 15) | 1;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    u32 h = __float_as_uint(v.at[i]) + static_cast<u32>(column + i) * 0x9E3779B1u;
-    h = (h ^ h >> 15) * 0x2C1B3C6Du;
-    sum += h ^ h >> 13;
+    const u32 own = __float_as_uint(v.at[i]);
+    bits += i ? own << 8 * i | own >> (32 - 8 * i) : own;
   }
-  return sum;
+  return static_cast<u64>(bits) * place;
 }
 
 // The largest of a block's values, for every thread.
@@ -448,7 +463,7 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
                                            int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
                                            float* weight_largest /* [features] or null */,
                                            float* weight_total /* [features] or null */,
-                                           u32* weight_checksums /* [features] or null: zero */,
+                                           u64* weight_checksums /* [features] or null: zero */,
                                            u32* most /* [2] or null */, int weight_rows /* to split, of the first */,
                                            int in_features) {
   __shared__ int shared[kThreads / 32];
@@ -492,7 +507,7 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
     }
   }
   if (of_weight && weight_checksums) {
-    u32 code = 0;
+    u64 code = 0;
     visit_row(source, held, in_features, in_features, [&](int c, const Vec<float, 4>& v) { code += checksum(c, v); });
     atomicAdd(&weight_checksums[row], code);
   }
@@ -956,10 +971,10 @@ struct Raster {
 
 namespace gemmnorm {
 
-constexpr int kPieceColumns = 512;  // of a row, that the copy engine brings at a time
-constexpr int kPieces = 6;          // in flight, for each warp
-constexpr int kSplitters = 2;       // warps of a block
-constexpr int kBands = 64;          // of rows of x; each has a counter
+constexpr int kPieceColumns = 1024;  // of a row, that the copy engine brings at a time
+constexpr int kPieces = 3;           // in flight, for each warp
+constexpr int kSplitters = 2;        // warps of a block
+constexpr int kBands = 64;           // of rows of x; each has a counter
 
 struct PieceRing {
   alignas(128) float pieces[kPieces][kPieceColumns];
@@ -980,10 +995,10 @@ struct Ahead {
   float *weight_largest, *weight_total;
   u32* most;
   u32* ready;                        // rows split here: [panels], then [kBands]
-  const u32* weight_checksums;       // null, or the weight is split already: what its rows were then
+  const u64* weight_checksums;       // null, or the weight is split already: what its rows were then
   int x_rows, weight_rows;           // split by the launch before
   int batch, in_features, features;
-  static constexpr int kAtOnce = 1, kParts = kPieceColumns / 128 / kAtOnce;
+  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;  // of a piece, four elements each, that a lane takes
 
   // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
   template <int BN>
@@ -1025,10 +1040,11 @@ struct Ahead {
     c.row += stride;
   }
 
-  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4> (&v)[kAtOnce]) {
+  template <int WORDS>
+  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4> (&v)[WORDS]) {
     u32 bits = 0;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
+    for (int i = 0; i < WORDS; ++i)
 #pragma unroll
       for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
     return bits;
@@ -1043,116 +1059,147 @@ struct Ahead {
     store_split(row, column, scaled);
   }
 
-  // Part of the lane's share of a piece, zeros beyond the row's end. No load waits for a condition.
-  __device__ __forceinline__ void read_piece(const float* piece, int first, int part, Vec<float, 4> (&v)[kAtOnce]) const {
-    const int column = (part * kAtOnce * 32 + threadIdx.x % 32) * 4;
+  // The lane's words of a piece from the begin-th on, zeros beyond the row's end. Nothing waits for a condition.
+  template <int WORDS>
+  __device__ __forceinline__ void read_words(const float* piece, int first, int begin, Vec<float, 4> (&v)[WORDS]) const {
+    const int column = begin * 128 + threadIdx.x % 32 * 4;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) v[i] = load<float, 4>(piece + column + i * 128);
+    for (int i = 0; i < WORDS; ++i) v[i] = load<float, 4>(piece + column + i * 128);
     if (first + kPieceColumns > in_features) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
+      for (int i = 0; i < WORDS; ++i)
         if (first + column + i * 128 >= in_features) v[i] = {};
     }
   }
 
   // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
-  // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
-  // zeros and is small, is split once more.
   template <int BN>
   __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
-    const int lane = threadIdx.x % 32, stride = kSplitters * gridDim.x;
+    const int stride = kSplitters * gridDim.x, first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
     const int left_of_x = batch - x_rows, left = left_of_x + features - first_of_weight();
-    const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-    const int first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
-    Cursor cursor = {first_row, 0};
-    int slot = 0;
-    u32 parity = 0;
-    if (lane == 0)
-      for (int s = 0; s < kPieces; ++s) request(ring, s, cursor, left, stride);
+    Pieces pieces = {*this, ring, {first_row, 0}, left, stride};
+    pieces.begin();
 #pragma unroll 1
     for (int n = first_row; n < left; n += stride) {
       const bool of_x = n < left_of_x;
-      const bool compare = weight_checksums && !of_x;
       const int row = of_x ? x_rows + n : first_of_weight() + n - left_of_x;
-      half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
-      u32 bits = 0, code = 0;
-      float sum = 0.0f;
-      int exponent = 0;
-      PowerOfTwo scale = {};
-#pragma unroll 1
-      for (int first = 0; first < in_features; first += kPieceColumns) {
-        const float* piece = ring.pieces[slot];
-        barrier_wait(&ring.arrived[slot], parity);
-        if (first == 0 && !compare) {
-          u32 begun = 0;
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            Vec<float, 4> v[kAtOnce];
-            read_piece(piece, first, part, v);
-            begun = max(begun, largest_of(v));
-          }
-          exponent = row_exponent(warp_max(begun));
-          scale = power_of_two(-exponent);
-        }
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          Vec<float, 4> v[kAtOnce];
-          read_piece(piece, first, part, v);
-          if (compare) {
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-              const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
-              code += c < in_features ? checksum(c, v[i]) : 0;
-            }
-            continue;
-          }
-          bits = max(bits, largest_of(v));
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            const int c = first + ((part * kAtOnce + i) * 32 + lane) * 4;
-            sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
-            if (c < padded) store_scaled(target, c, v[i], scale);
-          }
-        }
-        __syncwarp();  // everybody has read the piece
-        if (lane == 0) request(ring, slot, cursor, left, stride);
-        if (++slot == kPieces) {
-          slot = 0;
-          parity ^= 1;
-        }
-      }
-      if (compare) {
-#pragma unroll
-        for (int bit = 1; bit < 32; bit *= 2) code += __shfl_xor_sync(~0u, code, bit);
-        // A row that has changed is computed again, from the weight itself: nothing is small beside infinity.
-        if (lane == 0 && code != weight_checksums[row]) weight_largest[row] = __uint_as_float(0x7F800000u);
+      if (!of_x && weight_checksums) {
+        compare_row(pieces, row);
         continue;
       }
-      bits = warp_max(bits);
-#pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-      const int wanted = row_exponent(bits);
-      if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
-        exponent = wanted;
-        scale = power_of_two(-exponent);
-        const float* source = row_left(n);
-#pragma unroll 1
-        for (int c = lane * 4; c < padded; c += 128)
-          store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
-      }
-      if (lane == 0) {
-        (of_x ? x_exponents : weight_exponents)[row] = exponent;
-        if (!of_x) {
-          weight_largest[row] = __uint_as_float(bits);
-          weight_total[row] = sum;
-        } else {
-          atomicMax(&most[0], bits);
-          atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
-        }
-      }
+      split_row(pieces, n, row, of_x);
       fence_async_global();  // the copy engine will read what is written here
       __syncwarp();
-      if (lane == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+      if (threadIdx.x % 32 == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+    }
+  }
+
+  // The pieces of the warp's rows, one after the other.
+  struct Pieces {
+    const Ahead& ahead;
+    PieceRing& ring;
+    Cursor cursor;
+    int left, stride;
+    int slot = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void begin() {
+      if (threadIdx.x % 32 == 0)
+        for (int s = 0; s < kPieces; ++s) ahead.request(ring, s, cursor, left, stride);
+    }
+    __device__ __forceinline__ const float* wait() const {
+      barrier_wait(&ring.arrived[slot], parity);
+      return ring.pieces[slot];
+    }
+    __device__ __forceinline__ void release() {
+      __syncwarp();  // everybody has read the piece
+      if (threadIdx.x % 32 == 0) ahead.request(ring, slot, cursor, left, stride);
+      if (++slot == kPieces) {
+        slot = 0;
+        parity ^= 1;
+      }
+    }
+  };
+
+  // A row that has changed is computed again, from the weight itself: nothing is small beside infinity.
+  __device__ __forceinline__ void compare_row(Pieces& pieces, int row) const {
+    const int lane = threadIdx.x % 32;
+    u64 code = 0;
+#pragma unroll 1
+    for (int first = 0; first < in_features; first += kPieceColumns) {
+      const float* piece = pieces.wait();
+#pragma unroll 1
+      for (int begin = 0; begin < kWords; begin += kWords / 2) {
+        Vec<float, 4> v[kWords / 2];
+        read_words(piece, first, begin, v);
+#pragma unroll
+        for (int i = 0; i < kWords / 2; ++i) code += checksum(first + ((begin + i) * 32 + lane) * 4, v[i]);
+      }
+      pieces.release();
+    }
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) code += __shfl_xor_sync(~0u, code, bit);
+    if (lane == 0 && code != weight_checksums[row]) weight_largest[row] = __uint_as_float(0x7F800000u);
+  }
+
+  // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
+  // zeros and is small, is split once more.
+  __device__ __forceinline__ void split_row(Pieces& pieces, int n, int row, bool of_x) const {
+    const int lane = threadIdx.x % 32, padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+    half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
+    u32 bits = 0;
+    float sum = 0.0f;
+    int exponent = 0;
+    PowerOfTwo scale = {};
+#pragma unroll 1
+    for (int first = 0; first < in_features; first += kPieceColumns) {
+      const float* piece = pieces.wait();
+      if (first == 0) {
+        u32 begun = 0;
+#pragma unroll 1
+        for (int begin = 0; begin < kWords; begin += kAtOnce) {
+          Vec<float, 4> v[kAtOnce];
+          read_words(piece, first, begin, v);
+          begun = max(begun, largest_of(v));
+        }
+        exponent = row_exponent(warp_max(begun));
+        scale = power_of_two(-exponent);
+      }
+#pragma unroll 1
+      for (int begin = 0; begin < kWords; begin += kAtOnce) {
+        Vec<float, 4> v[kAtOnce];
+        read_words(piece, first, begin, v);
+        bits = max(bits, largest_of(v));
+        const int column = first + begin * 128 + lane * 4;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
+          if (column + i * 128 < padded) store_scaled(target, column + i * 128, v[i], scale);
+        }
+      }
+      pieces.release();
+    }
+    bits = warp_max(bits);
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+    const int wanted = row_exponent(bits);
+    if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
+      exponent = wanted;
+      scale = power_of_two(-exponent);
+      const float* source = row_left(n);
+#pragma unroll 1
+      for (int c = lane * 4; c < padded; c += 128)
+        store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
+    }
+    if (lane == 0) {
+      (of_x ? x_exponents : weight_exponents)[row] = exponent;
+      if (!of_x) {
+        weight_largest[row] = __uint_as_float(bits);
+        weight_total[row] = sum;
+      } else {
+        atomicMax(&most[0], bits);
+        atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
+      }
     }
   }
 };
@@ -1322,7 +1369,7 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
         const int row = (r0 + r) * P::kLanes + panel.lane;
         float out[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](to_float(a[r].at[i]), own[i]));
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](a[r].value(i), own[i]));
         if (row < panel.rows) store<Y, N>(y + origin + static_cast<i64>(row) * features, out);
       }
     }
@@ -1367,7 +1414,7 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
   for (int r = 0; r < P::kRows; ++r) {
     if (r * P::kLanes + panel.lane < panel.rows) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) mean[i] += to_float(a[r].at[i]);
+      for (int i = 0; i < N; ++i) mean[i] += a[r].value(i);
     }
   }
   sum_over_lanes<N, TX>(mean, shared);
@@ -1385,8 +1432,8 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
     if (r * P::kLanes + panel.lane < panel.rows) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float deviation = FOLD ? to_float(a[r].at[i]) - mean[i]
-                                     : (to_float(a[r].at[i]) + b[i]) * s[i] - (mean[i] + b[i]) * s[i];
+        const float deviation = FOLD ? a[r].value(i) - mean[i]
+                                     : (a[r].value(i) + b[i]) * s[i] - (mean[i] + b[i]) * s[i];
         m2[i] += deviation * deviation;
       }
     }
@@ -1720,7 +1767,7 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
       for (int r = 0; r < kAtOnce; ++r) {
         float out[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * to_float(a[r].at[i]) + shift[i]);
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a[r].value(i) + shift[i]);
         if (r0 + r * kLanes < rows) store<Y, N>(y + origin + static_cast<i64>(r0 + r * kLanes) * f.features, out);
       }
     }
@@ -1781,8 +1828,8 @@ namespace gemmnorm {
 template <class T>
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
   const u32 both = pack(a - mean.x, b - mean.y, T{});
-  a = computed_anew(to_float(T{static_cast<u16>(both)}));
-  b = computed_anew(to_float(T{static_cast<u16>(both >> 16)}));
+  a = computed_anew(element_of(both, 0, T{}));
+  b = computed_anew(element_of(both, 1, T{}));
 }
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
   a -= mean.x;
@@ -1820,7 +1867,7 @@ __device__ __forceinline__ void store_squares(const Features<L, R>& f, const uns
   for (int row = lane / kLanes; row < rows; row += kAtOnce) {
     const Vec<T, 8> v = *reinterpret_cast<const Vec<T, 8>*>(of_lane + row * kRowBytes + ((column ^ row) % 8) * 16);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += to_float(v.at[i]) * to_float(v.at[i]);
+    for (int i = 0; i < 8; ++i) sum[i] += v.value(i) * v.value(i);
   }
 #pragma unroll
   for (int bit = kLanes; bit < 32; bit *= 2)
@@ -1873,7 +1920,7 @@ __device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsign
         const Vec<T, N> a = *reinterpret_cast<const Vec<T, N>*>(at);
         float out[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * to_float(a.at[i]) + shift[i]);
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a.value(i) + shift[i]);
         if constexpr (sizeof(Y) == sizeof(T)) {
           store<Y, N>(reinterpret_cast<Y*>(at), out);
         } else {
@@ -1985,7 +2032,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     const float* weight /* [features, in_features], likewise */, half* split_x /* see split_rows, likewise */,
     half* split_weight /* see split_rows, likewise */, int* x_exponents /* [batch], likewise */,
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
-    float* weight_total /* [features], likewise */, const u32* weight_checksums /* [features] or null, likewise */,
+    float* weight_total /* [features], likewise */, const u64* weight_checksums /* [features] or null, likewise */,
     u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* split already */,
     int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
@@ -2689,8 +2736,8 @@ __device__ __forceinline__ void gradient_sums(const Y* grad_y /* [batch, feature
       if (inside && row < panel.rows) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const float value = to_float(a[r].at[i]);
-          const float g = through_activation<Activation>(to_float(dy[r].at[i]), value, affine[i]);
+          const float value = a[r].value(i);
+          const float g = through_activation<Activation>(dy[r].value(i), value, affine[i]);
           const float lin = FORM == Form::kFolded ? value : value + affine[i].bias;
           sum[i] += g;
           dot[i] += g * (FORM == Form::kFolded ? value - affine[i].centre : lin * affine[i].scale - affine[i].centre);
@@ -2842,8 +2889,8 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
         float out[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const float value = to_float(a[r].at[i]);
-          const float grad = through_activation<Activation>(to_float(dy[r].at[i]), value, affine[i], own[i]);
+          const float value = a[r].value(i);
+          const float grad = through_activation<Activation>(dy[r].value(i), value, affine[i], own[i]);
           out[i] = FORM == Form::kFolded
                        ? slope[i] * (grad - constant[i] - (value + (own[i] - affine[i].centre)) * linear[i])
                        : slope[i] * grad;
