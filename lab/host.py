@@ -41,7 +41,7 @@ def pretend_hopper(stack):
         (driver, "stream", lambda handle: 0),
         (driver, "empty", torch._C._dynamo.guards._empty_strided_cpu),
         (driver, "stream_handle", lambda index: 0),
-        (driver, "tensor_map", lambda t, rows, columns: 1),
+        (driver, "tensor_map", lambda *_: 1),
         (driver, "current_device", lambda: None),
         (torch.cuda, "current_stream", lambda device=None: mock.Mock()),
         (driver, "capturing", lambda: False),

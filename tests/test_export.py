@@ -192,8 +192,8 @@ def test_the_own_product_saves_its_group_means_and_evaluation_with_gradients_is_
         source = result.source
         last = host_function(source, "forward_training" + ("_saving" if strategy == "one_kernel" else ""))
         assert last.endswith("return {y, product, group_mean, mean, rstd};\n}")
-        chooser, few, any_batch = (host_function(source, f"backward_training{e}") for e in ("", "_to_512", "_any"))
-        assert "auto run = backward_training_any;\n  if (batch <= 512) run = backward_training_to_512;" in chooser
+        chooser, few, any_batch = (host_function(source, f"backward_training{e}") for e in ("", "_to_256", "_any"))
+        assert "auto run = backward_training_any;\n  if (batch <= 256) run = backward_training_to_256;" in chooser
         assert "pointer<float>(group_mean)" in few and "pointer<float>(group_mean)" in any_batch
         assert few.count("launch_hopper(") == 1 and "launch(" not in few and "1 /* cluster */" in few
         assert any_batch.count("launch(") == 3 and "launch_hopper(" not in any_batch
