@@ -102,10 +102,14 @@ def _library(text: str) -> Any:
     header = folder() / "cuda.hpp.gch"  # g++ takes it in place of the cuda.hpp of a later folder
     if not header.exists():
         _compile("-x", "c++-header", str(HERE / "cuda.hpp"), into=header)
+    includes = (f"-I{folder()}", f"-I{HERE}")
+    runtime = folder() / "runtime.so"
+    if not runtime.exists():
+        _compile("-shared", *includes, str(HERE / "runtime.cpp"), into=runtime)
     if not library.exists():
         source = _own(library.with_suffix(".cpp"))
         source.write_text(text, encoding="utf-8")
-        _compile("-shared", f"-I{folder()}", f"-I{HERE}", str(source), into=library)
+        _compile("-shared", *includes, str(source), str(runtime), into=library)
     return ctypes.CDLL(str(library))
 
 

@@ -100,16 +100,11 @@ struct Machine {
   std::string fault;
 
   bool chance(unsigned one_in) { return random() % one_in == 0; }
-  void do_one_pending() {
-    const size_t i = random() % pending.size();
-    const auto action = pending[i];
-    pending.erase(pending.begin() + i);
-    action();
-  }
+  void do_one_pending();
 };
 
-inline Machine machine;
-inline Fiber* current = nullptr;
+extern Machine machine;
+extern Fiber* current;
 
 inline void pause(const char* what, const std::function<bool()>& ready) {
   current->ready = &ready;
@@ -169,122 +164,9 @@ inline const unsigned char* in_cluster(const void* own, unsigned rank) {
   return peer->shared + (static_cast<const unsigned char*>(own) - current->block->shared);
 }
 
-inline void enter() {
-  machine.kernel();
-  current->done = true;
-  --current->block->alive;
-  swapcontext(&current->context, &machine.scheduler);
-}
-
-constexpr size_t kStack = 96 * 1024;
-constexpr std::uint64_t kMostTurns = 30'000'000;  // of fibers in one launch: half a minute
-
-inline std::unique_ptr<Block> start_block(unsigned index, unsigned threads, unsigned shared) {
-  auto block = std::make_unique<Block>();
-  block->index.x = index;
-  block->memory = std::make_unique<unsigned char[]>(shared + 1024);
-  std::memset(block->memory.get(), 0xFF, shared + 1024);  // NaN in every format
-  block->shared = reinterpret_cast<unsigned char*>((reinterpret_cast<std::uintptr_t>(block->memory.get()) + 1023) & ~1023ull);
-  block->stacks.reset(new char[threads * kStack]);
-  block->fibers.resize(threads);
-  block->warps.resize((threads + 31) / 32);
-  block->alive = threads;
-  for (unsigned t = 0; t < threads; ++t) {
-    Fiber& fiber = block->fibers[t];
-    fiber.thread.x = t;
-    fiber.block = block.get();
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = block->stacks.get() + t * kStack;
-    fiber.context.uc_stack.ss_size = kStack;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
-  }
-  return block;
-}
-
-// Runs a grid, `resident` blocks at a time; null, or what went wrong.
-inline const char* run(unsigned grid, unsigned cluster, unsigned threads, unsigned shared, unsigned resident,
-                       unsigned seed, const std::function<void()>& kernel) {
-  static std::string fault;
-  machine.random.seed(seed);
-  machine.grid.x = grid;
-  machine.block.x = threads;
-  machine.cluster = cluster;
-  machine.lazy = seed % 2;
-  machine.kernel = kernel;
-  machine.pending.clear();
-  machine.fault.clear();
-  std::vector<std::unique_ptr<Block>> blocks;
-  unsigned next = 0;
-  std::uint64_t turns = 0;
-  std::vector<std::pair<Block*, unsigned>> order;  // warps, in the order in which they get their turn
-  while (next < grid || !blocks.empty()) {
-    if (blocks.size() + cluster <= std::max(resident, cluster) && next < grid) {
-      while (blocks.size() + cluster <= std::max(resident, cluster) && next < grid) {
-        const auto together = std::make_shared<Cluster>();
-        for (unsigned i = 0; i < cluster; ++i) {
-          blocks.push_back(start_block(next++, threads, shared));
-          blocks.back()->cluster = together;
-          together->blocks.push_back(blocks.back().get());
-        }
-      }
-      order.clear();
-      for (auto& block : blocks)
-        for (unsigned w = 0; w < block->warps.size(); ++w) order.emplace_back(block.get(), w);
-    }
-    std::shuffle(order.begin(), order.end(), machine.random);
-    bool progress = false;
-    for (auto& [block, warp] : order) {
-      for (unsigned t = warp * 32; t < std::min(threads, warp * 32 + 32); ++t) {
-        Fiber& fiber = block->fibers[t];
-        if (fiber.done || (fiber.ready && !(*fiber.ready)())) continue;
-        fiber.ready = nullptr;
-        current = &fiber;
-        if (++turns > kMostTurns) machine.fault = "it goes on and on";
-        swapcontext(&machine.scheduler, &fiber.context);
-        progress = true;
-        if (!machine.fault.empty()) break;
-      }
-      if (!machine.fault.empty()) break;
-      if (!machine.pending.empty() && machine.chance(8)) {
-        machine.do_one_pending();
-        progress = true;
-      }
-    }
-    if (!progress && machine.fault.empty()) {
-      if (machine.pending.empty()) {
-        machine.fault = "deadlock:";
-        for (auto& [block, warp] : order)
-          for (unsigned t = warp * 32; t < std::min(threads, warp * 32 + 32); ++t)
-            if (!block->fibers[t].done && (t % 32 == 0 || block->fibers[t - 1].done || block->fibers[t - 1].what != block->fibers[t].what))
-              machine.fault += "\n  block " + std::to_string(block->index.x) + " thread " + std::to_string(t) +
-                               " waits for " + block->fibers[t].what;
-      } else {
-        machine.do_one_pending();
-      }
-    }
-    if (!machine.fault.empty()) {
-      fault = machine.fault;
-      for (auto& block : blocks) block.release();  // their fibers cannot be unwound
-      return fault.c_str();
-    }
-    const size_t before = blocks.size();
-    const auto left = [](const std::unique_ptr<Block>& b) {  // all of a cluster, for its blocks may look at each other
-      const auto& all = b->cluster->blocks;
-      return !b->cluster->stores && std::all_of(all.begin(), all.end(), [](const Block* other) { return !other->alive; });
-    };
-    std::vector<std::unique_ptr<Block>> staying, leaving;
-    for (auto& block : blocks) (left(block) ? leaving : staying).push_back(std::move(block));
-    blocks = std::move(staying);
-    if (blocks.size() != before) {
-      order.clear();
-      for (auto& block : blocks)
-        for (unsigned w = 0; w < block->warps.size(); ++w) order.emplace_back(block.get(), w);
-    }
-  }
-  while (!machine.pending.empty()) machine.do_one_pending();
-  return nullptr;
-}
+// Runs a grid, `resident` blocks at a time; null, or what went wrong. In runtime.cpp, compiled once for all kernels.
+const char* run(unsigned grid, unsigned cluster, unsigned threads, unsigned shared, unsigned resident, unsigned seed,
+                const std::function<void()>& kernel);
 
 }  // namespace emulator
 
