@@ -7,6 +7,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -400,3 +401,8 @@ def test_the_host_is_never_what_is_timed_on_the_gpu() -> None:
 
     got = timing.interleave([Variant("v", slow_to_ask)], clock, budget_s=0.2)
     assert got.ran["v"].ms < 0.2
+
+
+def test_a_command_names_no_place_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.argv", ["gemmnorm", "bench", "examples/small.py", "--json", str(tmp_path / "r.json")])
+    assert bench.command_line() == "gemmnorm bench examples/small.py --json r.json"

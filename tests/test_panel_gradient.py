@@ -47,10 +47,10 @@ def function(strategy: str, batch: int, features: int, dtype: str) -> str:
         (63, 40, "bfloat16", "relu"),
         (64, 8, "float32", "silu"),
         (65, 72, "float32", None),
-        (512, 32, "bfloat16", "gelu_tanh"),  # a group for two warps
-        (513, 8, "float16", None),  # a cluster of four, the last with one row
-        (1100, 24, "bfloat16", "relu"),  # of four
-        (3000, 8, "float32", "tanh"),  # of eight
+        (512, 32, "bfloat16", "gelu_tanh"),  # two blocks
+        (513, 8, "float16", None),  # a cluster of four, its last part of one row
+        (1100, 24, "bfloat16", "relu"),  # of eight
+        (3000, 8, "float32", "tanh"),  # of eight, 64 rows to a warp
         (4700, 16, "bfloat16", None),  # two groups for some warps, none for others
         (70, 800, "float32", "relu"),  # panel after panel for a block, the last not whole
         (1100, 200, "bfloat16", "relu"),  # for a cluster
@@ -168,7 +168,15 @@ def test_a_product_of_another_dtype_on_a_gpu(kinds: tuple[torch.dtype, torch.dty
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("batch", "features", "activation"),
-    [(3, 8, None), (65, 72, "tanh"), (513, 264, "gelu"), (2100, 136, "silu"), (4200, 64, None), (9000, 40, "relu")],
+    [
+        (3, 8, None),
+        (65, 72, "tanh"),
+        (513, 264, "gelu"),
+        (2100, 136, "silu"),
+        (4200, 64, None),
+        (9000, 40, "relu"),
+        (2100, 8200, "relu"),
+    ],
 )
 def test_gradients_on_a_gpu(dtype: str, batch: int, features: int, activation: str | None) -> None:
     torch.manual_seed(batch)

@@ -271,6 +271,7 @@ template <class T, int N>
 struct alignas(sizeof(typename Word<N * sizeof(T)>::type)) Vec {
   T at[N];
 
+  // at[i] as a float, for an i that is known when it is compiled.
   __device__ __forceinline__ float value(int i) const {
     if constexpr (sizeof(T) == 2 && N % 2 == 0) return element_of(reinterpret_cast<const u32*>(at)[i / 2], i % 2, T{});
     else return to_float(at[i]);

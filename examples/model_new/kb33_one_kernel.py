@@ -269,6 +269,7 @@ template <class T, int N>
 struct alignas(sizeof(typename Word<N * sizeof(T)>::type)) Vec {
   T at[N];
 
+  // at[i] as a float, for an i that is known when it is compiled.
   __device__ __forceinline__ float value(int i) const {
     if constexpr (sizeof(T) == 2 && N % 2 == 0) return element_of(reinterpret_cast<const u32*>(at)[i / 2], i % 2, T{});
     else return to_float(at[i]);
@@ -998,7 +999,8 @@ struct Ahead {
   const u64* weight_checksums;       // null, or the weight is split already: what its rows were then
   int x_rows, weight_rows;           // split by the launch before
   int batch, in_features, features;
-  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;  // of a piece, four elements each, that a lane takes
+  // A lane's words of a piece, four elements each; how many of them it splits at once.
+  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;
 
   // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
   template <int BN>
@@ -3050,8 +3052,8 @@ constexpr int kWarps = kThreads / 32;
 // A warp takes ROWS rows at a time, TX lanes along the features; a thread reads back only what it has copied.
 template <class Y, int N, int TX, int ROWS, int PARTS, int CLUSTER>
 struct PanelShared {
-  static constexpr int kSteps = ROWS * TX / 32;       // of a warp through its rows
-  static constexpr int kWords = N * sizeof(Y) / 16;          // of grad_y in a step
+  static constexpr int kSteps = ROWS * TX / 32;      // of a warp through its rows
+  static constexpr int kWords = N * sizeof(Y) / 16;  // of grad_y in a step
   uint4 product[PARTS][kSteps][kThreads];
   uint4 grad_y[PARTS][kSteps][kWords][kThreads];
   alignas(16) float mean[TX * N], slope[TX * N], shift[TX * N];  // per column: of the forward
@@ -3085,8 +3087,8 @@ __device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, ROWS, PAR
   }
 }
 
-// Adds up each value over the lanes whose numbers agree in the bits below LAST: BIT halves the SUMS that a lane goes on with,
-// while there are several. Returns which of them it ends up with, or with the first of.
+// Adds up each value over the lanes whose numbers agree below the bit LAST. With each bit a lane goes on with half of the sums,
+// while there are several. Returns the number of the first that it ends up with.
 template <int LAST, int BIT, int SUMS, int M>
 __device__ __forceinline__ int sum_over_rows(float (&value)[M]) {
   if constexpr (BIT < LAST) {
@@ -3114,8 +3116,8 @@ __device__ __forceinline__ void read_columns(const float* from, float (&to)[N]) 
   }
 }
 
-template <class T, class Y, class L, class R, int TX, int ROWS /* of a part */, int PARTS /* of a warp, at most */, int CLUSTER,
-          int SHARED_BYTES, class Activation>
+template <class T, class Y, class L, class R, int TX, int ROWS /* of a part */, int PARTS /* of a warp, at most */,
+          int CLUSTER, int SHARED_BYTES, class Activation>
 __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, features] */,
                                                const T* product /* [batch, features] */,
                                                const float* offset /* [groups, features] or null */,

@@ -269,6 +269,7 @@ template <class T, int N>
 struct alignas(sizeof(typename Word<N * sizeof(T)>::type)) Vec {
   T at[N];
 
+  // at[i] as a float, for an i that is known when it is compiled.
   __device__ __forceinline__ float value(int i) const {
     if constexpr (sizeof(T) == 2 && N % 2 == 0) return element_of(reinterpret_cast<const u32*>(at)[i / 2], i % 2, T{});
     else return to_float(at[i]);
@@ -998,7 +999,8 @@ struct Ahead {
   const u64* weight_checksums;       // null, or the weight is split already: what its rows were then
   int x_rows, weight_rows;           // split by the launch before
   int batch, in_features, features;
-  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;  // of a piece, four elements each, that a lane takes
+  // A lane's words of a piece, four elements each; how many of them it splits at once.
+  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;
 
   // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
   template <int BN>

@@ -13,8 +13,8 @@ constexpr int kWarps = kThreads / 32;
 // A warp takes ROWS rows at a time, TX lanes along the features; a thread reads back only what it has copied.
 template <class Y, int N, int TX, int ROWS, int PARTS, int CLUSTER>
 struct PanelShared {
-  static constexpr int kSteps = ROWS * TX / 32;       // of a warp through its rows
-  static constexpr int kWords = N * sizeof(Y) / 16;          // of grad_y in a step
+  static constexpr int kSteps = ROWS * TX / 32;      // of a warp through its rows
+  static constexpr int kWords = N * sizeof(Y) / 16;  // of grad_y in a step
   uint4 product[PARTS][kSteps][kThreads];
   uint4 grad_y[PARTS][kSteps][kWords][kThreads];
   alignas(16) float mean[TX * N], slope[TX * N], shift[TX * N];  // per column: of the forward
@@ -48,8 +48,8 @@ __device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, ROWS, PAR
   }
 }
 
-// Adds up each value over the lanes whose numbers agree in the bits below LAST: BIT halves the SUMS that a lane goes on with,
-// while there are several. Returns which of them it ends up with, or with the first of.
+// Adds up each value over the lanes whose numbers agree below the bit LAST. With each bit a lane goes on with half of the sums,
+// while there are several. Returns the number of the first that it ends up with.
 template <int LAST, int BIT, int SUMS, int M>
 __device__ __forceinline__ int sum_over_rows(float (&value)[M]) {
   if constexpr (BIT < LAST) {
@@ -77,8 +77,8 @@ __device__ __forceinline__ void read_columns(const float* from, float (&to)[N]) 
   }
 }
 
-template <class T, class Y, class L, class R, int TX, int ROWS /* of a part */, int PARTS /* of a warp, at most */, int CLUSTER,
-          int SHARED_BYTES, class Activation>
+template <class T, class Y, class L, class R, int TX, int ROWS /* of a part */, int PARTS /* of a warp, at most */,
+          int CLUSTER, int SHARED_BYTES, class Activation>
 __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, features] */,
                                                const T* product /* [batch, features] */,
                                                const float* offset /* [groups, features] or null */,

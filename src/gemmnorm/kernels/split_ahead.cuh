@@ -35,7 +35,8 @@ struct Ahead {
   const u64* weight_checksums;       // null, or the weight is split already: what its rows were then
   int x_rows, weight_rows;           // split by the launch before
   int batch, in_features, features;
-  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;  // of a piece, four elements each, that a lane takes
+  // A lane's words of a piece, four elements each; how many of them it splits at once.
+  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;
 
   // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
   template <int BN>

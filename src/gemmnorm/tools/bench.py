@@ -60,8 +60,8 @@ def _plain(value: Any) -> Any:
 
 
 def command_line() -> str:
-    """The command that is running, as one could type it."""
-    return shlex.join(["gemmnorm", *sys.argv[1:]])
+    """The command that is running, as one could type it anywhere: of an absolute path the name alone."""
+    return shlex.join(["gemmnorm", *(Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:])])
 
 
 def tests_of(path: str | Path | None) -> dict[str, int | None]:
