@@ -38,7 +38,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["bf16", "tf32"])  # float16 is bfloat16's code; the GPU suite has it
+@pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])  # float16 is bfloat16's code; the GPU suite has it
 @pytest.mark.parametrize(
     ("blocks", "batch", "in_features", "features"),
     [
@@ -140,6 +140,50 @@ def test_a_value_that_stands_out(cluster: Cluster, row: int) -> None:
         assert error(got[key], want[key], columns=False) <= 1.1 * error(theirs[key], want[key], columns=False)
 
 
+def hard(batch: int, inner: int, family: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and W whose products cancel, or lie far apart."""
+    x, weight = torch.randn(batch, inner), torch.randn(40, inner)
+    if family == "graded":
+        grades = torch.logspace(-6, 6, inner)
+        return x * grades, weight / grades
+    if family == "outliers":
+        x[1, 5], weight[2, 7], x[:, 9] = 1e6, -1e6, x[:, 9] * 1e4
+    elif family == "tiny":
+        return x * 1e-30, weight * 1e-6
+    elif family == "cancelling":
+        x[:, 1::2], weight[:, 1::2] = x[:, ::2] * (1 + 1e-3 * torch.randn(batch, inner // 2)), -weight[:, ::2]
+    return x, weight
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["gaussian", "graded", "outliers", "tiny", "cancelling"])
+def test_float32_in_three_parts_is_as_accurate_as_float32(cluster: Cluster, family: str) -> None:
+    cluster(4)
+    for batch, inner in ((128, 512), (65, 72), (2, 256)):
+        torch.manual_seed(batch)
+        x, weight = hard(batch, inner, family)
+        exact = linear_scale_batch_norm(x.double(), weight.double(), training=True)
+        eager = linear_scale_batch_norm(x, weight, training=True, strategy="reference")
+        with emulated(HOPPER), poisoned_memory(), runtime.recording() as plans:
+            y = linear_scale_batch_norm(x, weight, training=True, strategy="one_kernel")
+        assert plans[0].problem.split and plans[0].launches[0].function == "small_panel"
+        assert error(y, exact, columns=False) <= 1.02 * error(eager, exact, columns=False) + 2**-24
+
+
+@needs_compiler
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38])
+def test_float32_that_is_infinite_or_no_number(cluster: Cluster, value: float) -> None:
+    cluster(4)
+    x, weight = torch.randn(100, 136), torch.randn(40, 136)
+    x[1, 3] = value
+    weight[:, 3] = torch.randn(40) / 8
+    weight[4:, 3] = 0.0 if value == 3e38 else weight[4:, 3]
+    eager = linear_scale_batch_norm(x, weight, training=True, strategy="reference")
+    with emulated(HOPPER), poisoned_memory():
+        y = linear_scale_batch_norm(x, weight, training=True, strategy="one_kernel")
+    assert torch.equal(y.isnan(), eager.isnan())
+
+
 def problem(inner: int = 1024, features: int = 512, **more: object) -> Problem:
     return replace(Problem(128, inner, features, "bfloat16", "bfloat16", arithmetic="native"), **more)  # type: ignore[arg-type]
 
@@ -160,7 +204,7 @@ def test_where_it_serves() -> None:
         {"batch": 129},
         {"out_features": 8192},
         {"training": False},
-        {"dtype": "float32", "out_dtype": "float32", "arithmetic": "float32"},
+        {"dtype": "float32", "out_dtype": "float32", "arithmetic": "ieee"},
     ):
         assert blocks(replace(problem(), **other)) == 0
     listed = {k.launch.constants for k in compile_all.kernels(90) if k.launch.function == "small_panel"}
@@ -174,8 +218,10 @@ def test_where_it_serves() -> None:
 @pytest.mark.parametrize("found", STAGES)
 def test_every_size_of_cluster_compiles(cluster: Cluster, found: tuple[int, int]) -> None:
     cluster(*found)
-    for dtype, arithmetic in (("bfloat16", "native"), ("float32", "tf32")):
+    for dtype, arithmetic in (("bfloat16", "native"), ("float32", "tf32"), ("float32", "float32")):
         p = problem(dtype=dtype, out_dtype=dtype, arithmetic=arithmetic, activation="gelu", save=True)
+        if p.split and found[1] > 32:
+            continue  # `small.shape` has none
         (launch,) = plan.make_plan(p, "one_kernel").launches
         report = driver.compile_report(launch, p, 90)
         assert not any(value for name, value in report.items() if name != "registers")
@@ -192,7 +238,7 @@ def test_the_planner_takes_it_by_itself() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "fp32"])
 @pytest.mark.parametrize("found", STAGES)
 def test_a_step_on_a_gpu(cluster: Cluster, found: tuple[int, int], name: str) -> None:
     """Against float64, and the same bits every time."""

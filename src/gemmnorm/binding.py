@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import driver
-from .plan import DTYPE_BYTES, PREPARED, Buffer, Launch, Plan, Problem, Product
+from .plan import DTYPE_BYTES, PREPARED, Buffer, Launch, Map, Plan, Problem, Product
 
 DTYPES = {
     "float32": torch.float32,
@@ -76,11 +76,11 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(left, right))
 
 
-def _make_map(known: dict[int, Any], t: Tensor, rows: int, columns: int) -> Any:
+def _make_map(known: dict[int, Any], t: Tensor, described: Map) -> Any:
     """The tensor map of a matrix argument that is not `known` yet, by address: a map holds an address and sizes."""
     if len(known) >= 1024:
         known.clear()
-    found = known[t.data_ptr()] = driver.tensor_map(t, rows, columns)
+    found = known[t.data_ptr()] = driver.tensor_map(t, described)
     return found
 
 
@@ -176,9 +176,9 @@ class Bound:
                 return itemgetter(slots[role])
             return lambda tensors: unpacked(tensors[names.index("kept")], chosen.problem)[0]
 
-        # The place of a matrix's address, its maps by address, how it is found, rows and columns of the boxes.
-        maps: list[tuple[int, dict[int, Any], Callable[[Sequence[Any]], Tensor], int, int]] = [
-            (slots[m.tensor], {}, find(m.tensor), m.rows, m.columns) for launch in chosen.launches for m in launch.maps
+        # The place of a matrix's address, its maps by address, how it is found, and what the map is like.
+        maps: list[tuple[int, dict[int, Any], Callable[[Sequence[Any]], Tensor], Map]] = [
+            (slots[m.tensor], {}, find(m.tensor), m) for launch in chosen.launches for m in launch.maps
         ]
         constants += [driver.int32(value) for launch in chosen.launches for _, value in launch.numbers]
         next_number, next_map = count + 1, count + len(constants)
@@ -226,8 +226,8 @@ class Bound:
         pool += [pool[tensor] + offset for tensor, offset in self._inside]
         pool += scalars
         pool += self._constants
-        for place, known, find, rows, columns in self._maps:
-            pool.append(known.get(pool[place]) or _make_map(known, find(tensors), rows, columns))
+        for place, known, find, described in self._maps:
+            pool.append(known.get(pool[place]) or _make_map(known, find(tensors), described))
         if self._counters:
             address = counters(index).take(handle, self._counters, capturing)
             pool += (address, address + 4 * (self._counters - 4))

@@ -24,7 +24,7 @@ import torch
 
 from . import sources
 from .errors import GemmNormRuntimeError, GemmNormWarning
-from .plan import Launch, Problem, target
+from .plan import Launch, Map, Problem, target
 
 _lock = threading.Lock()
 _failures: dict[str, str] = {}
@@ -174,15 +174,16 @@ def _options(arch: int, **options: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _map_options() -> tuple[Any, Any, dict[torch.dtype, Any]]:
-    """128-byte swizzle, 256-byte promotion in the L2, and the copy engine's name of each dtype."""
+def _map_options() -> tuple[Any, Any, dict[torch.dtype | None, Any]]:
+    """128-byte swizzle, 256-byte promotion in the L2, and the copy engine's name of each dtype; None: exact float32."""
     # cuda.core 1.2 documents these enumerations and exports them here only.
     from cuda.core._tensor_map import TensorMapDataType, TensorMapL2Promotion, TensorMapSwizzle
 
     types = {
         torch.float16: TensorMapDataType.FLOAT16,
         torch.bfloat16: TensorMapDataType.BFLOAT16,
-        torch.float32: TensorMapDataType.TFLOAT32,  # rounded on the way in, where the tensor cores would truncate
+        torch.float32: TensorMapDataType.TFLOAT32,
+        None: TensorMapDataType.FLOAT32,
     }
     return TensorMapSwizzle.SWIZZLE_128B, TensorMapL2Promotion.L2_256B, types
 
@@ -201,8 +202,8 @@ class _Address:
         }
 
 
-def tensor_map(t: torch.Tensor, rows: int, columns: int) -> Any:
-    """The copy engine's view of a contiguous matrix, cut into boxes of rows × columns.
+def tensor_map(t: torch.Tensor, found: Map) -> Any:
+    """The copy engine's view of a contiguous matrix, cut into the boxes of `found`.
 
     A map holds an address and sizes, nothing of the contents, and keeps no memory alive.
     """
@@ -210,7 +211,8 @@ def tensor_map(t: torch.Tensor, rows: int, columns: int) -> Any:
 
     swizzle, promotion, types = _map_options()
     view = StridedMemoryView.from_any_interface(_Address(t), stream_ptr=-1)
-    return view.as_tensor_map((rows, columns), data_type=types[t.dtype], swizzle=swizzle, l2_promotion=promotion)
+    kind = types[None if found.exact else t.dtype]
+    return view.as_tensor_map((found.rows, found.columns), data_type=kind, swizzle=swizzle, l2_promotion=promotion)
 
 
 class Launcher:

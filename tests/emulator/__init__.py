@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 
 from gemmnorm import driver, runtime, sources
-from gemmnorm.plan import ROLES, Chip, Launch, Problem, c_types
+from gemmnorm.plan import ROLES, Chip, Launch, Map, Problem, c_types
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -154,10 +154,10 @@ def _memory(value: Any) -> Any:
     return ctypes.create_string_buffer(data, len(data))
 
 
-def tensor_map(t: torch.Tensor, rows: int, columns: int) -> bytes:
+def tensor_map(t: torch.Tensor, found: Map) -> bytes:
     """Takes the place of `driver.tensor_map`: the fields that ptx/hopper.cuh here reads."""
     fields = [t.data_ptr(), t.shape[0], t.shape[1]]
-    small = [rows, columns, t.element_size(), int(t.dtype == torch.float32)]
+    small = [found.rows, found.columns, t.element_size(), int(t.dtype == torch.float32 and not found.exact)]
     data = b"".join(v.to_bytes(8, "little") for v in fields) + b"".join(v.to_bytes(4, "little") for v in small)
     return data.ljust(128, b"\0")
 

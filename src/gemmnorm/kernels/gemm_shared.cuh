@@ -5,7 +5,8 @@
 
 namespace gemmnorm {
 
-struct split;  // operand type: float32 as two float16 (split.cuh), three products for one
+struct split;       // operand type: float32 as two float16 (split.cuh), three products for one
+struct thirds;      // float32 as three bfloat16, split on the way from shared memory, six products for one
 
 // Bytes of an element in shared memory, its parts, and the registers of a thread that feeds and normalises.
 template <class T>
@@ -17,6 +18,11 @@ template <>
 struct Operand<tf32> : Operand<half> {
   using Element = tf32;
   static constexpr int kSize = 4;
+};
+template <>
+struct Operand<thirds> : Operand<tf32> {
+  using Element = bfloat16;
+  static constexpr int kPlanes = 3;
 };
 template <>
 struct Operand<split> : Operand<half> {

@@ -35,16 +35,62 @@ struct PanelShare {
 template <class S>
 using UnitSums = float4[S::kWarps][S::kAcross][S::kUnits];  // of a warp's rows: Σ of both columns, Σ of their squares
 
-template <int BN, int STAGES, int SPLITS>
-struct SmallPanelShared {
+// Of float32: three bfloat16 whose sum it is, for 64 columns of K of the weight; one stage's while it is multiplied, and the
+// next one's while it is split. x's come from registers.
+template <int BN, int PLANES>
+struct WeightParts {};
+template <int BN>
+struct WeightParts<BN, 3> {
+  alignas(1024) unsigned char weight_parts[2][3][BN * kRowBytes];
+};
+
+template <int BN, int STAGES, int SPLITS, int PLANES>
+struct SmallPanelShared : WeightParts<BN, PLANES> {
   using S = PanelShare<BN, SPLITS>;
-  alignas(1024) unsigned char x[STAGES][kTileRows * kRowBytes];
-  alignas(1024) unsigned char weight[STAGES][BN * kRowBytes];
+  static constexpr int kBoxes = PLANES == 3 ? 2 : 1;  // of a stage, side by side along K
+  alignas(1024) unsigned char x[STAGES][kBoxes][kTileRows * kRowBytes];
+  alignas(1024) unsigned char weight[STAGES][kBoxes][BN * kRowBytes];
   float4 parts[SPLITS][S::kUnits][S::kFinishers];  // by block of origin
   UnitSums<S> sums[2];                             // of the product, and of the product as it is stored
   u64 full[STAGES], empty[STAGES];
   u64 arrived;  // the parts are there
 };
+
+// Two float32 as three bfloat16 each, from the highest down: all 24 bits.
+__device__ __forceinline__ void split_in_three(float2 v, u32& high, u32& middle, u32& low) {
+  const auto take = [&] {
+    const u32 both = pack(v.x, v.y, bfloat16{});
+    v.x -= element_of(both, 0, bfloat16{});
+    v.y -= element_of(both, 1, bfloat16{});
+    return both;
+  };
+  high = take();
+  middle = take();
+  low = take();
+}
+
+// Where 16 bytes of a swizzled row lie.
+__device__ __forceinline__ int swizzled_word(int row, int word) { return row * kRowBytes + ((word ^ row % 8) * 16); }
+
+// The weight's rows of a stage, by all consumers: 8 elements of K at a time.
+template <int BN>
+__device__ __forceinline__ void split_weight_in_three(const unsigned char (&from)[2][BN * kRowBytes],
+                                                      unsigned char (&to)[3][BN * kRowBytes]) {
+  const int word = threadIdx.x % 8;
+#pragma unroll
+  for (int i = 0; i < BN / kConsumerWarps / 4; ++i) {
+    const int row = threadIdx.x / 8 + i * kConsumerWarps * 4;
+    const float4 a = *reinterpret_cast<const float4*>(&from[word / 4][swizzled_word(row, word % 4 * 2)]);
+    const float4 b = *reinterpret_cast<const float4*>(&from[word / 4][swizzled_word(row, word % 4 * 2 + 1)]);
+    uint4 part[3];
+    split_in_three({a.x, a.y}, part[0].x, part[1].x, part[2].x);
+    split_in_three({a.z, a.w}, part[0].y, part[1].y, part[2].y);
+    split_in_three({b.x, b.y}, part[0].z, part[1].z, part[2].z);
+    split_in_three({b.z, b.w}, part[0].w, part[1].w, part[2].w);
+#pragma unroll
+    for (int p = 0; p < 3; ++p) *reinterpret_cast<uint4*>(&to[p][swizzled_word(row, word)]) = part[p];
+  }
+}
 
 // What a feature needs, as it is in memory: loads without branches are all in flight at once.
 template <class L, class R>
@@ -137,11 +183,13 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
     const R* bn_bias /* [features] or null */, float momentum, float eps, float* group_mean /* [groups, features] or null */,
     float* mean /* [features] */, float* rstd /* [features] */, u32* counters /* zero, and left zero */, int keep_product,
     int batch, int in_features, int features) {
-  constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr bool kRounds = sizeof(T) < sizeof(float);  // the product, on its way to memory
   using S = PanelShare<BN, SPLITS>;
-  using Shared = SmallPanelShared<BN, STAGES, SPLITS>;
+  constexpr bool kSplit = Operand<OP>::kPlanes == 3;
+  constexpr int kTwice = kSplit ? 1 : 0;  // which of the sums count
+  using Shared = SmallPanelShared<BN, STAGES, SPLITS, Operand<OP>::kPlanes>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "the plan and SmallPanelShared disagree");
+  constexpr int kBoxK = kRowBytes / Operand<OP>::kSize, kTileK = kBoxK * Shared::kBoxes;
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
 
@@ -161,7 +209,7 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
     fence_barrier_init();
     fence_async_shared();
   } else if (thread == 0) {
-    for (int s = 0; s < STAGES; ++s) barrier_init(&shared.empty[s], 2);
+    for (int s = 0; s < STAGES; ++s) barrier_init(&shared.empty[s], kSplit ? kConsumerWarps : 2);
     barrier_init(&shared.arrived, 1 + kConsumerWarps);
     fence_barrier_init();
     barrier_expect(&shared.arrived, (SPLITS - 1) * sizeof(shared.parts[0]));
@@ -178,9 +226,13 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
       u32 parity = 1;
       for (int k = from; k < until; ++k) {
         if (k - from >= STAGES) barrier_wait(&shared.empty[stage], parity);
-        barrier_expect(&shared.full[stage], (kTileRows + BN) * kRowBytes);
-        copy_to_shared(shared.x[stage], map_x, &shared.full[stage], k * kTileK, 0, kEvictNormal);
-        copy_to_shared(shared.weight[stage], map_weight, &shared.full[stage], k * kTileK, panel * BN, kEvictNormal);
+        barrier_expect(&shared.full[stage], Shared::kBoxes * (kTileRows + BN) * kRowBytes);
+#pragma unroll
+        for (int box = 0; box < Shared::kBoxes; ++box) {
+          const int column = k * kTileK + box * kBoxK;
+          copy_to_shared(shared.x[stage][box], map_x, &shared.full[stage], column, 0, kEvictNormal);
+          copy_to_shared(shared.weight[stage][box], map_weight, &shared.full[stage], column, panel * BN, kEvictNormal);
+        }
         if (++stage == STAGES) {
           stage = 0;
           parity ^= 1;
@@ -207,6 +259,11 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
     ColumnSums left, right;
     sync_threads(1, S::kFinishers + 32);
     sums_of_unit<S>(shared.sums[0], pair, unit, left, right);
+    if (kSplit) {
+      centre = (odd ? right : left).mean(share, centre);
+      sync_threads(1, S::kFinishers + 32);
+      sums_of_unit<S>(shared.sums[kTwice], pair, unit, left, right);
+    }
     const ColumnSums column = odd ? right : left;
     const float mu = column.mean(share, centre);
     if (mine) {
@@ -266,15 +323,71 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) acc[i] = 0.0f;
   }
-  {
-    const int consumer = __shfl_sync(~0u, warp / 4, 0);  // the same for the whole warp, and the compiler knows
-    int stage = 0;
-    u32 parity = 0;
+  const int consumer = __shfl_sync(~0u, warp / 4, 0);  // the same for the whole warp, and the compiler knows
+  int stage = 0;
+  u32 parity = 0;
+  if constexpr (kSplit) {
+    // The weight's next stage is split while this one is multiplied. The tensor cores truncate, so what they add up of the
+    // high parts is taken out after every stage; the other products are 2^-8 of it and less, and those left out 2^-24.
+    using MultiplyThirds = WgmmaRegisters<bfloat16, BN>;
+    const int own_row = warp % 4 * 16 + lane / 4 + consumer * kGroupRows;
+    float part[BN / 2], cross[BN / 2];
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) acc[i] = cross[i] = 0.0f;
+    for (int k = from;; ++k) {
+      auto& parts = shared.weight_parts[(k - from) % 2];
+      if (k < until) {
+        barrier_wait(&shared.full[stage], parity);
+        split_weight_in_three<BN>(shared.weight[stage], parts);
+        fence_async_shared();
+      }
+      if (k > from) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < BN / 2; ++i) acc[i] += part[i];
+      }
+      if (k >= until) break;
+      sync_threads(2, kConsumerWarps * 32);  // all parts are there, and nobody reads those that come next
+      u32 a[4][3][4];                        // steps of 16 along K, parts, registers of a fragment
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          const int word = step % 2 * 4 + r / 2 * 2 + lane % 4 / 2;
+          const unsigned char* at = &shared.x[stage][step / 2][swizzled_word(own_row + r % 2 * 8, word) + lane % 2 * 8];
+          split_in_three(*reinterpret_cast<const float2*>(at), a[step][0][r], a[step][1][r], a[step][2][r]);
+        }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&shared.empty[stage]);
+      wgmma_fence();
+      u64 b[3];
+#pragma unroll
+      for (int p = 0; p < 3; ++p) b[p] = matrix_descriptor(parts[p]);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) MultiplyThirds::run(part, a[step][0], b[0] + step * kDescriptorStep, step ? 1 : 0);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        const int at = step * kDescriptorStep;
+        MultiplyThirds::run(cross, a[step][2], b[0] + at, 1);
+        MultiplyThirds::run(cross, a[step][1], b[1] + at, 1);
+        MultiplyThirds::run(cross, a[step][0], b[2] + at, 1);
+        MultiplyThirds::run(cross, a[step][1], b[0] + at, 1);
+        MultiplyThirds::run(cross, a[step][0], b[1] + at, 1);
+      }
+      wgmma_commit();
+      if (++stage == STAGES) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) acc[i] += cross[i];
+  } else {
     for (int k = from; k < until; ++k) {
       barrier_wait(&shared.full[stage], parity);
       wgmma_fence();
-      const u64 a = matrix_descriptor(shared.x[stage] + consumer * kGroupRows * kRowBytes);
-      const u64 b = matrix_descriptor(shared.weight[stage]);
+      const u64 a = matrix_descriptor(shared.x[stage][0] + consumer * kGroupRows * kRowBytes);
+      const u64 b = matrix_descriptor(shared.weight[stage][0]);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         Wgmma<OP, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k > from || i) ? 1 : 0);
@@ -327,16 +440,30 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
   }
   sum_units<S>(d, shared.sums[0]);
   sync_threads(1, S::kFinishers + 32);
+  if (kSplit) {  // once more, from the mean: the squares' cancellation shows in float32
+#pragma unroll
+    for (int q = 0; q < S::kUnits; ++q) {
+      ColumnSums left, right;
+      sums_of_unit<S>(shared.sums[0], pair, q, left, right);
+      const float2 mu = make_float2(left.mean(share), right.mean(share));
+      centre[q] = make_float2(centre[q].x + mu.x, centre[q].y + mu.y);
+      d[q] = make_float4(low ? d[q].x - mu.x : 0.0f, low ? d[q].y - mu.y : 0.0f, high ? d[q].z - mu.x : 0.0f,
+                         high ? d[q].w - mu.y : 0.0f);
+    }
+    sum_units<S>(d, shared.sums[kTwice]);
+    sync_threads(1, S::kFinishers + 32);
+  }
 
   const i64 at = static_cast<i64>(row) * features + column, below = at + static_cast<i64>(8) * features;
 #pragma unroll
   for (int q = 0; q < S::kUnits; ++q) {
     ColumnSums left, right;
-    sums_of_unit<S>(shared.sums[0], pair, q, left, right);
+    sums_of_unit<S>(shared.sums[kTwice], pair, q, left, right);
     const auto of_left = raw[q][0].own(f), of_right = raw[q][1].own(f);
     const float2 mu = make_float2(left.mean(share), right.mean(share));
-    const float a = of_left.slope * rsqrtf(of_left.s * of_left.s * left.m2(share) * share + eps);
-    const float b = of_right.slope * rsqrtf(of_right.s * of_right.s * right.m2(share) * share + eps);
+    const auto root = [&](float v) { return kSplit ? 1.0f / sqrtf(v) : rsqrtf(v); };
+    const float a = of_left.slope * root(of_left.s * of_left.s * left.m2(share) * share + eps);
+    const float b = of_right.slope * root(of_right.s * of_right.s * right.m2(share) * share + eps);
     const auto value = [&](float x, float y) {
       return make_float2(Activation::value(a * (x - mu.x) + of_left.shift),
                          Activation::value(b * (y - mu.y) + of_right.shift));

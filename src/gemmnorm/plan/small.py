@@ -32,13 +32,13 @@ class Shape:
     most: int = 1 << 30
     resident: int = 1
 
-    @property
-    def shared(self) -> int:
-        """sizeof(SmallPanelShared): the kernel asserts at compile time that it is."""
+    def shared(self, thirds: bool) -> int:
+        """sizeof(SmallPanelShared): the kernel asserts at compile time that it is. `thirds`: float32 in three parts."""
         columns = self.columns // self.blocks  # that a block finishes
         warps = 4 if columns < 8 else 8
         size = self.stages * (TILE_ROWS + self.columns) * ROW_BYTES + TILE_ROWS * self.columns * 4
-        size += 2 * warps * 2 * columns * 4 + 16 * self.stages + 8
+        size += 2 * 3 * self.columns * ROW_BYTES if thirds else 0
+        size += 2 * warps * 2 * columns * 4 + 16 * (self.stages // 2 if thirds else self.stages) + 8
         return -(-size // 1024) * 1024
 
 
@@ -49,10 +49,12 @@ SHAPES = (Shape(64, 8, 4, least=64), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32,
 def shape(problem: Problem) -> Shape | None:
     """The first of `SHAPES` that gives every block a stage of K and lets all clusters run at once, or None."""
     blocks = (problem.chip or CHIPS[90]).multiprocessors
-    if not problem.training or problem.split or problem.batch > TILE_ROWS:
+    if not problem.training or problem.batch > TILE_ROWS:
         return None
     steps = -(-problem.in_features * DTYPE_BYTES[problem.dtype] // ROW_BYTES)
     for found in SHAPES:
+        if problem.split and found.columns > 32:  # more fragments than registers
+            continue
         panels = -(-problem.out_features // found.columns)
         groups = blocks // found.blocks  # pairs are neighbours
         if found.blocks > 2:
@@ -66,17 +68,17 @@ def forward(problem: Problem, strategy: str) -> Plan:
     """The whole chain in one launch."""
     found, types, size = shape(problem), c_types(problem), DTYPE_BYTES[problem.dtype]
     assert found is not None
-    features = Extent(problem.out_features)
+    features, shared = Extent(problem.out_features), found.shared(problem.split)
     launch = Launch(
         "fused_gemm_scale_bn",
         "small_panel.cuh",
         "small_panel",
         (
-            types["T"] if size == 2 else "gemmnorm::tf32",
+            types["T"] if size == 2 else "gemmnorm::thirds" if problem.split else "gemmnorm::tf32",
             *types.values(),
             str(found.columns),
-            str(found.stages),
-            str(found.shared),
+            str(found.stages // 2 if problem.split else found.stages),
+            str(shared),
             str(found.blocks),
             "Activation",
         ),
@@ -86,11 +88,11 @@ def forward(problem: Problem, strategy: str) -> Plan:
         Extent(-(-problem.out_features // found.columns) * found.blocks),
         block=288,
         resident=found.resident,
-        shared=found.shared,
+        shared=shared,
         cluster=found.blocks,
         maps=(
-            Map("map_x", "x", TILE_ROWS, ROW_BYTES // size),
-            Map("map_weight", "weight", found.columns, ROW_BYTES // size),
+            Map("map_x", "x", TILE_ROWS, ROW_BYTES // size, problem.split),
+            Map("map_weight", "weight", found.columns, ROW_BYTES // size, problem.split),
         ),
         numbers=(("keep_product", int(problem.save)),),
     )  # fmt: skip

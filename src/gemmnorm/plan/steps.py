@@ -55,12 +55,16 @@ class Product:
 
 @dataclass(frozen=True)
 class Map:
-    """A tensor map for the copy engine: argument role, the tensor's role, box rows and columns; 128-byte swizzle."""
+    """A tensor map for the copy engine: argument role, the tensor's role, box rows and columns; 128-byte swizzle.
+
+    Of float32 it rounds to TF32 on the way in, where the tensor cores would truncate, unless it is `exact`.
+    """
 
     role: str
     tensor: str
     rows: int
     columns: int
+    exact: bool = False
 
 
 @dataclass(frozen=True)

@@ -378,7 +378,7 @@ class _Body:
         buffers["x"] = Buffer("x", p.dtype, (Extent(1, 1), Extent(p.in_features)))
         buffers["weight"] = Buffer("weight", p.dtype, (Extent(p.out_features), Extent(p.in_features)))
         rows, columns = map(self.extent, buffers[role].shape)
-        kind = f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[buffers[role].dtype]}"
+        kind = "CU_TENSOR_MAP_DATA_TYPE_" + ("FLOAT32" if found.exact else _MAP_TYPES[buffers[role].dtype])
         return f"tensor_map({self.argument(role)}, {kind}, {rows}, {columns}, {found.rows}, {found.columns})"
 
     def argument(self, role: str) -> str:

@@ -114,4 +114,37 @@ struct Wgmma {
   }
 };
 
+// A's rows come from the four lanes that hold them; the registers are free when it returns, which on the chip they are not.
+template <class T, int N>
+struct WgmmaRegisters {
+  static void run(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {
+    const int lane = threadIdx.x % 32;
+    struct Rows {
+      float low[16], high[16];
+    } rows;
+    for (int quarter = 0; quarter < 4; ++quarter)
+      for (int r = 0; r < 4; ++r) {
+        const u32 both = __shfl_sync(~0u, a[r], lane / 4 * 4 + quarter);
+        float* to = (r % 2 ? rows.high : rows.low) + r / 2 * 8 + quarter * 2;
+        to[0] = to_float(T{static_cast<u16>(both)});
+        to[1] = to_float(T{static_cast<u16>(both >> 16)});
+      }
+    float* to = d;
+    const auto product = [=] {
+      float column[16];
+      for (int i = 0; i < N / 8; ++i)
+        for (int c = 0; c < 2; ++c) {
+          read_row<T, 0>(b, i * 8 + lane % 4 * 2 + c, column);
+          float &at_low = to[4 * i + c], &at_high = to[4 * i + 2 + c];
+          at_low = tensor_core_sum(rows.low, column, 16, accumulate ? at_low : 0.0f);
+          at_high = tensor_core_sum(rows.high, column, 16, accumulate ? at_high : 0.0f);
+        }
+    };
+    if (emulator::machine.lazy)
+      emulator::current->products.emplace_back(emulator::current->groups, product);
+    else
+      product();
+  }
+};
+
 }  // namespace gemmnorm
