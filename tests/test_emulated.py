@@ -262,7 +262,7 @@ def test_a_stream_lends_its_scratch_to_calls_that_are_not_captured(monkeypatch):
             assert used() != here
         monkeypatch.setattr(driver, "stream_handle", lambda index: 7)
         assert used() != here
-    several = plan.make_plan(plan.Problem(128, 64, 64, training=True, chip=plan.chip_for(90)), "one_kernel")
+    several = plan.make_plan(plan.Problem(200, 64, 64, training=True, chip=plan.chip_for(90)), "one_kernel")
     large = plan.make_plan(
         plan.Problem(8192, 64, 4096, "bfloat16", "bfloat16", training=True, chip=plan.chip_for(90)), "one_kernel"
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import driver
-from .plan import DTYPE_BYTES, PREPARED, Buffer, Launch, Map, Plan, Problem, Product
+from .plan import CAST, DTYPE_BYTES, PREPARED, Buffer, Launch, Map, Plan, Problem, Product
 
 DTYPES = {
     "float32": torch.float32,
@@ -131,8 +131,9 @@ class Bound:
         if packed:
             inside.append(("product", host, 0))
         kept = [b for role in _KEPT for b in chosen.outputs if b.role == role]
+        made = [b for b in chosen.outputs if b.role in CAST]
         for buffer in chosen.outputs:
-            if buffer not in kept and not (packed and buffer.role == "product"):
+            if buffer not in (*kept, *made) and not (packed and buffer.role == "product"):
                 allocated.append((buffer.role, shape(buffer), DTYPES[buffer.dtype]))
         if kept:
             rows = 0
@@ -143,6 +144,7 @@ class Bound:
                 allocated.append((host, (begin + 4 * features * rows,), torch.uint8))
             else:
                 allocated.append((host, (rows, features), torch.float32))
+        allocated += [(buffer.role, shape(buffer), DTYPES[buffer.dtype]) for buffer in made]
         self.outputs = tuple(role for role, _, _ in allocated)
         size = 0
         for buffer in chosen.workspace:
@@ -166,6 +168,7 @@ class Bound:
         slots |= {alias: slots[role] for alias, role in chosen.aliases}
         if "product" in slots:
             slots["stored_product"] = slots["product"]
+        slots |= {f"wide_{name}": slots[name] for name in ("x", "weight") if name in slots}
         count = len(names) + len(inside) + len(SCALARS)
         constants: list[Any] = [0]  # the address of what is absent, then the numbers that the plan decides
         absent, always = count, 0  # where the pool has nothing, and where it always has something: the first input

@@ -127,22 +127,24 @@ def _prepared(
     call = runtime.recall(key, tensors)
     if call is None and any(t is not None and type(t) not in _PLAIN for t in tensors):
         return None  # a subclass wants to see the operator
-    operands = (x, weight)
-    if autocast is not None:
-        with torch.no_grad():  # the backward gives gradients of x and W themselves
-            operands = _cast(x, weight)
     if call is None:
+        operands = (x, weight) if autocast is None else _cast(x, weight)
+        wide = (name for name, t, made in zip(("x", "weight"), (x, weight), operands, strict=True) if t.dtype != made.dtype)
+        cast = tuple(wide) if all(t.dtype in (torch.float32, autocast) for t in (x, weight)) else ()
         _, _, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias = tensors
         learned = (x, weight, bias, scale, bn_weight, bn_bias)
         save = differentiable and any(t is not None and t.requires_grad for t in learned)
         call = runtime.call_for(
             *operands, bias, scale, scale_value, running_mean, running_var, counter, bn_weight, bn_bias, *options,
-            save, True,
+            save, True, cast,
         )  # fmt: skip
         if not call.kernels:
             return None
         runtime.remember(key, tensors, call)
-    return call, operands
+    if autocast is not None and not call.cast:
+        with torch.no_grad():  # the backward gives gradients of x and W themselves
+            return call, _cast(x, weight)
+    return call, (x, weight)
 
 
 def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,6 +172,7 @@ class _Direct(torch.autograd.Function):
         bn_bias: Tensor | None,
     ) -> Tensor:
         y, *kept = call.forward(*operands, *vectors)
+        operands, kept = call.multiplied(operands, kept)
         ctx.save_for_backward(*operands, bias, scale, bn_weight, bn_bias, *kept)
         ctx.call = call
         ctx.dtypes = (x.dtype, weight.dtype)

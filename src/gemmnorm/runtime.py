@@ -195,6 +195,20 @@ def _prepared_plan(chosen: Plan) -> Plan | None:
     return plan.cached_plan(replace(problem, prepared=True), "one_kernel", "forward")
 
 
+def _casting_plan(chosen: Plan, cast: tuple[str, ...]) -> Plan | None:
+    """`chosen` for operands of which some are still to be cast; None where kernels cannot do that."""
+    problem = chosen.problem
+    if not cast or chosen.strategy == "reference" or problem.in_features % 4:
+        return None
+    found = plan.cached_plan(replace(problem, cast=cast), chosen.strategy, "forward")
+    try:
+        binding.bind(found, False)
+    except Exception as error:
+        warnings.warn(f"operands are cast by PyTorch: {error}", GemmNormWarning, stacklevel=2)
+        return None
+    return found
+
+
 def prepare_weight(weight: Tensor) -> bool:
     """Split `weight` for the evaluations to come (`prepared`); whether any would split it."""
     if type(weight) not in (Tensor, torch.nn.Parameter) or weight.dim() != 2 or weight.is_inference():
@@ -211,7 +225,8 @@ def prepare_weight(weight: Tensor) -> bool:
 class Call:
     """One kind of forward call, prepared: the plan, its loaded kernels, and whether anything must be converted.
 
-    `direct`: what is kept need not be the operator's separate outputs.
+    `direct`: what is kept need not be the operator's separate outputs. `cast`: the operands among "x" and "weight" that it
+    is called with in float32, if it can: then `self.cast` says so, and they are kept as they were multiplied.
     """
 
     def __init__(
@@ -233,6 +248,7 @@ class Call:
         strategy: str | None,
         save: bool,
         direct: bool = False,
+        cast: tuple[str, ...] = (),
     ) -> None:
         check_arguments(
             x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
@@ -243,12 +259,14 @@ class Call:
         )
         name = resolve(problem, strategy)
         self.plan = plan.cached_plan(problem, name, "forward")
+        self.plan = _casting_plan(self.plan, cast) or self.plan
+        self.cast = self.plan.problem.cast
         self.options = (scale_value, training, momentum, eps, activation, save)
         self.save = save
         self._packed = direct and save and self.plan.keeps_offsets
         self._bound = None if name == "reference" else binding.bind(self.plan, self._packed)
         self._scalars = _scalars(problem, scale, scale_value, momentum, eps)
-        self._mapped = any(launch.maps for launch in self.plan.launches)
+        self._mapped = bool(self.cast) or any(launch.maps for launch in self.plan.launches)
         self._with_prepared = _prepared_plan(self.plan)
         self._bound_prepared: binding.Bound | None = None
         self._as_they_are = (
@@ -288,7 +306,8 @@ class Call:
         bn_weight: Tensor | None,
         bn_bias: Tensor | None,
     ) -> Sequence[Tensor]:
-        """y, and if it was asked for what the backward needs: product and statistics, or the two `unpacked` from one.
+        """y, and if it was asked for what the backward needs: product and statistics, or the two `unpacked` from one, and
+        what was cast (`multiplied`).
 
         The statistics are one float32 tensor [2 or 2 + groups, O]: the product's mean; 1/sqrt(var + eps); where the
         product is stored minus its group's mean, the means of the groups. (The reference's are its own affair.)
@@ -325,6 +344,16 @@ class Call:
         if training and write_back is not None:
             write_back()
         return outputs  # type: ignore[return-value]
+
+    def multiplied(
+        self, operands: tuple[Tensor, Tensor], kept: list[Tensor]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """x and W as they were multiplied, and what else is kept, of what `forward` took and of what it gave after y."""
+        if not self.cast:
+            return operands, kept
+        made = dict(zip(self.cast, kept[-len(self.cast) :], strict=True))
+        found = zip(("x", "weight"), operands, strict=True)
+        return tuple(made.get(name, t) for name, t in found), kept[: -len(self.cast)]
 
     def unpacked(self, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Product and statistics of what `forward` gave after y."""

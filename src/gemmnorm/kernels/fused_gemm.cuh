@@ -5,9 +5,10 @@
 // their means from the accumulators (a statistics group) and stores the product minus them. The other warps, by Finish:
 // - whole panels (a panel is a column of tiles): warps 2 and 3 serve a consumer each, while it multiplies the next tile,
 //   and warp 1 merges statistics (whole_panels.cuh);
-// - persistent: warp 1 sums up the squares of staged tiles, stores them and counts what is complete; warps 2 and 3 split
-//   rows that later tiles need (split_ahead.cuh), then normalise complete panels out of the L2 (panel_units.cuh);
+// - persistent: warp 1 sums up the squares of staged tiles, stores them and counts what is complete; warps 2 and 3
+//   normalise complete panels out of the L2 (panel_units.cuh);
 // - evaluation: warp 1 computes the next tile's coefficients.
+// Before that warps 2 and 3 cast or split the rows that later tiles need, where that was left to them (ahead.cuh).
 // The last tile of every block never leaves the registers before it is normalised.
 #pragma once
 #include "column_sums.cuh"
@@ -29,20 +30,22 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     const R* bn_bias /* [features] or null */, float momentum, float eps, float* group_mean /* [groups, features] */,
     float* group_m2 /* [groups, features] */, float* mean /* [features] */, float* rstd /* [features] */,
     float* merged_slope /* [features] */, float* merged_shift /* [features] */,
-    u32* counters /* zero, and left zero */, const float* x /* [batch, in_features], of split operands */,
-    const float* weight /* [features, in_features], likewise */, half* split_x /* see split_rows, likewise */,
-    half* split_weight /* see split_rows, likewise */, int* x_exponents /* [batch], likewise */,
+    u32* counters /* zero, and left zero */,
+    const float* x /* [batch, in_features], where the operand is made of it here: cast or split */,
+    const float* weight /* [features, in_features], likewise */,
+    typename Operand<OP>::Ahead::Element* operand_x /* see cast_rows and split_rows, likewise */,
+    typename Operand<OP>::Ahead::Element* operand_weight /* likewise */, int* x_exponents /* [batch], of split operands */,
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
     float* weight_total /* [features], likewise */, const u64* weight_checksums /* [features] or null, likewise */,
-    u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* split already */,
+    u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already */,
     int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
   constexpr int kPlanes = Operand<OP>::kPlanes;
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
-  constexpr bool kAheadToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
-  constexpr int kFeeder = kSplit && !kAheadToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
+  constexpr bool kSplitsToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
+  constexpr int kFeeder = kSplit && !kSplitsToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
   using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
@@ -51,7 +54,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   // Partial results in flight, and pairs of columns: as many as the registers hold.
   constexpr int kAhead = 16, kPairs = kLater ? 2 : 4;
   constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
-  using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kAheadToo>;
+  using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kSplitsToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -62,9 +65,15 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                             {most, weight_largest, weight_total, flagged}, batch, features,
                             (batch + kGroupRows - 1) / kGroupRows};
   const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
-  const Ahead ahead = {x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, most,
-                       counters + kPanels + 2 * raster.tiles_n, weight_checksums, min(x_rows, batch), weight_rows, batch,
-                       in_features, features};
+  const RowsAhead rows_ahead = {counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features,
+                                features};
+  typename Operand<OP>::Ahead ahead = {rows_ahead, x, weight, operand_x, operand_weight};
+  if constexpr (kSplit) {
+    ahead.x_exponents = x_exponents, ahead.weight_exponents = weight_exponents;
+    ahead.weight_largest = weight_largest, ahead.weight_total = weight_total;
+    ahead.most = most, ahead.weight_checksums = weight_checksums;
+  }
+  const bool makes_rows = kSplitsToo || (sizeof(T) == 2 && FINISH != Finish::kOneBlock && (x || weight));
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
   // Tiles that leave the registers and are normalised later; the rest, the last of each block, stay in registers.
   const int stored = kLater && !in_registers ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
@@ -83,8 +92,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       barrier_init(&shared.known[c], 32);
       barrier_init(&shared.used[c], 2);
     }
-    if constexpr (kAheadToo)
-      for (int p = 0; p < kSplitters * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
+    if constexpr (kSplitsToo)
+      for (int p = 0; p < kWorkers * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
     fence_barrier_init();
     fence_async_shared();
   }
@@ -102,7 +111,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       u32 parity = 1;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
-        if (kAheadToo) ahead.wait_for<BN>(raster, tile);
+        if (makes_rows) ahead.template wait_for<BN>(raster, tile);
         for (int k = 0; k < steps; ++k) {
           barrier_wait(&shared.empty[stage], parity);
           barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);
@@ -163,13 +172,17 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       }
     } else if (warp == 1 && kStaged) {  // of whole panels
       merge_panels<BN>(f, raster, counters, stored);
-    } else if (warp >= 2 && kWhole) {
-      serve_consumer<T, Y, BN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
-                                                    keep_product);
-    } else if (warp >= 2 && (FINISH != Finish::kEvaluate || kAheadToo)) {
-      if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
-      if (FINISH == Finish::kPersistent)
+    } else if (warp >= 2) {
+      if constexpr (kSplitsToo) ahead.template split<BN>(shared.rings[warp - 2], raster, warp - 2);
+      if constexpr (sizeof(T) == 2) {
+        if (makes_rows) ahead.template cast<BN>(raster, warp - 2);
+      }
+      if constexpr (kWhole) {
+        serve_consumer<T, Y, BN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
+                                                      keep_product);
+      } else if (FINISH == Finish::kPersistent) {
         take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+      }
     }
   } else {
     if (kMoveRegisters) claim_registers<kConsumer>();
@@ -432,7 +445,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 
   if (FINISH == Finish::kOneBlock && momentum >= 0.0f) {  // no block waits for another, none reads the count of batches
     if (batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
-  } else if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || kAheadToo) {
+  } else if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || makes_rows) {
     // The last block to get here leaves the counters as it found them, and counts the batch.
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -441,9 +454,10 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     }
     __syncthreads();
     if (shared.last) {
-      const int used = kPanels + 2 * raster.tiles_n + (kAheadToo ? raster.tiles_n + kBands : 0);
+      const int used = kPanels + 2 * raster.tiles_n + (makes_rows ? raster.tiles_n + kBands : 0);
       for (int i = threadIdx.x; i < used; i += kGemmThreads) counters[i] = 0;
-      if (FINISH != Finish::kEvaluate && threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
+      const bool counts = FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics;
+      if (counts && threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
     }
   }
 }

@@ -8,10 +8,12 @@ namespace gemmnorm {
 struct split;       // operand type: float32 as two float16 (split.cuh), three products for one
 struct thirds;      // float32 as three bfloat16, split on the way from shared memory, six products for one
 
-// Bytes of an element in shared memory, its parts, and the registers of a thread that feeds and normalises.
+// The multiplied element, how operands are made inside the kernel, bytes of an element in shared memory, its parts, and the
+// registers of a thread that feeds and normalises.
 template <class T>
 struct Operand {
   using Element = T;
+  using Ahead = CastAhead<T>;
   static constexpr int kSize = 2, kPlanes = 1, kFeeder = 104;
 };
 template <>
@@ -26,6 +28,7 @@ struct Operand<thirds> : Operand<tf32> {
 };
 template <>
 struct Operand<split> : Operand<half> {
+  using Ahead = SplitAhead;
   static constexpr int kPlanes = 2, kFeeder = 56;
 };
 

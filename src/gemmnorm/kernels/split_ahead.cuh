@@ -1,17 +1,13 @@
-// Splitting rows of x and the weight inside the fused GEMM, ahead of the tiles that need them: the launch before it
-// (split_rows) leaves rows of later waves of tiles to two warps of every block, which work beside the tensor cores. Of a
-// weight that was split long before (`prepare`) they read every row, and compare it with what was split.
+// Splitting rows of x and the weight inside the fused GEMM, after those that split_rows has split. Of a weight that was split
+// long before (`prepare`) every row is read, and compared with what was split.
 #pragma once
-#include "ptx/hopper.cuh"
-#include "raster.cuh"
+#include "ahead.cuh"
 #include "split.cuh"
 
 namespace gemmnorm {
 
 constexpr int kPieceColumns = 1024;  // of a row, that the copy engine brings at a time
 constexpr int kPieces = 3;           // in flight, for each warp
-constexpr int kSplitters = 2;        // warps of a block
-constexpr int kBands = 64;           // of rows of x; each has a counter
 
 struct PieceRing {
   alignas(128) float pieces[kPieces][kPieceColumns];
@@ -21,37 +17,20 @@ template <bool AHEAD>
 struct PieceRings {};
 template <>
 struct PieceRings<true> {
-  PieceRing rings[kSplitters];
+  PieceRing rings[kWorkers];
 };
 
-// The operands, and how far they are split already.
-struct Ahead {
+// The operands, and what is known of them.
+struct SplitAhead : RowsAhead {
+  using Element = half;
   const float *x, *weight;           // [batch, in_features], [features, in_features]
   half *split_x, *split_weight;      // as split_rows leaves them
   int *x_exponents, *weight_exponents;
   float *weight_largest, *weight_total;
   u32* most;
-  u32* ready;                        // rows split here: [panels], then [kBands]
   const u64* weight_checksums;       // null, or the weight is split already: what its rows were then
-  int x_rows, weight_rows;           // split by the launch before
-  int batch, in_features, features;
   // A lane's words of a piece, four elements each; how many of them it splits at once.
   static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;
-
-  // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
-  template <int BN>
-  __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
-    const int panel_end = min((tile.n + 1) * BN, features), panel = panel_end - max(tile.n * BN, weight_rows);
-    const int rows = band_rows(raster), band = tile.m * kTileRows / rows;
-    const int missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
-    if (panel > 0) wait_until(&ready[tile.n], panel);
-    if (missing > 0) wait_until(&ready[raster.tiles_n + band], missing);
-    if (panel > 0 || missing > 0) fence_async_global();
-  }
-
-  __device__ __forceinline__ static int band_rows(const Raster& raster) {
-    return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
-  }
 
   // The first row of the weight that is left, to be split or to be compared.
   __device__ __forceinline__ int first_of_weight() const { return weight_checksums ? 0 : weight_rows; }
@@ -112,8 +91,8 @@ struct Ahead {
 
   // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
   template <int BN>
-  __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
-    const int stride = kSplitters * gridDim.x, first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
+  __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int worker) const {
+    const int stride = kWorkers * gridDim.x, first_row = static_cast<int>(kWorkers * blockIdx.x) + worker;
     const int left_of_x = batch - x_rows, left = left_of_x + features - first_of_weight();
     Pieces pieces = {*this, ring, {first_row, 0}, left, stride};
     pieces.begin();
@@ -126,15 +105,13 @@ struct Ahead {
         continue;
       }
       split_row(pieces, n, row, of_x);
-      fence_async_global();  // the copy engine will read what is written here
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+      done<BN>(raster, of_x, row);
     }
   }
 
   // The pieces of the warp's rows, one after the other.
   struct Pieces {
-    const Ahead& ahead;
+    const SplitAhead& ahead;
     PieceRing& ring;
     Cursor cursor;
     int left, stride;

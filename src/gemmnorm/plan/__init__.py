@@ -5,6 +5,7 @@ decides anything. Grids and sizes are expressions in the batch size (`Extent`), 
 counts as constants and the batch as an argument.
 """
 
+from .cast import CAST
 from .choice import STRATEGIES, applicable, cached_plan, check_strategy, make_plan, preference, set_strategy
 from .library import GROUP_ROWS
 from .problem import C_TYPES, CHIPS, DTYPE_BYTES, Chip, Problem, c_types, chip_for, target
@@ -12,6 +13,7 @@ from .split import PREPARED, prepare
 from .steps import NOTHING, OWN_GEMM, ROLES, Buffer, Extent, Launch, Map, Plan, Product, Step
 
 __all__ = [
+    "CAST",
     "CHIPS",
     "C_TYPES",
     "DTYPE_BYTES",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..errors import GemmNormValueError
-from . import gradient, hopper, library, small, split
+from . import cast, gradient, hopper, library, small, split
 from .problem import C_TYPES, Problem
 from .steps import OWN_GEMM, Plan
 
@@ -102,9 +102,9 @@ def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forwa
         return Plan(problem, phase, chosen, reasons=reasons)
     own = chosen in OWN_GEMM
     if phase == "forward":
-        build = hopper.forward if own else library.forward
+        build = hopper.forward if own else cast.in_front(library.forward)
         if chosen == "one_kernel" and small.shape(problem):
-            build = small.forward
+            build = cast.in_front(small.forward)
     else:
         build = split.backward if own else gradient.backward
     return replace(build(problem, chosen), reasons=reasons)

@@ -25,6 +25,13 @@ def sweep_seconds(problem: Problem, reads: int, writes: int) -> float:
     return traffic / chip.bandwidth + 2e-6 * (reads + writes)
 
 
+def cast_seconds(problem: Problem, x_rows: int, weight_rows: int) -> float:
+    """Reading rows of float32 and writing them in half precision, and 2 µs for the launch."""
+    chip = problem.chip or CHIPS[80]
+    rows = x_rows * ("x" in problem.cast) + weight_rows * ("weight" in problem.cast)
+    return 6 * rows * problem.in_features / chip.bandwidth + 2e-6
+
+
 def split_seconds(problem: Problem) -> float:
     """float32 by split operands: three half-precision products, after a pass that reads and writes x and the weight."""
     chip = problem.chip or CHIPS[90]

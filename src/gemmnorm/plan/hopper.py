@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import library
+from . import cast, library
 from .cost import gemm_seconds, split_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
@@ -117,20 +117,24 @@ def choose_tile(problem: Problem) -> Tile:
 
 
 def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, int]:
-    """Rows of x and of the weight to be split before the product begins; the kernel splits the others itself.
+    """Rows of x and of the weight to be split or cast before the product begins; the kernel does the others itself.
 
     What the first wave of tiles reads, and a share of the rest: the warps that split inside the kernel are slower than
     the tensor cores (docs/float32.md has the times).
     """
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     rows, panels = tile.counts(problem)
-    if rows * panels <= blocks:
+    if rows * panels <= blocks or not (problem.split or problem.cast):
         return ALL_ROWS, problem.out_features
     if rows * group_panels >= blocks:  # along x within the first group of panels
         m_tiles, n_tiles = -(-blocks // group_panels), group_panels
     else:
         m_tiles, n_tiles = rows, blocks // (rows * group_panels) * group_panels
-    if m_tiles < rows:
+    if problem.cast:  # casting costs the product half of what it costs before; short waves leave less time for it
+        tenths = 6 if problem.training and problem.in_features < 4096 else 0
+        m_tiles = m_tiles if "x" in problem.cast else rows
+        n_tiles = n_tiles + (panels - n_tiles) * tenths // 10 if "weight" in problem.cast else panels
+    elif m_tiles < rows:
         m_tiles, n_tiles = (m_tiles + rows + 1) // 2, (n_tiles + panels + 1) // 2
     else:  # only the weight is left, and in training those warps normalise tiles as well: often, where K is short
         tenths = (2 if problem.in_features >= 4096 else 10) if problem.training else 1 if rows <= 8 else 0
@@ -163,10 +167,12 @@ def forward(problem: Problem, strategy: str) -> Plan:
     x_rows, weight_rows = _rows_ahead(problem, tile, group_panels)
     if problem.prepared:
         weight_rows = problem.out_features
-    ahead = problem.split and finish in ("kPersistent", "kEvaluate")  # the kernel splits the rows of later waves itself
-    shared = tile.shared + (RING_BYTES if ahead else 0)
+    # The kernel makes the rows of later waves itself.
+    ahead = finish in ("kPersistent", "kEvaluate") if problem.split else x_rows != ALL_ROWS or weight_rows < problem.out_features
+    shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
-    operands = ("split_x", "split_weight") if problem.split else ("x", "weight")
+    operands = [f"split_{name}" if problem.split else cast.operand(problem, name) for name in cast.OPERANDS]
+    made = _split_roles(problem) if problem.split else cast.roles(problem) if ahead else ()
     launch = Launch(
         {"kEvaluate": "fused_gemm_scale_bn_evaluate", "kStatistics": "fused_gemm_statistics"}.get(
             finish, "fused_gemm_scale_bn"
@@ -184,7 +190,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         ),
         ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
-         "merged_slope", "merged_shift", "counters", *_split_roles(problem), "x_rows", "weight_rows",
+         "merged_slope", "merged_shift", "counters", *made, *(NOTHING,) * (len(_SPLIT) - len(made)), "x_rows", "weight_rows",
          "group_panels", "in_registers", "stream_x", "keep_product", "batch", "in_features", "features"),
         grid,
         block=384,
@@ -227,8 +233,10 @@ def forward(problem: Problem, strategy: str) -> Plan:
         else:
             aliases = (("product", "y"),)
     counters = COUNTERS + 2 * panels if finish in ("kOneBlock", "kWholePanels", "kPersistent") else 0
+    if ahead:
+        counters = COUNTERS + 2 * panels + panels + BANDS
     if problem.split:
-        counters = COUNTERS + 2 * panels + (panels + BANDS if ahead else 0) + counters_to_recompute(problem)
+        counters = (counters or COUNTERS + 2 * panels) + counters_to_recompute(problem)
         steps = (split_rows(problem, True, x_rows, 0 if problem.prepared else weight_rows), launch, *recompute(problem))
         workspace += split_operands(problem)
         workspace.append(Buffer("flagged", "int32", (features,)))
@@ -237,7 +245,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
             workspace = [buffer for buffer in workspace if buffer.role not in PREPARED]
     if finish == "kStatistics":
         steps += (library.merge(problem, fold=True), library.normalize(problem, fold=True, offset="group_mean"))
-    return Plan(
+    found = Plan(
         problem,
         "forward",
         strategy,
@@ -249,12 +257,11 @@ def forward(problem: Problem, strategy: str) -> Plan:
         seconds=(split_seconds if problem.split else gemm_seconds)(problem) * (1.06 if problem.training else 1.01),
         floor=gemm_seconds(problem),
     )
+    return cast.with_operands(found, x_rows, weight_rows) if problem.cast else found
 
 
 def _split_roles(problem: Problem) -> tuple[str, ...]:
     """The arguments for split operands."""
-    if not problem.split:
-        return (NOTHING,) * len(_SPLIT)
     return _SPLIT if problem.prepared else tuple(NOTHING if role == "weight_checksums" else role for role in _SPLIT)
 
 

@@ -69,6 +69,7 @@ class Problem:
         chip: the GPU; None for any other device.
         grad_dtypes: of the gradients of x and the weight, where autocast has cast those to `dtype`; () for `dtype`.
         prepared: the weight is split already (float32 by split operands, in evaluation).
+        cast: which of "x" and "weight" are float32 in memory, and are to be cast to `dtype` (autocast, a forward).
     """
 
     batch: int
@@ -86,6 +87,7 @@ class Problem:
     chip: Chip | None = field(default_factory=lambda: chip_for(90))
     grad_dtypes: tuple[str, ...] = ()
     prepared: bool = False
+    cast: tuple[str, ...] = ()
 
     @property
     def flops(self) -> float:

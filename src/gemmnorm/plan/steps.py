@@ -147,6 +147,10 @@ ROLES: dict[str, tuple[str, str]] = {
     "in_features": ("int", ""),
     "x": ("const {T}*", "[batch, in_features]"),
     "weight": ("const {T}*", "[features, in_features]"),
+    "wide_x": ("const float*", "[batch, in_features]: x, of which cast_x is made"),
+    "wide_weight": ("const float*", "[features, in_features]: likewise"),
+    "cast_x": ("{T}*", "[batch, in_features]"),
+    "cast_weight": ("{T}*", "[features, in_features]"),
     "split_x": ("gemmnorm::half*", "[batch, ⌈in_features/64⌉, 2, 64]"),
     "split_weight": ("gemmnorm::half*", "[features, ⌈in_features/64⌉, 2, 64]"),
     "x_exponents": ("int*", "[batch]"),
@@ -155,8 +159,8 @@ ROLES: dict[str, tuple[str, str]] = {
     "weight_total": ("float*", "[features]"),
     "weight_checksums": ("unsigned long long*", "[features] or null"),
     "most": ("unsigned int*", "[4], after a number for each 64 features: zero, and left zero"),
-    "x_rows": ("int", "of x, that are split already"),
-    "weight_rows": ("int", "of the weight, that are split already"),
+    "x_rows": ("int", "of x, that are made already"),
+    "weight_rows": ("int", "of the weight, that are made already"),
     "flagged": ("int*", "[features]: a list"),
     "map_a": ("const __grid_constant__ gemmnorm::TensorMap", "left operand, split"),
     "map_b": ("const __grid_constant__ gemmnorm::TensorMap", "right operand, split"),
@@ -225,6 +229,7 @@ class Plan:
             f"{p.batch} × {p.in_features} → {p.out_features}, {p.dtype}"
             + (f" ({arithmetic})" if p.dtype == "float32" else "")
             + (", weight split ahead" if p.prepared else "")
+            + (f", {' and '.join(p.cast)} cast" if p.cast else "")
             + f", {kind}: {self.strategy} ({where})"
         ]
         for step in self.steps:

@@ -1,0 +1,84 @@
+"""Operands that autocast wants in half precision: the pass that casts them, in front of any plan that knows of none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from .cost import cast_seconds
+from .library import ROWS
+from .problem import Problem, c_types
+from .split import ALL_ROWS
+from .steps import NOTHING, Buffer, Extent, Launch, Plan, Product
+
+OPERANDS = ("x", "weight")
+CAST = ("cast_x", "cast_weight")  # roles of the same, cast
+
+
+def operand(problem: Problem, name: str) -> str:
+    """The role of x or the weight as it is multiplied."""
+    return f"cast_{name}" if name in problem.cast else name
+
+
+def roles(problem: Problem) -> tuple[str, ...]:
+    """x and the weight as they come, and as they are multiplied; nothing for what is not cast."""
+    return tuple(f"{kind}_{name}" if name in problem.cast else NOTHING for kind in ("wide", "cast") for name in OPERANDS)
+
+
+def operands(problem: Problem) -> tuple[Buffer, ...]:
+    """The memory of what is cast."""
+    shapes = {"x": ROWS, "weight": Extent(problem.out_features)}
+    return tuple(
+        Buffer(f"cast_{name}", problem.dtype, (shapes[name], Extent(problem.in_features))) for name in problem.cast
+    )
+
+
+def cast_rows(problem: Problem, x_rows: int, weight_rows: int) -> Launch:
+    """The pass that casts the first rows of x and of the weight."""
+    rows = weight_rows if "weight" in problem.cast else 0
+    grid = Extent(1, 1, limit=0 if x_rows == ALL_ROWS else x_rows + rows, plus=rows)
+    return Launch(
+        "fused_gemm_cast_operands",
+        "cast.cuh",
+        "cast_rows",
+        (c_types(problem)["T"],),
+        (*roles(problem), "weight_rows", "in_features"),
+        grid if "x" in problem.cast else Extent(rows),
+        resident=4,
+        numbers=(("weight_rows", rows),),
+    )
+
+
+def in_front(build: Callable[[Problem, str], Plan]) -> Callable[[Problem, str], Plan]:
+    """`build`, which makes a forward's plan, for problems whose operands are cast before all else."""
+
+    def built(problem: Problem, strategy: str) -> Plan:
+        chosen = build(replace(problem, cast=()), strategy)
+        if not problem.cast:
+            return chosen
+
+        def renamed(role: str) -> str:
+            return operand(problem, role)
+
+        steps = tuple(
+            replace(step, left=renamed(step.left), right=renamed(step.right))
+            if isinstance(step, Product)
+            else replace(step, maps=tuple(replace(m, tensor=renamed(m.tensor)) for m in step.maps))
+            for step in chosen.steps
+        )
+        return with_operands(replace(chosen, problem=problem, steps=steps), ALL_ROWS, problem.out_features)
+
+    return built
+
+
+def with_operands(chosen: Plan, x_rows: int, weight_rows: int) -> Plan:
+    """`chosen` after a pass that casts so many rows; what is cast is kept where gradients are wanted."""
+    problem, found = chosen.problem, operands(chosen.problem)
+    kept, lost = (found, ()) if problem.save else ((), found)
+    return replace(
+        chosen,
+        steps=(cast_rows(problem, x_rows, weight_rows), *chosen.steps),
+        outputs=(*chosen.outputs, *kept),
+        workspace=(*chosen.workspace, *lost),
+        seconds=chosen.seconds + cast_seconds(problem, min(x_rows, problem.batch), weight_rows),
+    )

@@ -1,0 +1,133 @@
+"""Operands that autocast wants in half precision, cast by the own kernels: bit for bit what PyTorch's casts give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulator import COMPILER, emulated
+from gpu_support import poisoned_memory
+from test_emulated import SMALL_HOPPER
+from torch import Tensor
+
+from gemmnorm import linear_scale_batch_norm, plan, runtime
+from gemmnorm.plan import Plan, Problem, cast
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+BOTH = ("x", "weight")
+
+
+def tensors(batch: int, in_features: int, features: int, device: str = "cpu") -> list[Tensor]:
+    torch.manual_seed(batch)
+    shapes = ((batch, in_features), (features, in_features), (features,), (batch, features))
+    return [torch.randn(shape, device=device) for shape in shapes]
+
+
+def called(
+    x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor, strategy: str, training: bool, autocast: torch.dtype
+) -> tuple[list[Tensor], Plan]:
+    """y and in training all gradients, in float32; and the forward's plan."""
+    x, weight, scale = (t.detach().clone().requires_grad_(training) for t in (x, weight, scale))
+    running = scale.new_zeros(scale.shape), scale.new_ones(scale.shape)
+    with torch.autocast(x.device.type, autocast), runtime.recording() as plans, torch.set_grad_enabled(training):
+        y = linear_scale_batch_norm(
+            x, weight, None, scale, *running, training=training, activation="relu", strategy=strategy
+        )
+    found = [y.detach()]
+    if training:
+        y.backward(grad.to(y.dtype))
+        found += [t.grad for t in (x, weight, scale) if t.grad is not None]
+    return [t.float() for t in (*found, *running)], plans[0]
+
+
+def check(operands: list[Tensor], strategy: str, training: bool, autocast: torch.dtype, wide: tuple[str, ...]) -> Plan:
+    """The kernels' casts against PyTorch's; of operands of which those of the names `wide` are float32."""
+    x, weight, scale, grad = operands
+    half = [t.to(autocast) for t in (x, weight)]
+    given = [t if name in wide else h for name, t, h in zip(BOTH, (x, weight), half, strict=True)]
+    want, plain = called(*half, scale, grad, strategy, training, autocast)
+    got, chosen = called(*given, scale, grad, strategy, training, autocast)
+    assert (chosen.strategy, chosen.problem.cast, plain.problem.cast) == (strategy, wide, ())
+    for a, b in zip(got, want, strict=True):
+        if wide == BOTH or a is not got[1]:  # gradients of an operand in half precision are rounded
+            assert torch.equal(a, b.to(a.dtype)) or error_of(a, b) < 2**-8
+    assert torch.equal(got[0], want[0])
+    return chosen
+
+
+def error_of(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def finish(chosen: Plan) -> str:
+    constants = [c for launch in chosen.launches for c in launch.constants if "Finish" in c]
+    return constants[0].rpartition("::")[2] if constants else chosen.launches[1].function
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("batch", "in_features", "features", "strategy", "training", "way", "wide"),
+    [
+        (70, 68, 24, "cublas_folded_bn", True, "column_statistics", BOTH),
+        (70, 72, 40, "one_kernel", True, "small_panel", BOTH),
+        (140, 72, 40, "one_kernel", True, "kWholePanels", BOTH),  # one wave: nothing is left to the product
+        (300, 72, 264, "one_kernel", True, "kWholePanels", BOTH),  # tiles wait in registers
+        (300, 1544, 1000, "one_kernel", True, "kWholePanels", ("weight",)),  # or in shared memory
+        (1200, 72, 520, "one_kernel", True, "kPersistent", BOTH),
+        (1200, 200, 264, "one_kernel", True, "kPersistent", ("x",)),
+        (700, 72, 520, "gemm_stats_apply", True, "kStatistics", BOTH),
+        (700, 264, 520, "one_kernel", False, "kEvaluate", BOTH),
+    ],
+)
+def test_the_kernels_cast_as_pytorch_does(
+    batch: int, in_features: int, features: int, strategy: str, training: bool, way: str, wide: tuple[str, ...]
+) -> None:
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        operands = tensors(batch, in_features, features)
+        chosen = check(operands, strategy, training, torch.bfloat16, wide)
+    assert finish(chosen) == way
+    product = [launch for launch in chosen.launches if launch.function == "fused_gemm"]
+    left = [role for launch in product for role in launch.arguments if role.startswith("wide_")]
+    assert left == ([f"wide_{name}" for name in wide] if batch > 140 else [])
+
+
+def test_a_plan_casts_only_what_it_is_told_to() -> None:
+    for strategy in ("one_kernel", "gemm_stats_apply", "cublas_folded_bn", "cublas_bn"):
+        problem = Problem(16384, 4096, 4096, "bfloat16", "bfloat16", save=True, cast=("weight",))
+        chosen = plan.make_plan(problem, strategy)
+        assert chosen.strategy == strategy
+        assert chosen.launches[0].parameters == ("wide_weight", "cast_weight", "weight_rows", "in_features")
+        assert [b.role for b in chosen.outputs if b.role in cast.CAST] == ["cast_weight"]
+        first = chosen.launches[0].grid.value(problem.batch)
+        assert first < 4096 if strategy in plan.OWN_GEMM else first == 4096
+
+
+def test_rows_in_words_of_sixteen_bytes_only() -> None:
+    with emulated(SMALL_HOPPER):
+        operands = tensors(8, 6, 8)
+        _, chosen = called(*operands, "cublas_folded_bn", True, torch.bfloat16)
+    assert chosen.problem.cast == ()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wide", [BOTH, ("weight",), ("x",)])
+@pytest.mark.parametrize(
+    ("batch", "in_features", "features", "strategy"),
+    [
+        (96, 1024, 512, "one_kernel"),
+        (1000, 2056, 8200, "one_kernel"),
+        (5000, 1032, 4104, "one_kernel"),
+        (9000, 520, 2056, "one_kernel"),
+        (3000, 1032, 4104, "gemm_stats_apply"),
+        (300, 1028, 514, "cublas_folded_bn"),
+    ],
+)
+def test_on_a_gpu(
+    batch: int, in_features: int, features: int, strategy: str, wide: tuple[str, ...], autocast: torch.dtype
+) -> None:
+    operands = tensors(batch, in_features, features, "cuda")
+    with poisoned_memory():
+        for training in (True, False):
+            check(operands, strategy, training, autocast, wide)
