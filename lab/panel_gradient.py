@@ -23,25 +23,22 @@ KINDS = {
 NOT_SPLIT = (NOTHING, NOTHING)
 
 
-def variant(problem, lanes, rows, warps, cluster, resident, again):
+def variant(problem, lanes, rows, cluster, resident, again):
     """The launch with another shape, or None where it does not fit or most warps have no rows. `again`: a cluster goes on to
     another panel, so that all clusters are there at once."""
     base = gradient.one_launch(replace(problem, batch=64), NOT_SPLIT)
-    held = rows * cluster * warps
+    held = rows * cluster * gradient.WARPS
     parts = -(-problem.batch // held)
-    shape = gradient.Shape(lanes, rows, parts, warps, cluster, DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype])
+    shape = gradient.Shape(lanes, rows, parts, cluster, DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype])
     if resident * (shape.shared + 1024) > gradient.SHARED + 1024 or parts * held >= 2 * max(problem.batch, 8 * rows):
         return None
     blocks = resident * problem.chip.multiprocessors
-    if 2 * shape.columns // 4 * cluster > 32 * warps or warps * resident > 24:
-        return None
-    usable = {1: blocks, 2: blocks, 16: 112 * resident}.get(cluster, blocks * 10 // 11)
-    panels, at_once = -(-problem.out_features // shape.columns), usable // cluster
+    panels, at_once = -(-problem.out_features // shape.columns), (blocks * 10 // 11 if cluster > 2 else blocks) // cluster
     if parts > 1 and rows < 64 or again and panels <= at_once:
         return None
-    constants = (*base.constants[:4], *map(str, (lanes, rows, parts, warps, cluster, shape.shared)), base.constants[10])
+    constants = (*base.constants[:4], *map(str, (lanes, rows, parts, cluster, shape.shared)), base.constants[9])
     grid = Extent((at_once if again else panels) * cluster)
-    return replace(base, constants=constants, grid=grid, shared=shape.shared, cluster=cluster, resident=resident, block=32 * warps)
+    return replace(base, constants=constants, grid=grid, shared=shape.shared, cluster=cluster, resident=resident)
 
 
 def variants(problem, every):
@@ -49,11 +46,11 @@ def variants(problem, every):
     shipped = gradient.one_launch(problem, NOT_SPLIT)
     if shipped is not None:
         yield "shipped", shipped
-    for choice in itertools.product((4, 8), (16, 32, 64), (8, 16), (1, 2, 4, 8, 16), (1, 2, 3), (False, True)) if every else ():
+    for choice in itertools.product((4, 8), (16, 32, 64), (1, 2, 4, 8), (1, 2, 3), (False, True)) if every else ():
         launch = variant(problem, *choice)
         if launch is not None:
-            lanes, rows, warps, cluster, resident, again = choice
-            yield f"{lanes} lanes, {rows} rows, {warps} warps, clusters of {cluster}, {resident} blocks{', again' if again else ''}", launch
+            lanes, rows, cluster, resident, again = choice
+            yield f"{lanes} lanes, {rows} rows, clusters of {cluster}, {resident} blocks{', again' if again else ''}", launch
 
 
 def main():

@@ -230,8 +230,7 @@ class Bound:
         pool += scalars
         pool += self._constants
         for place, known, find, described in self._maps:
-            absent = not pool[place]  # an output that nobody wants
-            pool.append(0 if absent else known.get(pool[place]) or _make_map(known, find(tensors), described))
+            pool.append(known.get(pool[place]) or _make_map(known, find(tensors), described))
         if self._counters:
             address = counters(index).take(handle, self._counters, capturing)
             pool += (address, address + 4 * (self._counters - 4))

@@ -235,33 +235,25 @@ class Launcher:
             programmatic_stream_serialization=problem.chip.arch >= 90 and not launch.cooperative,
         )
         self._launch = core_launch
-        limits = _attributes()
         if launch.shared > 48 * 1024:
-            _allow(self._kernel, limits.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared, problem.chip.arch)
-        if launch.cluster > 8:
-            _allow(self._kernel, limits.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, problem.chip.arch)
+            _allow_shared(self._kernel, launch.shared, problem.chip.arch)
 
     def __call__(self, stream: Any, values: Sequence[Any]) -> None:
         self._launch(stream, self._config, self._kernel, *values)
 
 
-def _attributes() -> Any:
+def _allow_shared(kernel: Any, size: int, arch: int) -> None:
+    """Lift the limit of 48 KB of dynamic shared memory on every device of this architecture."""
     from cuda.bindings import driver as cu
 
-    return cu.CUfunction_attribute
-
-
-def _allow(kernel: Any, attribute: Any, size: int, arch: int) -> None:
-    """Lift a limit, of 48 KB of dynamic shared memory or of clusters of 8, on every device of this architecture."""
-    from cuda.bindings import driver as cu
-
+    attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         if major * 10 + minor != arch:
             continue
         (result,) = cu.cuKernelSetAttribute(attribute, size, kernel.handle, cu.CUdevice(index))
         if int(result) != 0:
-            raise GemmNormRuntimeError(f"{attribute.name} = {size} is not to be had: {result}")
+            raise GemmNormRuntimeError(f"{size} bytes of shared memory are not to be had: {result}")
 
 
 @functools.lru_cache(maxsize=256)

@@ -403,9 +403,7 @@ class BackwardCall:
         self._bound = None if plain else binding.bind(plan.cached_plan(problem, strategy, "backward"), packed)
         self._scalars = _scalars(problem, scale, scale_value, 0.0, eps)
         found = None if self._bound is None else plan.cached_plan(problem, strategy, "backward")
-        self._dense_operands = found is not None and any(
-            "x" in launch.arguments or "x" in (m.tensor for m in launch.maps) for launch in found.launches
-        )
+        self._dense_operands = found is not None and any("x" in launch.arguments for launch in found.launches)
         parameters = (bias, scale, bn_weight, bn_bias)
         self._shapes = tuple(None if t is None else (t.shape, t.dtype) for t in parameters)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from . import activations
-from .plan import NOTHING, ROLES, Launch, Problem, role_types
+from .plan import NOTHING, ROLES, Launch, Problem, c_types
 
 KERNELS = Path(__file__).parent / "kernels"
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.M)
@@ -37,7 +37,7 @@ def _read(name: str) -> str:
 
 def entry_source(launch: Launch, problem: Problem) -> str:
     """The `__global__` function of a launch: parameters typed by role, one call of the device function."""
-    types = role_types(problem)
+    types = c_types(problem)
     parameters = []
     for role in launch.parameters:
         c_type, shape = ROLES[role]

@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 
 from gemmnorm import driver, runtime, sources
-from gemmnorm.plan import ROLES, Chip, Launch, Map, Problem, role_types
+from gemmnorm.plan import ROLES, Chip, Launch, Map, Problem, c_types
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -72,7 +72,7 @@ def _text(launch: Launch, problem: Problem) -> str:
         r"unsigned char* const \1 = emulator::current->block->shared;",
         text,
     )
-    types = role_types(problem)
+    types = c_types(problem)
     arguments = []
     for index, role in enumerate(launch.parameters):
         c_type = ROLES[role][0].format(**types).replace("const __grid_constant__ ", "")

@@ -8,24 +8,26 @@
 
 namespace gemmnorm {
 
+constexpr int kWarps = kThreads / 32;
+
 // A warp takes ROWS rows at a time, TX lanes along the features; a thread reads back only what it has copied.
-template <class Y, int N, int TX, int ROWS, int PARTS, int WARPS, int CLUSTER>
+template <class Y, int N, int TX, int ROWS, int PARTS, int CLUSTER>
 struct PanelShared {
   static constexpr int kSteps = ROWS * TX / 32;      // of a warp through its rows
   static constexpr int kWords = N * sizeof(Y) / 16;  // of grad_y in a step
-  uint4 product[PARTS][kSteps][WARPS * 32];
-  uint4 grad_y[PARTS][kSteps][kWords][WARPS * 32];
+  uint4 product[PARTS][kSteps][kThreads];
+  uint4 grad_y[PARTS][kSteps][kWords][kThreads];
   alignas(16) float mean[TX * N], slope[TX * N], shift[TX * N];  // per column: of the forward
   alignas(16) float mean_grad[TX * N], slope_grad[TX * N];       // and of the backward
   // Σg and Σ g·(a - mean) of the cluster's blocks, and before that of the warps, for which the next panel's place serves:
   // nothing arrives there until all of this block's are sent.
-  alignas(16) float sums[2][WARPS < CLUSTER ? CLUSTER : WARPS][2][TX * N];
+  alignas(16) float sums[2][kWarps][2][TX * N];
   u64 all_arrived[2];
 };
 
 // Calls `visit(row, step, a - mean, g)` for every row of a part that the thread holds, N columns at a time.
-template <class Activation, class T, class Y, int N, int TX, int ROWS, int PARTS, int WARPS, int CLUSTER, class Visit>
-__device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, ROWS, PARTS, WARPS, CLUSTER>& shared, int g, int rows,
+template <class Activation, class T, class Y, int N, int TX, int ROWS, int PARTS, int CLUSTER, class Visit>
+__device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, ROWS, PARTS, CLUSTER>& shared, int g, int rows,
                                            const float (&from_mean)[N], const float (&slope)[N], const float (&shift)[N],
                                            const Visit& visit) {
 #pragma unroll 2
@@ -76,7 +78,7 @@ __device__ __forceinline__ void read_columns(const float* from, float (&to)[N]) 
 }
 
 template <class T, class Y, class L, class R, int TX, int ROWS /* of a part */, int PARTS /* of a warp, at most */,
-          int WARPS, int CLUSTER, int SHARED_BYTES, class Activation>
+          int CLUSTER, int SHARED_BYTES, class Activation>
 __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, features] */,
                                                const T* product /* [batch, features] */,
                                                const float* offset /* [groups, features] or null */,
@@ -94,8 +96,8 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
                                                T* grad_product /* [batch, features] */, int batch, int features) {
   constexpr int N = 16 / sizeof(T), kColumns = TX * N, kLanes = 32 / TX, kPieces = 2 * kColumns / 4;
   constexpr u32 kArriving = CLUSTER * kPieces * sizeof(float4);
-  using Shared = PanelShared<Y, N, TX, ROWS, PARTS, WARPS, CLUSTER>;
-  static_assert(kPieces * CLUSTER <= WARPS * 32, "a thread sends a piece to a block");
+  using Shared = PanelShared<Y, N, TX, ROWS, PARTS, CLUSTER>;
+  static_assert(CLUSTER <= kWarps, "blocks and warps take turns in PanelShared::sums");
   static_assert(kGroupRows % ROWS == 0, "a part lies in one group");
   static_assert(sizeof(Shared) == SHARED_BYTES, "the plan and PanelShared disagree");
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
@@ -106,9 +108,9 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
   const int parts = (batch + ROWS - 1) / ROWS, share = (parts + CLUSTER - 1) / CLUSTER;
   const int first_part = rank * share + warp, end_part = min((rank + 1) * share, parts);
   // The first row of the warp's g-th part, and its rows in a panel where the thread has columns from `column` on.
-  const auto row_of = [&](int g) { return static_cast<i64>(first_part + g * WARPS) * ROWS; };
+  const auto row_of = [&](int g) { return static_cast<i64>(first_part + g * kWarps) * ROWS; };
   const auto rows_of = [&](int g, int column) {
-    const bool some = first_part + g * WARPS < end_part && column < features;
+    const bool some = first_part + g * kWarps < end_part && column < features;
     return some ? static_cast<int>(min(i64{ROWS}, batch - row_of(g))) : 0;
   };
   const auto copy_row = [&](int g, int step, i64 row, int column) {
@@ -202,7 +204,7 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
     float4 total = {};
     if (thread < kPieces * CLUSTER) {
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
+      for (int w = 0; w < kWarps; ++w) {
         const float4 v = reinterpret_cast<const float4*>(shared.sums[1 - turn][w])[piece];
         total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
       }

@@ -8,7 +8,7 @@ counts as constants and the batch as an argument.
 from .cast import CAST
 from .choice import STRATEGIES, applicable, cached_plan, check_strategy, make_plan, preference, set_strategy
 from .library import GROUP_ROWS
-from .problem import C_TYPES, CHIPS, DTYPE_BYTES, Chip, Problem, c_types, chip_for, role_types, target
+from .problem import C_TYPES, CHIPS, DTYPE_BYTES, Chip, Problem, c_types, chip_for, target
 from .split import PREPARED, prepare
 from .steps import NOTHING, OWN_GEMM, ROLES, Buffer, Extent, Launch, Map, Plan, Product, Step
 
@@ -40,7 +40,6 @@ __all__ = [
     "make_plan",
     "preference",
     "prepare",
-    "role_types",
     "set_strategy",
     "target",
 ]

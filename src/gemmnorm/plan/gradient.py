@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from .cost import gemm_seconds, sweep_seconds
 from .library import GROUPS, ROWS, VECTORS, form, merge_grid, tiling
-from .problem import C_TYPES, DTYPE_BYTES, Chip, Problem, c_types, role_types
-from .steps import NOTHING, THREADS, Buffer, Extent, Launch, Map, Plan, Product
+from .problem import DTYPE_BYTES, Chip, Problem, c_types
+from .steps import NOTHING, THREADS, Buffer, Extent, Launch, Plan, Product
 
 WARPS = THREADS // 32
 # Lanes of a warp along the features, 16 bytes each: whole lines of 128 bytes, or halves, for more or smaller blocks.
@@ -57,12 +57,11 @@ def one_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
         "fused_gemm_scale_bn_gradient",
         "panel_gradient.cuh",
         "panel_gradient",
-        (*c_types(problem).values(), *map(str, (shape.lanes, shape.rows, shape.parts, shape.warps, cluster, shape.shared)),
+        (*c_types(problem).values(), *map(str, (shape.lanes, shape.rows, shape.parts, cluster, shape.shared)),
          "Activation"),
         ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", *exponents,
          *_PARAMETERS, "grad_product", "batch", "features"),
         Extent(min(panels, clusters(resident)) * cluster),
-        block=shape.warps * 32,
         resident=resident,
         shared=shape.shared,
         cluster=cluster,
@@ -76,7 +75,6 @@ class Shape:
     lanes: int
     rows: int
     parts: int
-    warps: int
     cluster: int
     size: int  # bytes of an element of the product
     out_size: int  # and of y's gradient
@@ -89,26 +87,26 @@ class Shape:
     @property
     def batch(self) -> int:
         """The rows that a cluster holds."""
-        return self.rows * self.parts * self.cluster * self.warps
+        return self.rows * self.parts * self.cluster * WARPS
 
     @property
     def shared(self) -> int:
         """sizeof(PanelShared): the kernel asserts at compile time that it is."""
-        held = self.rows * self.parts * self.warps * (self.size + self.out_size)
-        return self.columns * (held + 5 * 4 + 2 * max(self.warps, self.cluster) * 2 * 4) + 2 * 8
+        held = self.rows * self.parts * WARPS * (self.size + self.out_size)
+        return self.columns * (held + 5 * 4 + 2 * WARPS * 2 * 4) + 2 * 8
 
 
 def _shapes(problem: Problem, chip: Chip) -> Iterator[Shape]:
     """Those that hold the batch, the better ones first."""
     sizes = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
     for rows, cluster in SHAPES:
-        wide = Shape(WIDE, rows, 1, WARPS, cluster, *sizes)
+        wide = Shape(WIDE, rows, 1, cluster, *sizes)
         if wide.batch >= problem.batch:
             if cluster * problem.out_features < wide.columns * chip.multiprocessors:
                 yield replace(wide, lanes=NARROW)
             yield wide
             break
-    largest = Shape(NARROW, 64, 1, WARPS, 8, *sizes)
+    largest = Shape(NARROW, 64, 1, 8, *sizes)
     yield replace(largest, parts=-(-problem.batch // largest.batch))
 
 
@@ -116,8 +114,8 @@ def most_rows(plan: Plan) -> int | None:
     """The largest batch that a backward's launches serve; None for any."""
     for launch in plan.launches:
         if launch.function == "panel_gradient":
-            rows, parts, warps, cluster = (int(constant) for constant in launch.constants[5:9])
-            return rows * parts * warps * cluster
+            rows, parts, cluster = (int(constant) for constant in launch.constants[5:8])
+            return rows * parts * cluster * WARPS
     return None
 
 
@@ -168,45 +166,8 @@ def _between(problem: Problem) -> tuple[Buffer, ...]:
     )
 
 
-# Of the weight's gradient by an own product: a tile, and the ring's stages of 64 samples.
-TILE_ROWS, TILE_COLUMNS, STAGES = 128, 256, 3
-SHORT_BATCH = 2048  # up to which the library's product spends much of its time between tiles
-
-
-def weight_gradient(problem: Problem) -> Launch | None:
-    """daᵀ·x by an own product; None where the library's is as good."""
-    chip, of_weight = problem.chip, role_types(problem)["G"]
-    if chip is None or chip.arch != 90 or DTYPE_BYTES[problem.dtype] != 2 or problem.batch > SHORT_BATCH:
-        return None
-    tiles = (-(-problem.out_features // TILE_ROWS), -(-problem.in_features // TILE_COLUMNS))
-    if problem.in_features % 8 or problem.out_features % 8 or tiles[0] * tiles[1] < 2 * chip.multiprocessors:
-        return None
-    if of_weight not in (C_TYPES[problem.dtype], "float"):
-        return None
-    shared = -(-(STAGES * (TILE_ROWS + TILE_COLUMNS) * 128 + 64 * 1024 + 16 * STAGES) // 1024) * 1024
-    return Launch(
-        "fused_gemm_weight_gradient",
-        "weight_gradient.cuh",
-        "weight_gradient",
-        (C_TYPES[problem.dtype], of_weight, str(STAGES), str(shared)),
-        ("map_a", "map_b", "map_out", "group_panels", "batch", "features", "in_features"),
-        Extent(min(tiles[0] * tiles[1], chip.multiprocessors)),
-        block=384,
-        resident=1,
-        shared=shared,
-        maps=(
-            Map("map_a", "grad_product", 64, 64),
-            Map("map_b", "x", 64, 64),
-            Map("map_out", "grad_weight", 64, 32 if of_weight == "float" else 64, exact=of_weight == "float"),
-        ),
-        # One wave of tiles about as wide as it is high.
-        numbers=(("group_panels", min(tiles[1], 8)),),
-        only_for="grad_weight",
-    )
-
-
 def backward(problem: Problem, strategy: str, exponents: tuple[str, str] = (NOTHING, NOTHING)) -> Plan:
-    """The gradient of the product, and two products, by the library but for `weight_gradient`.
+    """The gradient of the product, and two products by the library.
 
     The same for every strategy: what a forward saves is the product, and the mean and rstd of each feature. `exponents`
     as in `launches`.
@@ -221,7 +182,7 @@ def backward(problem: Problem, strategy: str, exponents: tuple[str, str] = (NOTH
         (
             *steps,
             Product("grad_x", "grad_product", "weight"),
-            weight_gradient(problem) or Product("grad_weight", "grad_product", "x", transpose_left=True),
+            Product("grad_weight", "grad_product", "x", transpose_left=True),
         ),
         (
             Buffer("grad_x", of_x, (ROWS, Extent(problem.in_features))),

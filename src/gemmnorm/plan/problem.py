@@ -109,16 +109,10 @@ class Problem:
 
 
 def c_types(problem: Problem) -> dict[str, str]:
-    """The C types of the product, of y, of bias and scale, and of BatchNorm's parameters: the kernels' letters for them."""
+    """The C type of each letter in `ROLES`."""
     return {
         "T": C_TYPES[problem.dtype],
         "Y": C_TYPES[problem.out_dtype],
         "L": C_TYPES[problem.linear_dtype],
         "R": C_TYPES[problem.norm_dtype],
     }
-
-
-def role_types(problem: Problem) -> dict[str, str]:
-    """The C type of each letter in `ROLES`; {G} is that of the weight's gradient."""
-    of_weight = problem.grad_dtypes[1] if problem.grad_dtypes else problem.dtype
-    return {**c_types(problem), "G": C_TYPES.get(of_weight, "void")}

@@ -110,8 +110,7 @@ Step = Product | Launch
 
 # An argument that is the literal nullptr, so that no kernel has a parameter for it.
 NOTHING = "nothing"
-# Every role that a launch can name: C type ({T} compute, {Y} output, {L} bias and scale, {R} BatchNorm's, {G} the weight's
-# gradient) and shape.
+# Every role that a launch can name: C type ({T} compute, {Y} output, {L} bias and scale, {R} BatchNorm's) and shape.
 ROLES: dict[str, tuple[str, str]] = {
     "product": ("const {T}*", "[batch, features]"),
     "offset": ("const float*", "[groups, features] or null"),
@@ -163,15 +162,14 @@ ROLES: dict[str, tuple[str, str]] = {
     "x_rows": ("int", "of x, that are made already"),
     "weight_rows": ("int", "of the weight, that are made already"),
     "flagged": ("int*", "[features]: a list"),
-    "map_a": ("const __grid_constant__ gemmnorm::TensorMap", "left operand"),
-    "map_b": ("const __grid_constant__ gemmnorm::TensorMap", "right operand"),
-    "map_out": ("const __grid_constant__ gemmnorm::TensorMap", "the product"),
+    "map_a": ("const __grid_constant__ gemmnorm::TensorMap", "left operand, split"),
+    "map_b": ("const __grid_constant__ gemmnorm::TensorMap", "right operand, split"),
     "split_by_rows": ("gemmnorm::half*", "[batch, ⌈features/64⌉, 2, 64]"),
     "split_by_columns": ("gemmnorm::half*", "[batch, ⌈features/64⌉, 2, 64]"),
     "row_exponents": ("int*", "[batch]"),
     "column_exponents": ("int*", "[features]"),
     "grad_x": ("float*", "[batch, in_features]"),
-    "grad_weight": ("{G}*", "[features, in_features]"),
+    "grad_weight": ("float*", "[features, in_features]"),
     "grad_y": ("const {Y}*", "[batch, features]"),
     "group_sum": ("float*", "[groups, features]"),
     "group_dot": ("float*", "[groups, features]"),

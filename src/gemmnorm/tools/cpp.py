@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import GemmNormRuntimeError
-from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Map, Plan, Problem, Product, role_types
+from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Map, Plan, Problem, Product, c_types
 from .cpp_kernels import Kernels, check_known, wrap
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -265,7 +265,7 @@ class _Body:
         self.plan = plan
         self.kernels = kernels
         self.suffix = suffix
-        self.types = role_types(plan.problem)
+        self.types = c_types(plan.problem)
         self.tensors = set(inputs)  # roles that are tensors, or optional ones
         self.pointers: set[str] = set()  # roles that are pointers into the scratch memory
         self.optional: set[str] = set()  # tensors that may be undefined
