@@ -83,7 +83,7 @@ def main():
             random(batch, out),
             statistics,
         )
-        scalars = runtime._scalars(problem, vectors[1], 1.0, 0.1, 1e-5)
+        scalars = binding.scalars(problem, vectors[1], 1.0, 0.1, 1e-5)
         want = binding.Bound(three)(inputs, scalars)
         calls = {"three launches": binding.Bound(replace(three, steps=three.launches))}
         moved = torch.empty(batch * out * (2 * t.itemsize + y.itemsize) // 2, dtype=torch.uint8, device="cuda")

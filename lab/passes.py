@@ -51,7 +51,7 @@ def main():
         weight = torch.randn(out, wide, device="cuda", dtype=dtype)
         for phase, strategy in (("forward", "cublas_folded_bn"), ("backward", "one_kernel")):
             chosen = plan.make_plan(problem, strategy, phase)
-            scalars = runtime._scalars(problem, vector(out), 1.0, 0.1, 1e-5)
+            scalars = binding.scalars(problem, vector(out), 1.0, 0.1, 1e-5)
             if phase == "forward":
                 counter = torch.tensor(5, device="cuda")
                 inputs = (x, weight, *(vector(out) for _ in range(4)), counter, vector(out), vector(out))

@@ -140,7 +140,7 @@ def main():
             )
             p, bound, address, size = build(problem, strategy, variant)
             inputs = tuple(tensors.get(role) for role in binding.INPUTS["forward"])
-            scalars = runtime._scalars(p.problem, tensors["scale"], 1.0, 0.1, 1e-5)
+            scalars = binding.scalars(p.problem, tensors["scale"], 1.0, 0.1, 1e-5)
             counts = []
             for _ in range(5):
                 timer.flush.zero_()

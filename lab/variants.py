@@ -104,7 +104,7 @@ def main():
             )
             p = build(problem, "gemm_stats_apply" if phase == "stats" else "one_kernel", variant)
             inputs = tuple(tensors.get(role) for role in binding.INPUTS["forward"])
-            scalars = runtime._scalars(p.problem, scales, 1.0, 0.1, 1e-5)
+            scalars = binding.scalars(p.problem, scales, 1.0, 0.1, 1e-5)
             bound = binding.bind(p)
             calls[f"{phase}, {variant}"] = lambda bound=bound, inputs=inputs, scalars=scalars: bound(inputs, scalars)
         times = timer(calls, 15)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from gemmnorm import plan
 from gemmnorm.errors import GemmNormValueError
+from gemmnorm.plan import small as small_panels
 from gemmnorm.tools import export as exporting
 from gemmnorm.tools.model_file import load_source
 
@@ -179,11 +181,16 @@ def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_pat
         assert "true /* cooperative */" in launch
 
 
-def test_one_tile_of_split_operands_is_one_block_for_each_panel(tmp_path):
-    source = hopper(tmp_path, dtype="float32", batch=64).source
-    assert "if (batch <= 128)\n    run = save" in host_function(source, "forward_training")
-    assert "Finish::kOneBlock, Identity>" in source
-    assert "false /* cooperative */" in host_function(source, "forward_training_one_tile_alone")
+def test_one_tile_of_float32_is_a_cluster_for_each_panel_or_a_block(tmp_path, monkeypatch):
+    for blocks in (4, 1):
+        source = hopper(tmp_path, dtype="float32", batch=64).source
+        assert "if (batch <= 128)\n    run = save" in host_function(source, "forward_training")
+        assert ("Finish::kOneBlock, Identity>" in source) == (blocks == 1)
+        one = host_function(source, "forward_training_one_tile_alone")
+        assert f"{blocks} /* cluster */" in one and "false /* cooperative */" in one and "TFLOAT32" not in one
+        monkeypatch.setattr(small_panels, "SHAPES", ())
+        plan.cached_plan.cache_clear()
+    plan.cached_plan.cache_clear()
 
 
 def test_the_own_product_saves_its_group_means_and_evaluation_with_gradients_is_the_librarys(tmp_path):

@@ -183,8 +183,8 @@ def test_gradients_on_a_gpu(dtype: str, batch: int, features: int, activation: s
     kind = getattr(torch, dtype)
     x, weight = torch.randn(batch, 24).to(kind).cuda(), torch.randn(features, 24).to(kind).cuda()
     vectors = [torch.randn(features).to(kind).cuda() for _ in range(4)]
-    # The gradient of the scale is large where that is small: one sample of such a feature on the other side of ReLU's kink,
-    # and it would be all that is left of the error.
+    # The gradient of the scale is large where that is small: one sample of such a feature on the other side of ReLU's
+    # kink, and it would be all that is left of the error.
     vectors[1] += vectors[1].sign()
     grad = torch.randn(batch, features).to(kind).cuda()
     wide = [t.double() for t in (x, weight, *vectors)]

@@ -578,11 +578,12 @@ __device__ __forceinline__ bool split_loses(float x_largest, float x_total, floa
 // their means from the accumulators (a statistics group) and stores the product minus them. The other warps, by Finish:
 // - whole panels (a panel is a column of tiles): warps 2 and 3 serve a consumer each, while it multiplies the next tile,
 //   and warp 1 merges statistics (whole_panels.cuh);
-// - persistent: warp 1 sums up the squares of staged tiles, stores them and counts what is complete; warps 2 and 3 split
-//   rows that later tiles need (split_ahead.cuh), then normalise complete panels out of the L2 (panel_units.cuh);
+// - persistent: warp 1 sums up the squares of staged tiles, stores them and counts what is complete; warps 2 and 3
+//   normalise complete panels out of the L2 (panel_units.cuh);
 // - evaluation: warp 1 computes the next tile's coefficients.
+// Before that warps 2 and 3 cast or split the rows that later tiles need, where that was left to them (ahead.cuh).
 // The last tile of every block never leaves the registers before it is normalised.
-// Column sums of an accumulator tile (wgmma's layout of D: 64 rows over four warps), in a fixed order.
+// Sums over lanes, and column sums of an accumulator tile (wgmma's layout of D: 64 rows over four warps), in a fixed order.
 // Hopper's instructions (sm_90a), one named function each. wgmma has a file of its own.
 // PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/
 
@@ -774,6 +775,24 @@ __device__ __forceinline__ void exchange(const float (&v)[2 * HALF], float (&out
   }
 }
 
+// Sums of N numbers over the lanes that differ in BIT and above; each is written once.
+template <int N, int BIT>
+__device__ __forceinline__ void fold_lanes(const float (&v)[N], float* to, bool writes = true) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (BIT == 32) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (writes) to[i] = v[i];
+  } else if constexpr (N > 1) {
+    float half[N / 2];
+    exchange<N / 2>(v, half, lane, BIT);
+    fold_lanes<N / 2, 2 * BIT>(half, to + (lane & BIT ? N / 2 : 0), writes);
+  } else {
+    const float sum[1] = {v[0] + __shfl_xor_sync(~0u, v[0], BIT)};
+    fold_lanes<1, 2 * BIT>(sum, to, writes && !(lane & BIT));
+  }
+}
+
 // Column sums of a consumer's 64 x BN values. `pair(i)` is the thread's sum over its two rows of its i-th column, which
 // is column (i / 2)*8 + (lane % 4)*2 + i % 2. Shuffles over the lanes, at most 64 columns at a time so that registers
 // suffice; shared memory over the warps; returned for columns 2*thread and 2*thread + 1.
@@ -855,6 +874,19 @@ struct Wgmma;
     }                                                                                                        \
   };
 
+// The same with A from registers: of rows r and r + 8, columns c and c + 1, then 8 columns on; r = lane / 4, c = lane % 4 * 2.
+template <class T, int N>
+struct WgmmaRegisters;
+#define GEMMNORM_WGMMA_REGISTERS(N, TYPE, SHAPE, TYPES, REGISTERS, A0, A1, A2, A3, B, P, ...)                    \
+  template <>                                                                                                \
+  struct WgmmaRegisters<TYPE, N> {                                                                           \
+    static __device__ __forceinline__ void run(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) { \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32."  \
+                   TYPES " {" REGISTERS "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, 0;\n}"      \
+                   : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));     \
+    }                                                                                                        \
+  };
+
 #define GEMMNORM_REGISTERS_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define GEMMNORM_OPERANDS_32 \
@@ -921,12 +953,53 @@ GEMMNORM_WGMMA(128, tf32, "m64n128k8", "tf32.tf32", GEMMNORM_REGISTERS_128, "64"
 GEMMNORM_WGMMA(256, half, "m64n256k16", "f16.f16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
 GEMMNORM_WGMMA(256, bfloat16, "m64n256k16", "bf16.bf16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
 GEMMNORM_WGMMA(256, tf32, "m64n256k8", "tf32.tf32", GEMMNORM_REGISTERS_256, "128", "129", "130", "", GEMMNORM_OPERANDS_256)
+GEMMNORM_WGMMA_REGISTERS(32, bfloat16, "m64n32k16", "bf16.bf16", GEMMNORM_REGISTERS_32, "16", "17", "18", "19", "20", "21", GEMMNORM_OPERANDS_32)
+GEMMNORM_WGMMA_REGISTERS(64, bfloat16, "m64n64k16", "bf16.bf16", GEMMNORM_REGISTERS_64, "32", "33", "34", "35", "36", "37", GEMMNORM_OPERANDS_64)
 // clang-format on
 
 }  // namespace gemmnorm
-// Splitting rows of x and the weight inside the fused GEMM, ahead of the tiles that need them: the launch before it
-// (split_rows) leaves rows of later waves of tiles to two warps of every block, which work beside the tensor cores. Of a
-// weight that was split long before (`prepare`) they read every row, and compare it with what was split.
+// Splitting rows of x and the weight inside the fused GEMM, after those that split_rows has split. Of a weight that was split
+// long before (`prepare`) every row is read, and compared with what was split.
+// Rows of x and the weight that become operands inside the fused GEMM, ahead of the tiles that need them: the launch before
+// it leaves rows of later waves of tiles to two warps of every block, which work beside the tensor cores.
+// float32 operands that autocast wants in half precision: rows of x and of the weight, rounded to nearest.
+
+namespace gemmnorm {
+
+// Casts a row as one of LANES threads: WORDS loads of 16 bytes are in flight at once. `columns` is a multiple of 4.
+template <class T, int LANES, int WORDS>
+__device__ __forceinline__ void cast_row(const float* from, T* to, int columns, int lane) {
+#pragma unroll 1
+  for (int first = lane * 4; first < columns; first += LANES * 4 * WORDS) {
+    Vec<float, 4> v[WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) v[i] = load<float, 4>(from + min(first + i * LANES * 4, columns - 4));
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      const int c = first + i * LANES * 4;
+      const float(&f)[4] = v[i].at;
+      if (c < columns) *reinterpret_cast<uint2*>(to + c) = make_uint2(pack(f[0], f[1], T{}), pack(f[2], f[3], T{}));
+    }
+  }
+}
+
+// A block casts one row. The weight's come in descending order and x's last: what the product reads first is then still in
+// the L2.
+template <class T>
+__device__ __forceinline__ void cast_rows(const float* x /* [batch, in_features] or null */,
+                                          const float* weight /* [features, in_features] or null */,
+                                          T* cast_x /* [batch, in_features] */, T* cast_weight /* [features, in_features] */,
+                                          int weight_rows /* to cast, of the first */, int in_features) {
+  allow_next();
+  wait_for_previous();
+  const int block = blockIdx.x;
+  const bool of_weight = block < weight_rows;
+  const i64 first = static_cast<i64>((of_weight ? weight_rows : static_cast<int>(gridDim.x)) - 1 - block) * in_features;
+  cast_row<T, kThreads, 8>((of_weight ? weight : x) + first, (of_weight ? cast_weight : cast_x) + first, in_features,
+                           threadIdx.x);
+}
+
+}  // namespace gemmnorm
 // The tiles of a product: in which order they are worked on, and what happens to them then.
 
 namespace gemmnorm {
@@ -972,37 +1045,15 @@ struct Raster {
 
 namespace gemmnorm {
 
-constexpr int kPieceColumns = 1024;  // of a row, that the copy engine brings at a time
-constexpr int kPieces = 3;           // in flight, for each warp
-constexpr int kSplitters = 2;        // warps of a block
-constexpr int kBands = 64;           // of rows of x; each has a counter
+constexpr int kWorkers = 2;  // warps of a block
+constexpr int kBands = 64;   // of rows of x; each has a counter
 
-struct PieceRing {
-  alignas(128) float pieces[kPieces][kPieceColumns];
-  u64 arrived[kPieces];
-};
-template <bool AHEAD>
-struct PieceRings {};
-template <>
-struct PieceRings<true> {
-  PieceRing rings[kSplitters];
-};
-
-// The operands, and how far they are split already.
-struct Ahead {
-  const float *x, *weight;           // [batch, in_features], [features, in_features]
-  half *split_x, *split_weight;      // as split_rows leaves them
-  int *x_exponents, *weight_exponents;
-  float *weight_largest, *weight_total;
-  u32* most;
-  u32* ready;                        // rows split here: [panels], then [kBands]
-  const u64* weight_checksums;       // null, or the weight is split already: what its rows were then
-  int x_rows, weight_rows;           // split by the launch before
+struct RowsAhead {
+  u32* ready;               // rows made here: [panels], then [kBands]
+  int x_rows, weight_rows;  // made by the launch before
   int batch, in_features, features;
-  // A lane's words of a piece, four elements each; how many of them it splits at once.
-  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;
 
-  // Waits until the rows of a tile are split, as the thread that will ask the copy engine for them.
+  // Waits until the rows of a tile are there, as the thread that will ask the copy engine for them.
   template <int BN>
   __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
     const int panel_end = min((tile.n + 1) * BN, features), panel = panel_end - max(tile.n * BN, weight_rows);
@@ -1016,6 +1067,68 @@ struct Ahead {
   __device__ __forceinline__ static int band_rows(const Raster& raster) {
     return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
   }
+
+  // Says, as a warp, that a row is there: the copy engine will read it.
+  template <int BN>
+  __device__ __forceinline__ void done(const Raster& raster, bool of_x, int row) const {
+    fence_async_global();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+  }
+};
+
+// Operands that are cast. One that is in half precision already has all its rows.
+template <class T>
+struct CastAhead : RowsAhead {
+  using Element = T;
+  const float *x, *weight;  // [batch, in_features], [features, in_features], or null
+  T *cast_x, *cast_weight;
+
+  // The warp's share of the rows that are left, x's before the weight's: every so many-th.
+  template <int BN>
+  __device__ __forceinline__ void cast(const Raster& raster, int worker) const {
+    const int left_of_x = batch - x_rows, left = left_of_x + features - weight_rows;
+#pragma unroll 1
+    for (int n = kWorkers * blockIdx.x + worker; n < left; n += kWorkers * gridDim.x) {
+      const bool of_x = n < left_of_x;
+      const int row = of_x ? x_rows + n : weight_rows + n - left_of_x;
+      const i64 first = static_cast<i64>(row) * in_features;
+      cast_row<T, 32, 16>((of_x ? x : weight) + first, (of_x ? cast_x : cast_weight) + first, in_features,
+                          threadIdx.x % 32);
+      done<BN>(raster, of_x, row);
+    }
+  }
+};
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+constexpr int kPieceColumns = 1024;  // of a row, that the copy engine brings at a time
+constexpr int kPieces = 3;           // in flight, for each warp
+
+struct PieceRing {
+  alignas(128) float pieces[kPieces][kPieceColumns];
+  u64 arrived[kPieces];
+};
+template <bool AHEAD>
+struct PieceRings {};
+template <>
+struct PieceRings<true> {
+  PieceRing rings[kWorkers];
+};
+
+// The operands, and what is known of them.
+struct SplitAhead : RowsAhead {
+  using Element = half;
+  const float *x, *weight;           // [batch, in_features], [features, in_features]
+  half *split_x, *split_weight;      // as split_rows leaves them
+  int *x_exponents, *weight_exponents;
+  float *weight_largest, *weight_total;
+  u32* most;
+  const u64* weight_checksums;       // null, or the weight is split already: what its rows were then
+  // A lane's words of a piece, four elements each; how many of them it splits at once.
+  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;
 
   // The first row of the weight that is left, to be split or to be compared.
   __device__ __forceinline__ int first_of_weight() const { return weight_checksums ? 0 : weight_rows; }
@@ -1076,8 +1189,8 @@ struct Ahead {
 
   // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
   template <int BN>
-  __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int splitter) const {
-    const int stride = kSplitters * gridDim.x, first_row = static_cast<int>(kSplitters * blockIdx.x) + splitter;
+  __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int worker) const {
+    const int stride = kWorkers * gridDim.x, first_row = static_cast<int>(kWorkers * blockIdx.x) + worker;
     const int left_of_x = batch - x_rows, left = left_of_x + features - first_of_weight();
     Pieces pieces = {*this, ring, {first_row, 0}, left, stride};
     pieces.begin();
@@ -1090,15 +1203,13 @@ struct Ahead {
         continue;
       }
       split_row(pieces, n, row, of_x);
-      fence_async_global();  // the copy engine will read what is written here
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+      done<BN>(raster, of_x, row);
     }
   }
 
   // The pieces of the warp's rows, one after the other.
   struct Pieces {
-    const Ahead& ahead;
+    const SplitAhead& ahead;
     PieceRing& ring;
     Cursor cursor;
     int left, stride;
@@ -1210,12 +1321,15 @@ struct Ahead {
 
 namespace gemmnorm {
 
-struct split;  // operand type: float32 as two float16 (split.cuh), three products for one
+struct split;       // operand type: float32 as two float16 (split.cuh), three products for one
+struct thirds;      // float32 as three bfloat16, split on the way from shared memory, six products for one
 
-// Bytes of an element in shared memory, its parts, and the registers of a thread that feeds and normalises.
+// The multiplied element, how operands are made inside the kernel, bytes of an element in shared memory, its parts, and the
+// registers of a thread that feeds and normalises.
 template <class T>
 struct Operand {
   using Element = T;
+  using Ahead = CastAhead<T>;
   static constexpr int kSize = 2, kPlanes = 1, kFeeder = 104;
 };
 template <>
@@ -1224,7 +1338,13 @@ struct Operand<tf32> : Operand<half> {
   static constexpr int kSize = 4;
 };
 template <>
+struct Operand<thirds> : Operand<tf32> {
+  using Element = bfloat16;
+  static constexpr int kPlanes = 3;
+};
+template <>
 struct Operand<split> : Operand<half> {
+  using Ahead = SplitAhead;
   static constexpr int kPlanes = 2, kFeeder = 56;
 };
 
@@ -2030,20 +2150,22 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     const R* bn_bias /* [features] or null */, float momentum, float eps, float* group_mean /* [groups, features] */,
     float* group_m2 /* [groups, features] */, float* mean /* [features] */, float* rstd /* [features] */,
     float* merged_slope /* [features] */, float* merged_shift /* [features] */,
-    u32* counters /* zero, and left zero */, const float* x /* [batch, in_features], of split operands */,
-    const float* weight /* [features, in_features], likewise */, half* split_x /* see split_rows, likewise */,
-    half* split_weight /* see split_rows, likewise */, int* x_exponents /* [batch], likewise */,
+    u32* counters /* zero, and left zero */,
+    const float* x /* [batch, in_features], where the operand is made of it here: cast or split */,
+    const float* weight /* [features, in_features], likewise */,
+    typename Operand<OP>::Ahead::Element* operand_x /* see cast_rows and split_rows, likewise */,
+    typename Operand<OP>::Ahead::Element* operand_weight /* likewise */, int* x_exponents /* [batch], of split operands */,
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
     float* weight_total /* [features], likewise */, const u64* weight_checksums /* [features] or null, likewise */,
-    u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* split already */,
+    u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already */,
     int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   constexpr int kAccumulators = BN / 2;
   constexpr int kPlanes = Operand<OP>::kPlanes;
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
-  constexpr bool kAheadToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
-  constexpr int kFeeder = kSplit && !kAheadToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
+  constexpr bool kSplitsToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
+  constexpr int kFeeder = kSplit && !kSplitsToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
   using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
@@ -2052,7 +2174,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   // Partial results in flight, and pairs of columns: as many as the registers hold.
   constexpr int kAhead = 16, kPairs = kLater ? 2 : 4;
   constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
-  using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kAheadToo>;
+  using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kSplitsToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -2063,9 +2185,15 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                             {most, weight_largest, weight_total, flagged}, batch, features,
                             (batch + kGroupRows - 1) / kGroupRows};
   const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
-  const Ahead ahead = {x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, most,
-                       counters + kPanels + 2 * raster.tiles_n, weight_checksums, min(x_rows, batch), weight_rows, batch,
-                       in_features, features};
+  const RowsAhead rows_ahead = {counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features,
+                                features};
+  typename Operand<OP>::Ahead ahead = {rows_ahead, x, weight, operand_x, operand_weight};
+  if constexpr (kSplit) {
+    ahead.x_exponents = x_exponents, ahead.weight_exponents = weight_exponents;
+    ahead.weight_largest = weight_largest, ahead.weight_total = weight_total;
+    ahead.most = most, ahead.weight_checksums = weight_checksums;
+  }
+  const bool makes_rows = kSplitsToo || (sizeof(T) == 2 && FINISH != Finish::kOneBlock && (x || weight));
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
   // Tiles that leave the registers and are normalised later; the rest, the last of each block, stay in registers.
   const int stored = kLater && !in_registers ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
@@ -2084,8 +2212,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       barrier_init(&shared.known[c], 32);
       barrier_init(&shared.used[c], 2);
     }
-    if constexpr (kAheadToo)
-      for (int p = 0; p < kSplitters * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
+    if constexpr (kSplitsToo)
+      for (int p = 0; p < kWorkers * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
     fence_barrier_init();
     fence_async_shared();
   }
@@ -2103,7 +2231,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       u32 parity = 1;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
-        if (kAheadToo) ahead.wait_for<BN>(raster, tile);
+        if (makes_rows) ahead.template wait_for<BN>(raster, tile);
         for (int k = 0; k < steps; ++k) {
           barrier_wait(&shared.empty[stage], parity);
           barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);
@@ -2164,13 +2292,17 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       }
     } else if (warp == 1 && kStaged) {  // of whole panels
       merge_panels<BN>(f, raster, counters, stored);
-    } else if (warp >= 2 && kWhole) {
-      serve_consumer<T, Y, BN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
-                                                    keep_product);
-    } else if (warp >= 2 && (FINISH != Finish::kEvaluate || kAheadToo)) {
-      if constexpr (kAheadToo) ahead.split<BN>(shared.rings[warp - 2], raster, warp - 2);
-      if (FINISH == Finish::kPersistent)
+    } else if (warp >= 2) {
+      if constexpr (kSplitsToo) ahead.template split<BN>(shared.rings[warp - 2], raster, warp - 2);
+      if constexpr (sizeof(T) == 2) {
+        if (makes_rows) ahead.template cast<BN>(raster, warp - 2);
+      }
+      if constexpr (kWhole) {
+        serve_consumer<T, Y, BN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
+                                                      keep_product);
+      } else if (FINISH == Finish::kPersistent) {
         take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+      }
     }
   } else {
     if (kMoveRegisters) claim_registers<kConsumer>();
@@ -2433,7 +2565,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 
   if (FINISH == Finish::kOneBlock && momentum >= 0.0f) {  // no block waits for another, none reads the count of batches
     if (batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
-  } else if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || kAheadToo) {
+  } else if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || makes_rows) {
     // The last block to get here leaves the counters as it found them, and counts the batch.
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -2442,9 +2574,10 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     }
     __syncthreads();
     if (shared.last) {
-      const int used = kPanels + 2 * raster.tiles_n + (kAheadToo ? raster.tiles_n + kBands : 0);
+      const int used = kPanels + 2 * raster.tiles_n + (makes_rows ? raster.tiles_n + kBands : 0);
       for (int i = threadIdx.x; i < used; i += kGemmThreads) counters[i] = 0;
-      if (FINISH != Finish::kEvaluate && threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
+      const bool counts = FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics;
+      if (counts && threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
     }
   }
 }
@@ -3087,26 +3220,6 @@ __device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, ROWS, PAR
   }
 }
 
-// Adds up each value over the lanes whose numbers agree below the bit LAST. With each bit a lane goes on with half of the sums,
-// while there are several. Returns the number of the first that it ends up with.
-template <int LAST, int BIT, int SUMS, int M>
-__device__ __forceinline__ int sum_over_rows(float (&value)[M]) {
-  if constexpr (BIT < LAST) {
-    return 0;
-  } else if constexpr (SUMS == 1) {
-    value[0] += __shfl_xor_sync(~0u, value[0], BIT);
-    return sum_over_rows<LAST, BIT / 2, 1>(value);
-  } else {
-    const bool upper = threadIdx.x & BIT;
-#pragma unroll
-    for (int i = 0; i < SUMS / 2; ++i) {
-      const float low = value[i], high = value[i + SUMS / 2];
-      value[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, BIT);
-    }
-    return (upper ? SUMS / 2 : 0) + sum_over_rows<LAST, BIT / 2, SUMS / 2>(value);
-  }
-}
-
 template <int N>
 __device__ __forceinline__ void read_columns(const float* from, float (&to)[N]) {
 #pragma unroll
@@ -3208,12 +3321,12 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
       if (offset && rows_of(g, column)) read_columns<N>(offset + row_of(g) / kGroupRows * features + column, from_mean[g]);
     }
     __syncthreads();
-    float slope[N], shift[N], centre[N], sums[2 * N];
+    float slope[N], shift[N], centre[N], sum[N], dot[N];
     read_columns<N>(&shared.slope[tx * N], slope);
     read_columns<N>(&shared.shift[tx * N], shift);
     read_columns<N>(&shared.mean[tx * N], centre);
 #pragma unroll
-    for (int i = 0; i < 2 * N; ++i) sums[i] = 0.0f;
+    for (int i = 0; i < N; ++i) sum[i] = dot[i] = 0.0f;
 #pragma unroll
     for (int g = 0; g < PARTS; ++g) {
 #pragma unroll
@@ -3224,19 +3337,14 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
       const auto add_row = [&](int, int, const float (&deviation)[N], const float (&grad)[N]) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          sums[i] += grad[i];
-          sums[N + i] += grad[i] * deviation[i];
+          sum[i] += grad[i];
+          dot[i] += grad[i] * deviation[i];
         }
       };
       visit_rows<Activation, T>(shared, g, rows_of(g, column), from_mean[g], slope, shift, add_row);
     }
-    {
-      auto& warp_sums = shared.sums[1 - turn];
-      const int first = sum_over_rows<TX, 16, 2 * N>(sums);
-#pragma unroll
-      for (int i = 0; i < (2 * N < kLanes ? 1 : 2 * N / kLanes); ++i)
-        warp_sums[warp][(first + i) / N][tx * N + (first + i) % N] = sums[i];
-    }
+    fold_lanes<N, TX>(sum, &shared.sums[1 - turn][warp][0][tx * N]);
+    fold_lanes<N, TX>(dot, &shared.sums[1 - turn][warp][1][tx * N]);
     __syncthreads();
 
     const int piece = thread % kPieces;
@@ -3258,15 +3366,15 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
     else if (thread < kColumns) barrier_wait_cluster(&shared.all_arrived[turn], count / 2 % 2);
     if (CLUSTER > 1 && thread == 0) barrier_expect(&shared.all_arrived[turn], kArriving);
     if (owner) {
-      float sum = 0.0f, dot = 0.0f;
+      float all = 0.0f, h = 0.0f;
 #pragma unroll
       for (int block = 0; block < CLUSTER; ++block) {
-        sum += shared.sums[turn][block][0][thread];
-        dot += shared.sums[turn][block][1][thread];
+        all += shared.sums[turn][block][0][thread];
+        h += shared.sums[turn][block][1][thread];
       }
-      shared.mean_grad[thread] = sum / batch;
-      shared.slope_grad[thread] = s * s * r * r * dot / batch;
-      if (rank == 0) store_gradients(j, sum, dot, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
+      shared.mean_grad[thread] = all / batch;
+      shared.slope_grad[thread] = s * s * r * r * h / batch;
+      if (rank == 0) store_gradients(j, all, h, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
     }
     __syncthreads();
 
@@ -3318,7 +3426,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands(
     float* weight_largest /* [features] */,
     float* weight_total /* [features] */,
     unsigned int* most /* [4], after a number for each 64 features: zero, and left zero */,
-    int weight_rows /* of the weight, that are split already */,
+    int weight_rows /* of the weight, that are made already */,
     int in_features) {
   gemmnorm::split_rows(
       x, weight, split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total, nullptr, most,
@@ -3360,8 +3468,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
     float* weight_total /* [features] */,
     unsigned int* most /* [4], after a number for each 64 features: zero, and left zero */,
     int* flagged /* [features]: a list */,
-    int x_rows /* of x, that are split already */,
-    int weight_rows /* of the weight, that are split already */,
+    int x_rows /* of x, that are made already */,
+    int weight_rows /* of the weight, that are made already */,
     int group_panels /* panels that are worked on together */,
     int in_registers /* tiles wait for their panel there */,
     int stream_x /* whether the L2 should let go of x first */,
@@ -3443,8 +3551,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
     float* weight_total /* [features] */,
     unsigned int* most /* [4], after a number for each 64 features: zero, and left zero */,
     int* flagged /* [features]: a list */,
-    int x_rows /* of x, that are split already */,
-    int weight_rows /* of the weight, that are split already */,
+    int x_rows /* of x, that are made already */,
+    int weight_rows /* of the weight, that are made already */,
     int group_panels /* panels that are worked on together */,
     int in_registers /* tiles wait for their panel there */,
     int stream_x /* whether the L2 should let go of x first */,
@@ -3535,7 +3643,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands_2
     gemmnorm::half* split_weight /* [features, ceil(in_features/64), 2, 64] */,
     int* x_exponents /* [batch] */,
     int* weight_exponents /* [features] */,
-    int weight_rows /* of the weight, that are split already */,
+    int weight_rows /* of the weight, that are made already */,
     int in_features) {
   gemmnorm::split_rows(
       x, weight, split_x, split_weight, x_exponents, weight_exponents, nullptr, nullptr, nullptr, nullptr,
@@ -4101,7 +4209,7 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 8192] */,
          split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
          pointer<unsigned int>(counters) + 386, 2688 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
-                232448 /* shared */, 1 /* cluster */, false /* cooperative */, stream,
+                232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, 128, 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 8192, 16384, 128, 64),
                 tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 8192, 64, 32),

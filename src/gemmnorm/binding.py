@@ -101,6 +101,19 @@ def unpacked(kept: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     return product, kept[_statistics_offset(problem) :].view(torch.float32).view(-1, shape[1])
 
 
+def scalars(problem: Problem, scale: Tensor | None, scale_value: float, momentum: float, eps: float) -> tuple[Any, ...]:
+    """The numbers of `SCALARS`, in the kernels' types."""
+    return (
+        driver.int32(0 if scale is None or scale.numel() < problem.out_features else 1),
+        driver.float32(scale_value),
+        driver.float32(momentum),
+        driver.float32(eps),
+        driver.int32(problem.batch),
+        driver.int32(problem.out_features),
+        driver.int32(problem.in_features),
+    )
+
+
 class Bound:
     """A plan with its kernels loaded; called with the inputs' tensors and the numbers, in their order.
 

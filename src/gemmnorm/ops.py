@@ -129,8 +129,9 @@ def _prepared(
         return None  # a subclass wants to see the operator
     if call is None:
         operands = (x, weight) if autocast is None else _cast(x, weight)
-        wide = (name for name, t, made in zip(("x", "weight"), (x, weight), operands, strict=True) if t.dtype != made.dtype)
-        cast = tuple(wide) if all(t.dtype in (torch.float32, autocast) for t in (x, weight)) else ()
+        wide = [t.dtype == torch.float32 != made.dtype for t, made in zip((x, weight), operands, strict=True)]
+        known = all(t.dtype in (torch.float32, autocast) for t in (x, weight))
+        cast = tuple(name for name, is_wide in zip(("x", "weight"), wide, strict=True) if is_wide and known)
         _, _, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias = tensors
         learned = (x, weight, bias, scale, bn_weight, bn_bias)
         save = differentiable and any(t is not None and t.requires_grad for t in learned)

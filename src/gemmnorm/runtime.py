@@ -140,21 +140,6 @@ def _resolved(problem: Problem, requested: str | None) -> str:
     return "reference"
 
 
-def _scalars(
-    problem: Problem, scale: Tensor | None, scale_value: float, momentum: float, eps: float
-) -> tuple[Any, ...]:
-    """The numbers of `binding.SCALARS`, in the kernels' types."""
-    return (
-        driver.int32(0 if scale is None or scale.numel() < problem.out_features else 1),
-        driver.float32(scale_value),
-        driver.float32(momentum),
-        driver.float32(eps),
-        driver.int32(problem.batch),
-        driver.int32(problem.out_features),
-        driver.int32(problem.in_features),
-    )
-
-
 def describe(
     x: Tensor,
     weight: Tensor,
@@ -218,15 +203,15 @@ def prepare_weight(weight: Tensor) -> bool:
     problem = problem_of(weight, weight, None, None, weight.dtype, None, False, False, False)
     if _prepared_plan(plan.cached_plan(problem, "one_kernel", "forward")) is None:
         return False
-    prepared.make(weight, problem, _scalars(problem, None, 1.0, 0.0, 0.0))
+    prepared.make(weight, problem, binding.scalars(problem, None, 1.0, 0.0, 0.0))
     return True
 
 
 class Call:
     """One kind of forward call, prepared: the plan, its loaded kernels, and whether anything must be converted.
 
-    `direct`: what is kept need not be the operator's separate outputs. `cast`: the operands among "x" and "weight" that it
-    is called with in float32, if it can: then `self.cast` says so, and they are kept as they were multiplied.
+    `direct`: what is kept need not be the operator's separate outputs. `cast`: which of "x" and "weight" it shall take
+    in float32 and cast itself; `self.cast` says which it does, and those are kept as they were multiplied.
     """
 
     def __init__(
@@ -265,7 +250,7 @@ class Call:
         self.save = save
         self._packed = direct and save and self.plan.keeps_offsets
         self._bound = None if name == "reference" else binding.bind(self.plan, self._packed)
-        self._scalars = _scalars(problem, scale, scale_value, momentum, eps)
+        self._scalars = binding.scalars(problem, scale, scale_value, momentum, eps)
         self._mapped = bool(self.cast) or any(launch.maps for launch in self.plan.launches)
         self._with_prepared = _prepared_plan(self.plan)
         self._bound_prepared: binding.Bound | None = None
@@ -306,8 +291,8 @@ class Call:
         bn_weight: Tensor | None,
         bn_bias: Tensor | None,
     ) -> Sequence[Tensor]:
-        """y, and if it was asked for what the backward needs: product and statistics, or the two `unpacked` from one, and
-        what was cast (`multiplied`).
+        """y, and if it was asked for what the backward needs: product and statistics, or the two `unpacked` from one,
+        and what was cast (`multiplied`).
 
         The statistics are one float32 tensor [2 or 2 + groups, O]: the product's mean; 1/sqrt(var + eps); where the
         product is stored minus its group's mean, the means of the groups. (The reference's are its own affair.)
@@ -347,13 +332,13 @@ class Call:
 
     def multiplied(
         self, operands: tuple[Tensor, Tensor], kept: list[Tensor]
-    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """x and W as they were multiplied, and what else is kept, of what `forward` took and of what it gave after y."""
+    ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+        """x and W as they were multiplied, and what else is kept: of what `forward` took, and gave after y."""
         if not self.cast:
             return operands, kept
         made = dict(zip(self.cast, kept[-len(self.cast) :], strict=True))
-        found = zip(("x", "weight"), operands, strict=True)
-        return tuple(made.get(name, t) for name, t in found), kept[: -len(self.cast)]
+        x, weight = operands
+        return (made.get("x", x), made.get("weight", weight)), kept[: -len(self.cast)]
 
     def unpacked(self, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Product and statistics of what `forward` gave after y."""
@@ -401,7 +386,7 @@ class BackwardCall:
         self._options = (scale_value, training, eps, activation)
         plain = strategy == "reference" or x.shape[0] == 0
         self._bound = None if plain else binding.bind(plan.cached_plan(problem, strategy, "backward"), packed)
-        self._scalars = _scalars(problem, scale, scale_value, 0.0, eps)
+        self._scalars = binding.scalars(problem, scale, scale_value, 0.0, eps)
         found = None if self._bound is None else plan.cached_plan(problem, strategy, "backward")
         self._dense_operands = found is not None and any("x" in launch.arguments for launch in found.launches)
         parameters = (bias, scale, bn_weight, bn_bias)

@@ -1,4 +1,4 @@
-// Column sums of an accumulator tile (wgmma's layout of D: 64 rows over four warps), in a fixed order.
+// Sums over lanes, and column sums of an accumulator tile (wgmma's layout of D: 64 rows over four warps), in a fixed order.
 #pragma once
 #include "ptx/hopper.cuh"
 
@@ -12,6 +12,24 @@ __device__ __forceinline__ void exchange(const float (&v)[2 * HALF], float (&out
   for (int i = 0; i < HALF; ++i) {
     const float kept = upper ? v[HALF + i] : v[i], sent = upper ? v[i] : v[HALF + i];
     out[i] = kept + __shfl_xor_sync(~0u, sent, bit);
+  }
+}
+
+// Sums of N numbers over the lanes that differ in BIT and above; each is written once.
+template <int N, int BIT>
+__device__ __forceinline__ void fold_lanes(const float (&v)[N], float* to, bool writes = true) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (BIT == 32) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (writes) to[i] = v[i];
+  } else if constexpr (N > 1) {
+    float half[N / 2];
+    exchange<N / 2>(v, half, lane, BIT);
+    fold_lanes<N / 2, 2 * BIT>(half, to + (lane & BIT ? N / 2 : 0), writes);
+  } else {
+    const float sum[1] = {v[0] + __shfl_xor_sync(~0u, v[0], BIT)};
+    fold_lanes<1, 2 * BIT>(sum, to, writes && !(lane & BIT));
   }
 }
 

@@ -3,8 +3,8 @@
 // takes the column sums, adds up those of the whole cluster, and computes the gradients from what it holds; what it has
 // used of a panel it replaces by the next one's at once. Clusters: sm_90.
 #pragma once
+#include "column_sums.cuh"
 #include "gradient.cuh"
-#include "ptx/hopper.cuh"
 
 namespace gemmnorm {
 
@@ -45,26 +45,6 @@ __device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, ROWS, PAR
       if (!Activation::identity) grad[i] = Activation::gradient(grad[i], slope[i] * deviation[i] + shift[i]);
     }
     visit(row, step, deviation, grad);
-  }
-}
-
-// Adds up each value over the lanes whose numbers agree below the bit LAST. With each bit a lane goes on with half of the sums,
-// while there are several. Returns the number of the first that it ends up with.
-template <int LAST, int BIT, int SUMS, int M>
-__device__ __forceinline__ int sum_over_rows(float (&value)[M]) {
-  if constexpr (BIT < LAST) {
-    return 0;
-  } else if constexpr (SUMS == 1) {
-    value[0] += __shfl_xor_sync(~0u, value[0], BIT);
-    return sum_over_rows<LAST, BIT / 2, 1>(value);
-  } else {
-    const bool upper = threadIdx.x & BIT;
-#pragma unroll
-    for (int i = 0; i < SUMS / 2; ++i) {
-      const float low = value[i], high = value[i + SUMS / 2];
-      value[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, BIT);
-    }
-    return (upper ? SUMS / 2 : 0) + sum_over_rows<LAST, BIT / 2, SUMS / 2>(value);
   }
 }
 
@@ -169,12 +149,12 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
       if (offset && rows_of(g, column)) read_columns<N>(offset + row_of(g) / kGroupRows * features + column, from_mean[g]);
     }
     __syncthreads();
-    float slope[N], shift[N], centre[N], sums[2 * N];
+    float slope[N], shift[N], centre[N], sum[N], dot[N];
     read_columns<N>(&shared.slope[tx * N], slope);
     read_columns<N>(&shared.shift[tx * N], shift);
     read_columns<N>(&shared.mean[tx * N], centre);
 #pragma unroll
-    for (int i = 0; i < 2 * N; ++i) sums[i] = 0.0f;
+    for (int i = 0; i < N; ++i) sum[i] = dot[i] = 0.0f;
 #pragma unroll
     for (int g = 0; g < PARTS; ++g) {
 #pragma unroll
@@ -185,19 +165,14 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
       const auto add_row = [&](int, int, const float (&deviation)[N], const float (&grad)[N]) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          sums[i] += grad[i];
-          sums[N + i] += grad[i] * deviation[i];
+          sum[i] += grad[i];
+          dot[i] += grad[i] * deviation[i];
         }
       };
       visit_rows<Activation, T>(shared, g, rows_of(g, column), from_mean[g], slope, shift, add_row);
     }
-    {
-      auto& warp_sums = shared.sums[1 - turn];
-      const int first = sum_over_rows<TX, 16, 2 * N>(sums);
-#pragma unroll
-      for (int i = 0; i < (2 * N < kLanes ? 1 : 2 * N / kLanes); ++i)
-        warp_sums[warp][(first + i) / N][tx * N + (first + i) % N] = sums[i];
-    }
+    fold_lanes<N, TX>(sum, &shared.sums[1 - turn][warp][0][tx * N]);
+    fold_lanes<N, TX>(dot, &shared.sums[1 - turn][warp][1][tx * N]);
     __syncthreads();
 
     const int piece = thread % kPieces;
@@ -219,15 +194,15 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
     else if (thread < kColumns) barrier_wait_cluster(&shared.all_arrived[turn], count / 2 % 2);
     if (CLUSTER > 1 && thread == 0) barrier_expect(&shared.all_arrived[turn], kArriving);
     if (owner) {
-      float sum = 0.0f, dot = 0.0f;
+      float all = 0.0f, h = 0.0f;
 #pragma unroll
       for (int block = 0; block < CLUSTER; ++block) {
-        sum += shared.sums[turn][block][0][thread];
-        dot += shared.sums[turn][block][1][thread];
+        all += shared.sums[turn][block][0][thread];
+        h += shared.sums[turn][block][1][thread];
       }
-      shared.mean_grad[thread] = sum / batch;
-      shared.slope_grad[thread] = s * s * r * r * dot / batch;
-      if (rank == 0) store_gradients(j, sum, dot, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
+      shared.mean_grad[thread] = all / batch;
+      shared.slope_grad[thread] = s * s * r * r * h / batch;
+      if (rank == 0) store_gradients(j, all, h, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
     }
     __syncthreads();
 

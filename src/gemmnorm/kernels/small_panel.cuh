@@ -115,25 +115,7 @@ struct RawFeature {
   }
 };
 
-// Sums of N numbers over the lanes that differ in BIT and above; each is written once.
-template <int N, int BIT>
-__device__ __forceinline__ void fold_lanes(const float (&v)[N], float* to, bool writes = true) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (BIT == 32) {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (writes) to[i] = v[i];
-  } else if constexpr (N > 1) {
-    float half[N / 2];
-    exchange<N / 2>(v, half, lane, BIT);
-    fold_lanes<N / 2, 2 * BIT>(half, to + (lane & BIT ? N / 2 : 0), writes);
-  } else {
-    const float sum[1] = {v[0] + __shfl_xor_sync(~0u, v[0], BIT)};
-    fold_lanes<1, 2 * BIT>(sum, to, writes && !(lane & BIT));
-  }
-}
-
-// The same for a thread's deviations and their squares.
+// Sums of a thread's deviations and their squares over the warp's rows.
 template <class S>
 __device__ __forceinline__ void sum_units(const float4 (&d)[S::kUnits], UnitSums<S>& sums) {
   float v[4 * S::kUnits];

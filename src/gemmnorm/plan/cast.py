@@ -22,7 +22,8 @@ def operand(problem: Problem, name: str) -> str:
 
 def roles(problem: Problem) -> tuple[str, ...]:
     """x and the weight as they come, and as they are multiplied; nothing for what is not cast."""
-    return tuple(f"{kind}_{name}" if name in problem.cast else NOTHING for kind in ("wide", "cast") for name in OPERANDS)
+    kinds = ("wide", "cast")
+    return tuple(f"{kind}_{name}" if name in problem.cast else NOTHING for kind in kinds for name in OPERANDS)
 
 
 def operands(problem: Problem) -> tuple[Buffer, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .cost import gemm_seconds, sweep_seconds
@@ -15,6 +14,7 @@ WARPS = THREADS // 32
 WIDE, NARROW = 8, 4
 # Rows of a warp at a time, and blocks of a cluster: 8 are allowed on any GPU that has clusters.
 SHAPES = ((16, 1), (32, 1), (32, 2), (32, 4), (32, 8), (64, 8))
+OF_A_WIDER_Y = {(32, 4): (64, 2)}  # instead, where y's gradient takes more bytes than the product
 SHARED = 227 * 1024  # bytes that a block can have on Hopper
 _CHEAP = ("relu", "leaky_relu", "hardtanh")
 _PARAMETERS = ("grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
@@ -37,7 +37,7 @@ def one_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
     width, chip = 16 // DTYPE_BYTES[problem.dtype], problem.chip
     if chip is None or chip.arch != 90 or not problem.training or problem.out_features % width:
         return None
-    shape = next((shape for shape in _shapes(problem, chip) if shape.shared <= SHARED), None)
+    shape = _shape(problem, chip)
     if shape is None:
         return None
     panels, cluster = -(-problem.out_features // shape.columns), shape.cluster
@@ -96,18 +96,21 @@ class Shape:
         return self.columns * (held + 5 * 4 + 2 * WARPS * 2 * 4) + 2 * 8
 
 
-def _shapes(problem: Problem, chip: Chip) -> Iterator[Shape]:
-    """Those that hold the batch, the better ones first."""
+def _shape(problem: Problem, chip: Chip) -> Shape | None:
+    """The best that holds the batch, if any fits a block's memory."""
     sizes = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
+    found = Shape(NARROW, 64, 1, 8, *sizes)
+    found = replace(found, parts=-(-problem.batch // found.batch))
     for rows, cluster in SHAPES:
+        if sizes[0] < sizes[1]:
+            rows, cluster = OF_A_WIDER_Y.get((rows, cluster), (rows, cluster))
         wide = Shape(WIDE, rows, 1, cluster, *sizes)
         if wide.batch >= problem.batch:
-            if cluster * problem.out_features < wide.columns * chip.multiprocessors:
-                yield replace(wide, lanes=NARROW)
-            yield wide
+            few = cluster * problem.out_features < wide.columns * chip.multiprocessors
+            wide = replace(wide, lanes=NARROW) if few else wide
+            found = wide if wide.shared <= SHARED else found
             break
-    largest = Shape(NARROW, 64, 1, 8, *sizes)
-    yield replace(largest, parts=-(-problem.batch // largest.batch))
+    return found if found.shared <= SHARED else None
 
 
 def most_rows(plan: Plan) -> int | None:

@@ -168,11 +168,14 @@ def forward(problem: Problem, strategy: str) -> Plan:
     if problem.prepared:
         weight_rows = problem.out_features
     # The kernel makes the rows of later waves itself.
-    ahead = finish in ("kPersistent", "kEvaluate") if problem.split else x_rows != ALL_ROWS or weight_rows < problem.out_features
+    ahead = x_rows != ALL_ROWS or weight_rows < problem.out_features
+    if problem.split:
+        ahead = finish in ("kPersistent", "kEvaluate")
     shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
     operands = [f"split_{name}" if problem.split else cast.operand(problem, name) for name in cast.OPERANDS]
     made = _split_roles(problem) if problem.split else cast.roles(problem) if ahead else ()
+    made += (NOTHING,) * (len(_SPLIT) - len(made))
     launch = Launch(
         {"kEvaluate": "fused_gemm_scale_bn_evaluate", "kStatistics": "fused_gemm_statistics"}.get(
             finish, "fused_gemm_scale_bn"
@@ -190,13 +193,13 @@ def forward(problem: Problem, strategy: str) -> Plan:
         ),
         ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
-         "merged_slope", "merged_shift", "counters", *made, *(NOTHING,) * (len(_SPLIT) - len(made)), "x_rows", "weight_rows",
-         "group_panels", "in_registers", "stream_x", "keep_product", "batch", "in_features", "features"),
+         "merged_slope", "merged_shift", "counters", *made, "x_rows", "weight_rows", "group_panels",
+         "in_registers", "stream_x", "keep_product", "batch", "in_features", "features"),
         grid,
         block=384,
         resident=1,
         shared=shared,
-        cooperative=finish in ("kWholePanels", "kPersistent"),
+        cooperative=ahead or finish in ("kWholePanels", "kPersistent"),  # blocks wait for each other
         maps=(
             Map("map_x", operands[0], TILE_ROWS, tile.k),
             Map("map_weight", operands[1], tile.columns, tile.k),

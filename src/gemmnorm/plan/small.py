@@ -42,6 +42,8 @@ class Shape:
         return -(-size // 1024) * 1024
 
 
+# Of split operands: columns whose fragments fit the registers, and stages of K beyond which the library's launches cost less.
+SPLIT_COLUMNS, MOST_SPLIT_STEPS = 32, 112
 # In the order of preference, by the times of lab/README.md; none of them: the kernel is not used.
 SHAPES = (Shape(64, 8, 4, least=64), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32, 1, 8, most=16))
 
@@ -53,7 +55,7 @@ def shape(problem: Problem) -> Shape | None:
         return None
     steps = -(-problem.in_features * DTYPE_BYTES[problem.dtype] // ROW_BYTES)
     for found in SHAPES:
-        if problem.split and found.columns > 32:  # more fragments than registers
+        if problem.split and (found.columns > SPLIT_COLUMNS or steps > MOST_SPLIT_STEPS):
             continue
         panels = -(-problem.out_features // found.columns)
         groups = blocks // found.blocks  # pairs are neighbours

@@ -119,6 +119,9 @@ def kernels(arch: int, quick: bool = False) -> list[Kernel]:
                 continue
             chosen = plan.make_plan(problem, strategy, phase)
             launches = chosen.launches
+            if phase == "forward" and problem.dtype != "float32" == problem.linear_dtype:  # as autocast has it
+                casting = plan.make_plan(replace(problem, cast=("x", "weight")), strategy)
+                launches = (*launches, *casting.launches)
             if problem.split and chosen.strategy == "one_kernel" and phase == "forward" and not problem.training:
                 ahead = plan.make_plan(replace(problem, prepared=True), strategy, phase)
                 launches = (*launches, *ahead.launches, *plan.prepare(problem).launches)
