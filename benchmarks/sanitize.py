@@ -41,20 +41,22 @@ def main() -> None:
     for name, strategy, (dtype, arithmetic), training in itertools.product(
         names,
         OWN_GEMM if "--own" in sys.argv else STRATEGIES[:-1],
-        ((torch.bfloat16, "none"), (torch.float32, "tf32"), (torch.float32, "none")),
+        ((torch.bfloat16, "none"), (torch.float32, "tf32"), (torch.float32, "none"), (torch.float32, "autocast")),
         (True, False),
     ):
         if plain and not (strategy.startswith("cublas") and (dtype, arithmetic) == (torch.float32, "none")):
             continue
-        torch.backends.cuda.matmul.fp32_precision = arithmetic
+        cast = torch.autocast("cuda", torch.bfloat16, enabled=arithmetic == "autocast")
+        torch.backends.cuda.matmul.fp32_precision = arithmetic if arithmetic == "tf32" else "none"
         batch, inner, features = SIZES[name]
         module = gemmnorm.LinearScaleBatchNorm1d(inner, features, activation="relu", device="cuda", dtype=dtype)
         module.train(training)
         x = torch.randn(batch, inner, device="cuda", dtype=dtype)
         with gemmnorm.set_strategy(strategy):
-            y = module(x)
+            with cast:
+                y = module(x)
             y.backward(torch.randn_like(y))
-            with torch.no_grad():
+            with torch.no_grad(), cast:
                 y = module(x)
                 if not training:
                     y = gemmnorm.prepare(module)(x)

@@ -1853,7 +1853,20 @@ __device__ __forceinline__ void load_features(const float* vector, float (&out)[
   }
 }
 
-// One warp normalises `kUnitRows` rows of a stored tile, ROWS in flight: y = phi(slope*(a' + (group mean - mean)) + shift), a' as stored.
+// For N features of a merged panel: y = phi(slope*a' + shift), a' as it is stored, minus its group's mean.
+template <int N, class L, class R>
+__device__ __forceinline__ void group_coefficients(const Features<L, R>& f, int group, int column, float (&slope)[N],
+                                                   float (&shift)[N]) {
+  float mean[N], own[N];
+  load_features(f.merged_slope + column, slope);
+  load_features(f.merged_shift + column, shift);
+  load_features(f.mean + column, mean);
+  load_features(f.group_mean + static_cast<i64>(group) * f.features + column, own);
+#pragma unroll
+  for (int i = 0; i < N; ++i) shift[i] += slope[i] * (own[i] - mean[i]);
+}
+
+// One warp normalises `kUnitRows` rows of a stored tile, ROWS in flight.
 template <class T, class Y, int BN, class Activation, int ROWS, class L, class R>
 __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T* product, Y* y, int first_row,
                                                int first_column) {
@@ -1868,15 +1881,7 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
     const int column = first_column + c + (lane % (kColumns / N)) * N;
     if (column >= f.features) continue;
     float slope[N], shift[N];
-    {
-      float mean[N], own[N];
-      load_features(f.merged_slope + column, slope);
-      load_features(f.merged_shift + column, shift);
-      load_features(f.mean + column, mean);
-      load_features(f.group_mean + static_cast<i64>(group) * f.features + column, own);
-#pragma unroll
-      for (int i = 0; i < N; ++i) shift[i] += slope[i] * (own[i] - mean[i]);
-    }
+    group_coefficients(f, group, column, slope, shift);
     const i64 origin = static_cast<i64>(first_row) * f.features + column;
 #pragma unroll 1
     for (int r0 = lane / (kColumns / N); r0 < rows; r0 += kLanes * kAtOnce) {
@@ -2014,8 +2019,7 @@ __device__ __forceinline__ void store_pair(Y* to, float2 v) {
 
 namespace gemmnorm {
 
-// One warp normalises a staged group: y = phi(slope*(a' + (group mean - mean)) + shift), a' as staged. A y of the product's
-// size takes its place and leaves by the copy engine.
+// One warp normalises a staged group. A y of the product's size takes its place and leaves by the copy engine.
 template <class T, class Y, int BN, class Activation, class L, class R>
 __device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsigned char* staging, const TensorMap& map_y,
                                                  Y* y, int group, int first_column) {
@@ -2027,15 +2031,7 @@ __device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsign
     const int column = first_column + part * 64 + chunk * N;
     if (column < f.features) {
       float slope[N], shift[N];
-      {
-        float mean[N], own[N];
-        load_features(f.merged_slope + column, slope);
-        load_features(f.merged_shift + column, shift);
-        load_features(f.mean + column, mean);
-        load_features(f.group_mean + static_cast<i64>(group) * f.features + column, own);
-#pragma unroll
-        for (int i = 0; i < N; ++i) shift[i] += slope[i] * (own[i] - mean[i]);
-      }
+      group_coefficients(f, group, column, slope, shift);
 #pragma unroll 4
       for (int row = lane / kChunks; row < rows; row += 32 / kChunks) {
         unsigned char* at = of_part + row * kRowBytes + ((chunk ^ row) % 8) * 16;

@@ -5,8 +5,7 @@
 
 namespace gemmnorm {
 
-// One warp normalises a staged group: y = φ(slope·(a' + (group mean - mean)) + shift), a' as staged. A y of the product's
-// size takes its place and leaves by the copy engine.
+// One warp normalises a staged group. A y of the product's size takes its place and leaves by the copy engine.
 template <class T, class Y, int BN, class Activation, class L, class R>
 __device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsigned char* staging, const TensorMap& map_y,
                                                  Y* y, int group, int first_column) {
@@ -18,15 +17,7 @@ __device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsign
     const int column = first_column + part * 64 + chunk * N;
     if (column < f.features) {
       float slope[N], shift[N];
-      {
-        float mean[N], own[N];
-        load_features(f.merged_slope + column, slope);
-        load_features(f.merged_shift + column, shift);
-        load_features(f.mean + column, mean);
-        load_features(f.group_mean + static_cast<i64>(group) * f.features + column, own);
-#pragma unroll
-        for (int i = 0; i < N; ++i) shift[i] += slope[i] * (own[i] - mean[i]);
-      }
+      group_coefficients(f, group, column, slope, shift);
 #pragma unroll 4
       for (int row = lane / kChunks; row < rows; row += 32 / kChunks) {
         unsigned char* at = of_part + row * kRowBytes + ((chunk ^ row) % 8) * 16;

@@ -42,7 +42,7 @@ class Shape:
         return -(-size // 1024) * 1024
 
 
-# Of split operands: columns whose fragments fit the registers, and stages of K beyond which the library's launches cost less.
+# Of split operands: columns whose fragments fit the registers, and stages of K beyond which the library is faster.
 SPLIT_COLUMNS, MOST_SPLIT_STEPS = 32, 112
 # In the order of preference, by the times of lab/README.md; none of them: the kernel is not used.
 SHAPES = (Shape(64, 8, 4, least=64), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32, 1, 8, most=16))
