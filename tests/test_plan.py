@@ -260,3 +260,16 @@ def test_output_dtype_is_the_chains():
     for scale in (None, full, full.bfloat16(), torch.tensor(1.0), full[:1]):
         chain = half if scale is None else half * scale
         assert runtime.output_dtype(half, scale) == chain.dtype
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_that_wait_for_each_others_rows_are_launched_together(dtype):
+    """Else two such calls on two streams could each hold half of the GPU, and wait for ever."""
+    cast = ("x", "weight") if dtype == "bfloat16" else ()
+    for batch, features in ((256, 512), (8192, 4096)):
+        problem = Problem(batch, 4096, features, dtype, dtype, training=False, cast=cast)
+        (launch,) = (found for found in make_plan(problem, "one_kernel").launches if found.function == "fused_gemm")
+        waves = batch * features > 132 * 128 * 256
+        numbers = dict(launch.numbers)
+        left = numbers["x_rows"] < batch or numbers["weight_rows"] < features
+        assert (launch.cooperative, left) == (waves, waves)

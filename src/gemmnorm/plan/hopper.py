@@ -167,10 +167,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
     x_rows, weight_rows = _rows_ahead(problem, tile, group_panels)
     if problem.prepared:
         weight_rows = problem.out_features
-    # The kernel makes the rows of later waves itself.
-    ahead = x_rows != ALL_ROWS or weight_rows < problem.out_features
-    if problem.split:
-        ahead = finish in ("kPersistent", "kEvaluate")
+    left = x_rows != ALL_ROWS or weight_rows < problem.out_features  # to the kernel, whose blocks then wait for each other
+    ahead = finish in ("kPersistent", "kEvaluate") if problem.split else left
     shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
     operands = [f"split_{name}" if problem.split else cast.operand(problem, name) for name in cast.OPERANDS]
@@ -199,7 +197,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         block=384,
         resident=1,
         shared=shared,
-        cooperative=ahead or finish in ("kWholePanels", "kPersistent"),  # blocks wait for each other
+        cooperative=left or finish in ("kWholePanels", "kPersistent"),
         maps=(
             Map("map_x", operands[0], TILE_ROWS, tile.k),
             Map("map_weight", operands[1], tile.columns, tile.k),
