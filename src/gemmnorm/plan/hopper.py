@@ -167,7 +167,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
     x_rows, weight_rows = _rows_ahead(problem, tile, group_panels)
     if problem.prepared:
         weight_rows = problem.out_features
-    left = x_rows != ALL_ROWS or weight_rows < problem.out_features  # to the kernel, whose blocks then wait for each other
+    # Rows that are left to the kernel, whose blocks then wait for each other.
+    left = x_rows != ALL_ROWS or weight_rows < problem.out_features
     ahead = finish in ("kPersistent", "kEvaluate") if problem.split else left
     shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
