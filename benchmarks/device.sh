@@ -10,7 +10,7 @@
 #   bench     the result file: benchmarks/results/h200.json is what it writes
 #
 #   OUT       where logs and results go (out)        CASES   of the suite (kb33,kb39,projector,v0)
-#   WORKERS   of pytest (6)
+#   WORKERS   of pytest (12): most of its time is NVRTC's
 #   BUDGET    seconds of sampling a cell (0.4)    LIMIT   seconds a stage may take (400)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -30,7 +30,7 @@ logged() { # NAME LINES COMMAND…: run it, keep all it says, show the end
 
 for stage in "${@:-tests}"; do
   case "$stage" in
-    tests) logged tests 25 python3 -m pytest -m gpu -n "${WORKERS:-6}" --junitxml "$out/gpu.xml" ;;
+    tests) logged tests 25 python3 -m pytest -m gpu -n "${WORKERS:-12}" --junitxml "$out/gpu.xml" ;;
     sanitize)
       for tool in memcheck synccheck racecheck "initcheck --plain"; do
         read -r name plain <<<"$tool"
