@@ -92,6 +92,14 @@ def cases(dtype):
         yield f"{name}, gradients on", True, call
     yield "module in evaluation, no_grad", False, lambda: frozen(x)
     yield "module, forward and backward", True, lambda: m(x).backward(grad)
+    wide, its = (make().to(DEVICE) for make in (lambda: gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES), Chain))
+    for name, module in (("module", wide), ("eager chain", its)):
+
+        def under_autocast(module=module, x=x.float()):
+            with torch.autocast(DEVICE.type, dtype):
+                module(x)
+
+        yield f"{name} under autocast, gradients on", True, under_autocast
     for name, eager in (("eager Linear + BatchNorm1d", pair), ("eager chain", chain)):
         yield f"{name}, no_grad", False, lambda eager=eager: eager(x)
         yield f"{name}, gradients on", True, lambda eager=eager: eager(x)
