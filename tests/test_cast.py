@@ -9,8 +9,8 @@ from gpu_support import poisoned_memory
 from test_emulated import SMALL_HOPPER
 from torch import Tensor
 
-from gemmnorm import linear_scale_batch_norm, plan, runtime
-from gemmnorm.plan import Plan, Problem, cast
+from gemmnorm import linear_scale_batch_norm, ops, plan, runtime
+from gemmnorm.plan import Plan, Problem, cast, small
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -89,6 +89,26 @@ def test_the_kernels_cast_as_pytorch_does(
     product = [launch for launch in chosen.launches if launch.function == "fused_gemm"]
     left = [role for launch in product for role in launch.arguments if role.startswith("wide_")]
     assert left == ([f"wide_{name}" for name in wide] if batch > 140 else [])
+
+
+@needs_compiler
+def test_one_tile_of_rows_in_several_waves_leaves_no_rows_to_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kOneBlock makes none."""
+    monkeypatch.setattr(small, "SHAPES", ())
+    plan.cached_plan.cache_clear()
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        chosen = check(tensors(20, 72, 1040), "one_kernel", True, torch.bfloat16, BOTH)
+    plan.cached_plan.cache_clear()
+    assert finish(chosen) == "kOneBlock"
+
+
+@needs_compiler
+def test_pytorch_casts_nothing_whatever_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(264, 72)
+    monkeypatch.setattr(ops, "_cast", lambda *_: pytest.fail("cast by PyTorch"))
+    with emulated(SMALL_HOPPER), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for batch in (300, 200, 300):
+            linear_scale_batch_norm(torch.randn(batch, 72), weight, training=True, strategy="one_kernel")
 
 
 def test_a_plan_casts_only_what_it_is_told_to() -> None:

@@ -273,3 +273,17 @@ def test_blocks_that_wait_for_each_others_rows_are_launched_together(dtype):
         numbers = dict(launch.numbers)
         left = numbers["x_rows"] < batch or numbers["weight_rows"] < features
         assert (launch.cooperative, left) == (waves, waves)
+
+
+@pytest.mark.parametrize("in_features", [512, 4096, 8192])
+@pytest.mark.parametrize("features", [2048, 10240, 40960])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_kernel_that_makes_no_rows_is_left_none(dtype, features, in_features):
+    """One tile of rows in training, in several waves of blocks too."""
+    cast = ("x", "weight") if dtype == "bfloat16" else ()
+    for batch in (2, 128):
+        chosen = make_plan(Problem(batch, in_features, features, dtype, dtype, cast=cast, save=True), "one_kernel")
+        for launch in chosen.launches:
+            if "gemmnorm::Finish::kOneBlock" in launch.constants:
+                numbers = dict(launch.numbers)
+                assert numbers["x_rows"] >= batch and numbers["weight_rows"] == features

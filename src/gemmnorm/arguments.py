@@ -7,6 +7,8 @@ from torch import Tensor
 
 from .errors import GemmNormTypeError, GemmNormValueError
 
+CAST = {torch.float32, torch.float16, torch.bfloat16}  # what autocast casts
+
 
 def check_arguments(
     x: Tensor,
@@ -41,7 +43,8 @@ def check_arguments(
     device = x.device
     if not x.is_floating_point():
         raise GemmNormTypeError(f"x: expected a floating-point tensor; got {x.dtype}")
-    if weight.dtype != x.dtype and not torch.is_autocast_enabled(device.type):
+    cast = torch.is_autocast_enabled(device.type) and {x.dtype, weight.dtype} <= CAST
+    if weight.dtype != x.dtype and not cast:
         raise GemmNormTypeError(f"weight: expected the dtype of x, {x.dtype}; got {weight.dtype}")
     if weight.device != device:
         raise GemmNormTypeError(f"weight: expected a tensor on {device}, as x is; got {weight.device}")

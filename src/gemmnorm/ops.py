@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import plan, reference, runtime
-from .arguments import check_arguments
+from .arguments import CAST, check_arguments
 from .errors import GemmNormRuntimeError
 
 _library = torch.library.Library("gemmnorm", "DEF")
@@ -128,10 +128,10 @@ def _prepared(
     if call is None and any(t is not None and type(t) not in _PLAIN for t in tensors):
         return None  # a subclass wants to see the operator
     if call is None:
-        operands = (x, weight) if autocast is None else _cast(x, weight)
-        wide = [t.dtype == torch.float32 != made.dtype for t, made in zip((x, weight), operands, strict=True)]
-        known = all(t.dtype in (torch.float32, autocast) for t in (x, weight))
-        cast = tuple(name for name, is_wide in zip(("x", "weight"), wide, strict=True) if is_wide and known)
+        operands = (x, weight) if autocast is None else (_as_cast(x, autocast), _as_cast(weight, autocast))
+        known = all(t.dtype == autocast or (t.dtype == torch.float32 and t.is_contiguous()) for t in (x, weight))
+        named = (("x", x), ("weight", weight))
+        cast = tuple(name for name, t in named if known and t.dtype != autocast) if autocast is not None else ()
         _, _, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias = tensors
         learned = (x, weight, bias, scale, bn_weight, bn_bias)
         save = differentiable and any(t is not None and t.requires_grad for t in learned)
@@ -151,8 +151,13 @@ def _prepared(
 def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """x and W in autocast's dtype; statistics and BatchNorm's parameters stay as they are."""
     dtype = torch.get_autocast_dtype(x.device.type)
-    x, weight = (t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in (x, weight))
+    x, weight = (t.to(dtype) if t.dtype in CAST else t for t in (x, weight))
     return x, weight
+
+
+def _as_cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """What tells of `t` in autocast's dtype, without the numbers."""
+    return t.new_empty((), dtype=dtype).expand(t.shape) if t.dtype in CAST and t.dtype != dtype else t
 
 
 class _Direct(torch.autograd.Function):

@@ -180,20 +180,6 @@ def _prepared_plan(chosen: Plan) -> Plan | None:
     return plan.cached_plan(replace(problem, prepared=True), "one_kernel", "forward")
 
 
-def _casting_plan(chosen: Plan, cast: tuple[str, ...]) -> Plan | None:
-    """`chosen` for operands of which some are still to be cast; None where kernels cannot do that."""
-    problem = chosen.problem
-    if not cast or chosen.strategy == "reference" or problem.in_features % 4:
-        return None
-    found = plan.cached_plan(replace(problem, cast=cast), chosen.strategy, "forward")
-    try:
-        binding.bind(found, False)
-    except Exception as error:
-        warnings.warn(f"operands are cast by PyTorch: {error}", GemmNormWarning, stacklevel=2)
-        return None
-    return found
-
-
 def prepare_weight(weight: Tensor) -> bool:
     """Split `weight` for the evaluations to come (`prepared`); whether any would split it."""
     if type(weight) not in (Tensor, torch.nn.Parameter) or weight.dim() != 2 or weight.is_inference():
@@ -242,10 +228,11 @@ class Call:
         problem = describe(
             x, weight, bias, scale, scale_value, running_mean, bn_weight, bn_bias, training, activation, save
         )
+        if problem.in_features % 4 == 0:  # rows of whole words
+            problem = replace(problem, cast=cast)
         name = resolve(problem, strategy)
         self.plan = plan.cached_plan(problem, name, "forward")
-        self.plan = _casting_plan(self.plan, cast) or self.plan
-        self.cast = self.plan.problem.cast
+        self.cast = () if name == "reference" else problem.cast
         self.options = (scale_value, training, momentum, eps, activation, save)
         self.save = save
         self._packed = direct and save and self.plan.keeps_offsets

@@ -10,6 +10,7 @@
 //      of the column lies within √(n - 1) deviations of its mean, so the squares lose 7 bits at most, also where
 //      |mean| >> std;
 //   4. one reciprocal root.
+// float32 takes a second sum and barrier, about the mean, and a root that is rounded as it should be.
 // Per-feature vectors are in registers before the first copy has arrived.
 #pragma once
 #include "column_sums.cuh"
@@ -51,7 +52,7 @@ struct SmallPanelShared : WeightParts<BN, PLANES> {
   alignas(1024) unsigned char x[STAGES][kBoxes][kTileRows * kRowBytes];
   alignas(1024) unsigned char weight[STAGES][kBoxes][BN * kRowBytes];
   float4 parts[SPLITS][S::kUnits][S::kFinishers];  // by block of origin
-  UnitSums<S> sums[2];                             // of the product, and of the product as it is stored
+  UnitSums<S> sums[2];  // about row 0, and about the mean: of the product as it is stored, or once more (float32)
   u64 full[STAGES], empty[STAGES];
   u64 arrived;  // the parts are there
 };

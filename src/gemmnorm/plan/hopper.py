@@ -124,7 +124,8 @@ def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, i
     """
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     rows, panels = tile.counts(problem)
-    if rows * panels <= blocks or not (problem.split or problem.cast):
+    alone = problem.training and rows == 1  # kOneBlock, which makes no rows
+    if alone or rows * panels <= blocks or not (problem.split or problem.cast):
         return ALL_ROWS, problem.out_features
     if rows * group_panels >= blocks:  # along x within the first group of panels
         m_tiles, n_tiles = -(-blocks // group_panels), group_panels

@@ -96,7 +96,10 @@ class Problem:
 
     @property
     def split(self) -> bool:
-        """The own product of float32 operands is that of two float16 for each, with float32's accuracy."""
+        """The own product of float32 operands is that of several narrow numbers for each, with float32's accuracy.
+
+        Of two float16, or in `small_panel` of three bfloat16.
+        """
         return self.dtype == "float32" and self.arithmetic == "float32"
 
     @property

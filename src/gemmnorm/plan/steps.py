@@ -222,7 +222,10 @@ class Plan:
     def __str__(self) -> str:
         p = self.problem
         split = p.split and self.strategy in OWN_GEMM and self.phase == "forward"
-        arithmetic = "three float16 products" if split else p.arithmetic
+        few = any(launch.function == "small_panel" for launch in self.launches)
+        arithmetic = p.arithmetic
+        if split:
+            arithmetic = "six bfloat16 products" if few else "three float16 products"
         kind = ("training" if p.training else "evaluation") + " " + self.phase
         where = "plain PyTorch ops" if self.strategy == "reference" else f"sm_{p.chip.arch if p.chip else 80}"
         lines = [

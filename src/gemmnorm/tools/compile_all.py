@@ -1,4 +1,4 @@
-"""Compile every kernel that a plan can ask for, for every architecture, and fail on a spill. Needs no GPU.
+"""Compile the kernels that plans ask for, for every architecture, and fail on a spill. Needs no GPU.
 
     python -m gemmnorm.tools.compile_all [--arch 90 …] [--jobs 2] [--quick]
 
@@ -120,8 +120,8 @@ def kernels(arch: int, quick: bool = False) -> list[Kernel]:
             chosen = plan.make_plan(problem, strategy, phase)
             launches = chosen.launches
             if phase == "forward" and problem.dtype != "float32" == problem.linear_dtype:  # as autocast has it
-                casting = plan.make_plan(replace(problem, cast=("x", "weight")), strategy)
-                launches = (*launches, *casting.launches)
+                for cast in (("x", "weight"), ("weight",)):
+                    launches = (*launches, *plan.make_plan(replace(problem, cast=cast), strategy).launches)
             if problem.split and chosen.strategy == "one_kernel" and phase == "forward" and not problem.training:
                 ahead = plan.make_plan(replace(problem, prepared=True), strategy, phase)
                 launches = (*launches, *ahead.launches, *plan.prepare(problem).launches)
