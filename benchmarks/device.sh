@@ -10,7 +10,7 @@
 #   bench     the result file: benchmarks/results/h200.json is what it writes
 #
 #   OUT       where logs and results go (out)        CASES   of the suite (kb33,kb39,projector,v0)
-#   WORKERS   of pytest (12): most of its time is NVRTC's
+#   WORKERS   of pytest (12)
 #   BUDGET    seconds of sampling a cell (0.4)    LIMIT   seconds a stage may take (400)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,6 +1,6 @@
 """Runs every kernel once at small sizes, for compute-sanitizer.
 
-    PYTHONPATH=src compute-sanitizer --tool memcheck python benchmarks/sanitize.py [--plain] ["one tile" …]
+    PYTHONPATH=src compute-sanitizer --tool memcheck python benchmarks/sanitize.py [--plain] [--forward] ["one tile" …]
 
 Tools: memcheck, racecheck, synccheck, initcheck. Results are compared with plain PyTorch, so that a kernel which a tool
 disturbs is noticed.
@@ -9,6 +9,8 @@ initcheck does not see the copy engine's stores. First PyTorch alone reads a pro
 which the copy engine has stored, is reported (before the line "control"), that of float32 is not. So of whatever reads
 such a product it says nothing that means anything. `--plain` leaves those strategies and dtypes out: then every report
 after the first line "control" counts. What the copy engine stores is for the GPU suite, which poisons all memory.
+
+`--forward` runs the own kernels in training without gradients, so no product of the library's, which racecheck reports.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ SIZES = {
 
 def main() -> None:
     split.SPLIT_BACKWARD_FLOPS = 0.0  # small products of split operands too
-    plain = "--plain" in sys.argv
+    plain, forward = "--plain" in sys.argv, "--forward" in sys.argv
     names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(SIZES)
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in () if forward else (torch.bfloat16, torch.float32):
         a, b = torch.randn(300, 136, device="cuda", dtype=dtype), torch.randn(264, 136, device="cuda", dtype=dtype)
         print(f"control, {dtype}: {float((a @ b.t()).relu().sum()):.3g}", flush=True)
     for name, strategy, (dtype, arithmetic), training in itertools.product(
         names,
-        OWN_GEMM if "--own" in sys.argv else STRATEGIES[:-1],
+        OWN_GEMM if forward or "--own" in sys.argv else STRATEGIES[:-1],
         ((torch.bfloat16, "none"), (torch.float32, "tf32"), (torch.float32, "none"), (torch.float32, "autocast")),
-        (True, False),
+        (True,) if forward else (True, False),
     ):
         if plain and not (strategy.startswith("cublas") and (dtype, arithmetic) == (torch.float32, "none")):
             continue
@@ -53,13 +55,17 @@ def main() -> None:
         module.train(training)
         x = torch.randn(batch, inner, device="cuda", dtype=dtype)
         with gemmnorm.set_strategy(strategy):
-            with cast:
-                y = module(x)
-            y.backward(torch.randn_like(y))
+            if not forward:
+                with cast:
+                    y = module(x)
+                y.backward(torch.randn_like(y))
             with torch.no_grad(), cast:
                 y = module(x)
                 if not training:
                     y = gemmnorm.prepare(module)(x)
+        if forward:
+            print(f"{name}, {strategy}, {dtype}, {arithmetic}", flush=True)
+            continue
         with gemmnorm.set_strategy("reference"), torch.no_grad():
             expected = module(x)
         worst = float((y - expected).abs().max())

@@ -95,3 +95,14 @@ def test_the_modules_arguments():
         LinearScaleBatchNorm1d(I, O, activation="nope")
     with pytest.raises(GemmNormError, match="scale"):
         LinearScaleBatchNorm1d(I, O, scale=(3, 3))(torch.randn(B, I))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.bfloat16)])
+def test_autocast_does_not_cast_float64(dtypes):
+    """As eager, whose product then has operands of two dtypes."""
+    x, weight = (torch.randn(4, 8).to(dtype) for dtype in dtypes)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError):
+            torch.nn.functional.linear(x, weight)
+        with pytest.raises(errors.GemmNormTypeError, match="weight: expected the dtype of x"):
+            linear_scale_batch_norm(x, weight, training=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .errors import GemmNormTypeError, GemmNormValueError
 
-CAST = {torch.float32, torch.float16, torch.bfloat16}  # what autocast casts
+CASTABLE = {torch.float32, torch.float16, torch.bfloat16}  # what autocast casts
 
 
 def check_arguments(
@@ -43,7 +43,7 @@ def check_arguments(
     device = x.device
     if not x.is_floating_point():
         raise GemmNormTypeError(f"x: expected a floating-point tensor; got {x.dtype}")
-    cast = torch.is_autocast_enabled(device.type) and {x.dtype, weight.dtype} <= CAST
+    cast = torch.is_autocast_enabled(device.type) and {x.dtype, weight.dtype} <= CASTABLE
     if weight.dtype != x.dtype and not cast:
         raise GemmNormTypeError(f"weight: expected the dtype of x, {x.dtype}; got {weight.dtype}")
     if weight.device != device:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import plan, reference, runtime
-from .arguments import CAST, check_arguments
+from .arguments import CASTABLE, check_arguments
 from .errors import GemmNormRuntimeError
 
 _library = torch.library.Library("gemmnorm", "DEF")
@@ -151,13 +151,13 @@ def _prepared(
 def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """x and W in autocast's dtype; statistics and BatchNorm's parameters stay as they are."""
     dtype = torch.get_autocast_dtype(x.device.type)
-    x, weight = (t.to(dtype) if t.dtype in CAST else t for t in (x, weight))
+    x, weight = (t.to(dtype) if t.dtype in CASTABLE else t for t in (x, weight))
     return x, weight
 
 
 def _as_cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     """What tells of `t` in autocast's dtype, without the numbers."""
-    return t.new_empty((), dtype=dtype).expand(t.shape) if t.dtype in CAST and t.dtype != dtype else t
+    return t.new_empty((), dtype=dtype).expand(t.shape) if t.dtype in CASTABLE and t.dtype != dtype else t
 
 
 class _Direct(torch.autograd.Function):

@@ -16,7 +16,7 @@ CAST = ("cast_x", "cast_weight")  # roles of the same, cast
 
 
 def operand(problem: Problem, name: str) -> str:
-    """The role of x or the weight as it is multiplied."""
+    """The role of x or the weight as it is multiplied; any other as it is."""
     return f"cast_{name}" if name in problem.cast else name
 
 
@@ -58,13 +58,10 @@ def in_front(build: Callable[[Problem, str], Plan]) -> Callable[[Problem, str], 
         if not problem.cast:
             return chosen
 
-        def renamed(role: str) -> str:
-            return operand(problem, role)
-
         steps = tuple(
-            replace(step, left=renamed(step.left), right=renamed(step.right))
+            replace(step, left=operand(problem, step.left), right=operand(problem, step.right))
             if isinstance(step, Product)
-            else replace(step, maps=tuple(replace(m, tensor=renamed(m.tensor)) for m in step.maps))
+            else replace(step, maps=tuple(replace(m, tensor=operand(problem, m.tensor)) for m in step.maps))
             for step in chosen.steps
         )
         return with_operands(replace(chosen, problem=problem, steps=steps), ALL_ROWS, problem.out_features)
