@@ -124,6 +124,20 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
     }
     commit_small_copies();
   }
+  struct {  // of the column that the thread owns, as they come: read a panel ahead
+    L scale;
+    R gamma, beta;
+    float mean, rstd;
+  } own = {};
+  const auto read_own = [&](int j) {
+    if (thread >= kColumns || j >= features) return;
+    if (scale) own.scale = scale[static_cast<i64>(j) * scale_stride];
+    if (bn_weight) own.gamma = bn_weight[j];
+    if (bn_bias) own.beta = bn_bias[j];
+    own.mean = mean[j];
+    own.rstd = rstd[j];
+  };
+  read_own(first_column + thread);
   if (CLUSTER > 1) cluster_wait();
 
 #pragma unroll 1
@@ -131,14 +145,12 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
     const int column = first_column + tx * N, next_column = column + stride, j = first_column + thread;
     const int turn = count % 2;
     const bool owner = thread < kColumns && j < features;  // of a column
-    float s = 1.0f, r = 1.0f, gamma = 1.0f;
+    const float s = scale ? to_float(own.scale) : scale_value, r = own.rstd;
+    const float gamma = bn_weight ? to_float(own.gamma) : 1.0f;
     if (owner) {
-      s = scale_of(scale, scale_stride, scale_value, j);
-      r = rstd[j];
-      gamma = value_or(bn_weight, j, 1.0f);
-      shared.mean[thread] = mean[j];
+      shared.mean[thread] = own.mean;
       shared.slope[thread] = gamma * s * r;
-      shared.shift[thread] = value_or(bn_bias, j, 0.0f);
+      shared.shift[thread] = bn_bias ? to_float(own.beta) : 0.0f;
       if (column_exponents && rank == 0) column_exponents[j] = kLeastExponent;
     }
     float from_mean[PARTS][N];  // what is to be added to a stored value
@@ -206,6 +218,7 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
     }
     __syncthreads();
 
+    read_own(j + stride);
     float constant[N], linear[N];
     int most[N];
     read_columns<N>(&shared.mean_grad[tx * N], constant);
