@@ -181,7 +181,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         serve_consumer<T, Y, BN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
                                                       keep_product);
       } else if (FINISH == Finish::kPersistent) {
-        take_units<T, Y, BN, Activation, kMergeAhead, kSplit ? 2 : 16 / sizeof(T)>(f, raster, product, y, counters, stored);
+        take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
       }
     }
   } else {
@@ -440,7 +440,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       }
     }
     if (kStagedY && thread == 0) wait_copies();
-    if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, 4, kUnitRows>(f, raster, product, y, counters, stored);
+    if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
   }
 
   if (FINISH == Finish::kOneBlock && momentum >= 0.0f) {  // no block waits for another, none reads the count of batches

@@ -221,7 +221,7 @@ __device__ __forceinline__ void group_coefficients(const Features<L, R>& f, int 
   for (int i = 0; i < N; ++i) shift[i] += slope[i] * (own[i] - mean[i]);
 }
 
-// One warp normalises `kUnitRows` rows of a stored tile, ROWS in flight, the first of them beside the coefficients.
+// One warp normalises `kUnitRows` rows of a stored tile, ROWS in flight.
 template <class T, class Y, int BN, class Activation, int ROWS, class L, class R>
 __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T* product, Y* y, int first_row,
                                                int first_column) {
@@ -235,20 +235,16 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
   for (int c = 0; c < BN; c += kColumns) {
     const int column = first_column + c + (lane % (kColumns / N)) * N;
     if (column >= f.features) continue;
+    float slope[N], shift[N];
+    group_coefficients(f, group, column, slope, shift);
     const i64 origin = static_cast<i64>(first_row) * f.features + column;
-    Vec<T, N> a[kAtOnce];
-    const auto fetch = [&](int r0) {  // loads without conditions are all in flight at once
+#pragma unroll 1
+    for (int r0 = lane / (kColumns / N); r0 < rows; r0 += kLanes * kAtOnce) {
+      Vec<T, N> a[kAtOnce];  // loads without conditions are all in flight at once
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r)
         *reinterpret_cast<uint4*>(&a[r]) = load_l2(
             reinterpret_cast<const uint4*>(product + origin + static_cast<i64>(min(r0 + r * kLanes, rows - 1)) * f.features));
-    };
-    int r0 = lane / (kColumns / N);
-    fetch(r0);
-    float slope[N], shift[N];
-    group_coefficients(f, group, column, slope, shift);
-#pragma unroll 1
-    for (;;) {
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
         float out[N];
@@ -256,15 +252,13 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
         for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a[r].value(i) + shift[i]);
         if (r0 + r * kLanes < rows) store<Y, N>(y + origin + static_cast<i64>(r0 + r * kLanes) * f.features, out);
       }
-      if ((r0 += kLanes * kAtOnce) >= rows) break;
-      fetch(r0);
     }
   }
 }
 
 // A warp takes units in order, one at a time, until none is left: first the merges of a group of panels, then the rows
 // of its stored tiles. A unit waits only for tiles that come before it.
-template <class T, class Y, int BN, class Activation, int AHEAD, int ROWS, class L, class R>
+template <class T, class Y, int BN, class Activation, int AHEAD, class L, class R>
 __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster& raster, const T* product, Y* y,
                                            u32* counters, int stored) {
   constexpr int kMerges = BN / kMergeWidth, kUnits = kTileRows / kUnitRows;
@@ -276,39 +270,32 @@ __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster
   const int group_tiles = raster.group_panels * raster.tiles_m;
   const int last_panel = direct ? min((stored + group_tiles - 1) / group_tiles * raster.group_panels, raster.tiles_n)
                                 : raster.tiles_n;
-  const auto ticket = [&] { return lane == 0 ? static_cast<int>(atomicAdd(&counters[kTicket], 1u)) : 0; };
-  int next = ticket(), known_group = -1;
-  u32 known = 0;  // panels of that group that are merged
 #pragma unroll 1
   for (;;) {
-    const int unit = __shfl_sync(~0u, next, 0);
+    int unit = 0;
+    if (lane == 0) unit = static_cast<int>(atomicAdd(&counters[kTicket], 1u));
+    unit = __shfl_sync(~0u, unit, 0);
     if (unit >= per_panel * last_panel) return;
     const int group = unit / (per_panel * raster.group_panels), first = group * raster.group_panels;
     const int panels = min(raster.group_panels, raster.tiles_n - first);
     const int rest = unit - first * per_panel;
     if (rest < kMerges * panels) {
       const int n = first + rest / kMerges;
-      if (!direct || raster.has_stored(n, stored)) {
-        if (lane == 0) wait_until(&counters[complete + n], 2 * raster.tiles_m);
-        __syncwarp();
-        merge_groups<AHEAD>(f, n * BN + (rest % kMerges) * kMergeWidth);
-        __syncwarp();
-        if (lane == 0) add_release(&counters[merged + n], kMergeWidth);
-      }
-      next = ticket();
+      if (direct && !raster.has_stored(n, stored)) continue;
+      if (lane == 0) wait_until(&counters[complete + n], 2 * raster.tiles_m);
+      __syncwarp();
+      merge_groups<AHEAD>(f, n * BN + (rest % kMerges) * kMergeWidth);
+      __syncwarp();
+      if (lane == 0) add_release(&counters[merged + n], kMergeWidth);
     } else {
       const int t = first * raster.tiles_m + (rest - kMerges * panels) / kUnits;
+      if (t >= stored) continue;
       const Tile tile = raster.at(t);
       const int row = tile.m * kTileRows + (rest - kMerges * panels) % kUnits * kUnitRows;
-      const bool exists = t < stored && row < f.batch;
-      if (group != known_group) known_group = group, known = 0;
-      if (exists && !(known >> (tile.n - first) & 1)) {
-        if (lane == 0) wait_until(&counters[merged + tile.n], BN);
-        __syncwarp();
-        known |= 1u << (tile.n - first);
-      }
-      next = ticket();  // arrives beside the rows
-      if (exists) normalize_unit<T, Y, BN, Activation, ROWS>(f, product, y, row, tile.n * BN);
+      if (row >= f.batch) continue;
+      if (lane == 0) wait_until(&counters[merged + tile.n], BN);
+      __syncwarp();
+      normalize_unit<T, Y, BN, Activation, 2 * AHEAD>(f, product, y, row, tile.n * BN);
     }
   }
 }
