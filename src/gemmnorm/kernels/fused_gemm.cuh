@@ -143,12 +143,13 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
         const Tile tile = raster.at(t);
         const bool later = FINISH == Finish::kStatistics || t < stored;
+        const u64 kept = FINISH == Finish::kPersistent && later ? kEvictLast : kEvictNormal;  // until it is normalised
         for (int c = 0; c < 2; ++c) {
           barrier_wait(&shared.staged[c], parity);
           if (kStaged && (later || keep_product) && lane == 0) {
             for (int part = 0; part < BN / 64; ++part)
               copy_to_global(map_product, shared.staging[c] + part * kGroupRows * kRowBytes, tile.n * BN + part * 64,
-                             tile.m * kTileRows + c * kGroupRows);
+                             tile.m * kTileRows + c * kGroupRows, kept);
             commit_copies();
           }
           if constexpr (kStaged) {

@@ -243,14 +243,20 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
       Vec<T, N> a[kAtOnce];  // loads without conditions are all in flight at once
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r)
-        *reinterpret_cast<uint4*>(&a[r]) = load_l2(
+        *reinterpret_cast<uint4*>(&a[r]) = load_last_time(
             reinterpret_cast<const uint4*>(product + origin + static_cast<i64>(min(r0 + r * kLanes, rows - 1)) * f.features));
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
         float out[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a[r].value(i) + shift[i]);
-        if (r0 + r * kLanes < rows) store<Y, N>(y + origin + static_cast<i64>(r0 + r * kLanes) * f.features, out);
+        if (r0 + r * kLanes >= rows) continue;
+        Vec<Y, N> rounded;
+#pragma unroll
+        for (int i = 0; i < N; ++i) from_float(out[i], rounded.at[i]);
+        uint4* to = reinterpret_cast<uint4*>(y + origin + static_cast<i64>(r0 + r * kLanes) * f.features);
+#pragma unroll
+        for (int w = 0; w < N * sizeof(Y) / 16; ++w) store_for_others(to + w, reinterpret_cast<const uint4*>(&rounded)[w]);
       }
     }
   }

@@ -52,7 +52,7 @@ inline void sync_threads(int barrier, int threads) {
 }
 inline void prefetch_map(const TensorMap&) {}
 
-constexpr u64 kEvictNormal = 0, kEvictFirst = 1;
+constexpr u64 kEvictNormal = 0, kEvictFirst = 1, kEvictLast = 2;
 
 inline float rounded_to_tf32(float f) {
   return std::isfinite(f) ? __uint_as_float((__float_as_uint(f) + 0x1000) & 0xFFFFE000u) : f;
@@ -101,7 +101,7 @@ inline void copy_bytes_to_shared(void* to, const void* from, u32 bytes, u64* bar
     arrivals(barrier).check();
   });
 }
-inline void copy_to_global(const TensorMap& map, const void* from, int x, int y) {
+inline void copy_to_global(const TensorMap& map, const void* from, int x, int y, u64 = kEvictNormal) {
   const MapFields m = fields(map);
   emulator::Fiber* owner = emulator::current;
   ++owner->copies;
@@ -160,6 +160,11 @@ template <class T>
 T load_l2(const T* p) {
   if (reinterpret_cast<std::uintptr_t>(p) % sizeof(T)) emulator::fail("a misaligned load");
   return *p;
+}
+inline uint4 load_last_time(const uint4* p) { return load_l2(p); }
+inline void store_for_others(uint4* p, uint4 v) {
+  if (reinterpret_cast<std::uintptr_t>(p) % sizeof(v)) emulator::fail("a misaligned store");
+  *p = v;
 }
 
 }  // namespace gemmnorm

@@ -61,8 +61,8 @@ __device__ __forceinline__ void sync_threads(int barrier, int threads) {
 }
 
 // Copy engine: #data-movement-and-conversion-instructions-cp-async-bulk-tensor. x counts along a row, y the rows.
-// A policy says what the L2 should rather keep: #createpolicy; these are its encodings of two whole-access policies.
-constexpr u64 kEvictNormal = 0x1000000000000000ull, kEvictFirst = 0x12F0000000000000ull;
+// A policy says what the L2 should rather keep: #createpolicy; these are its encodings of whole-access policies.
+constexpr u64 kEvictNormal = 0x1000000000000000ull, kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;
 __device__ __forceinline__ void copy_to_shared(void* to, const TensorMap& map, u64* barrier, int x, int y, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -77,10 +77,12 @@ __device__ __forceinline__ void copy_bytes_to_shared(void* to, const void* from,
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-__device__ __forceinline__ void copy_to_global(const TensorMap& map, const void* from, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-               "r"(shared_address(from)), "r"(x), "r"(y)
-               : "memory");
+__device__ __forceinline__ void copy_to_global(const TensorMap& map, const void* from, int x, int y,
+                                               u64 policy = kEvictNormal) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;" ::"l"(&map),
+      "r"(shared_address(from)), "r"(x), "r"(y), "l"(policy)
+      : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // All of this thread's copies have read their source.
@@ -170,10 +172,19 @@ __device__ __forceinline__ float4 load_l2(const float4* p) {
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ uint4 load_l2(const uint4* p) {
+// What is read for the last time, and what is written for somebody after this kernel: the L2 lets go of it first.
+__device__ __forceinline__ uint4 load_last_time(const uint4* p) {
   uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  asm volatile("ld.global.cg.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p), "l"(kEvictFirst)
+               : "memory");
   return v;
+}
+__device__ __forceinline__ void store_for_others(uint4* p, uint4 v) {
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
+               "l"(kEvictFirst)
+               : "memory");
 }
 
 }  // namespace gemmnorm
