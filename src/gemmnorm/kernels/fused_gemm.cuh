@@ -74,6 +74,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     ahead.most = most, ahead.weight_checksums = weight_checksums;
   }
   const bool makes_rows = kSplitsToo || (sizeof(T) == 2 && FINISH != Finish::kOneBlock && (x || weight));
+  constexpr bool kTrains = FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics;
+  const bool resets = kTrains || makes_rows;  // the counters
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
   // Tiles that leave the registers and are normalised later; the rest, the last of each block, stay in registers.
   const int stored = kLater && !in_registers ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
@@ -92,6 +94,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       barrier_init(&shared.known[c], 32);
       barrier_init(&shared.used[c], 2);
     }
+    barrier_init(&shared.left, kGemmThreads / 32 - 1);
     if constexpr (kSplitsToo)
       for (int p = 0; p < kWorkers * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
     fence_barrier_init();
@@ -185,6 +188,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
       }
     }
+    if (resets && warp > 0) leave(shared.left);
   } else {
     if (kMoveRegisters) claim_registers<kConsumer>();
     const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
@@ -440,25 +444,22 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (finish_feature_here) f.finish(at_column, kEarly ? early : f.own(at_column), centre, squares);  // nobody waits
       }
     }
-    if (kStagedY && thread == 0) wait_copies();
     if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+    if (resets) leave(shared.left);
+    if (kStagedY && thread == 0) wait_copies_read();
   }
 
   if (FINISH == Finish::kOneBlock && momentum >= 0.0f) {  // no block waits for another, none reads the count of batches
     if (batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
-  } else if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || makes_rows) {
-    // The last block to get here leaves the counters as it found them, and counts the batch.
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      __threadfence();
-      shared.last = atomicAdd(&counters[kDone], 1u) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (shared.last) {
+  } else if (resets && threadIdx.x == 0) {
+    // When nobody in the block will look at the counters again, the last block leaves them as it found them, and counts the
+    // batch. Meanwhile the results leave.
+    barrier_wait(&shared.left, 0);
+    __threadfence();
+    if (atomicAdd(&counters[kDone], 1u) == gridDim.x - 1) {
       const int used = kPanels + 2 * raster.tiles_n + (makes_rows ? raster.tiles_n + kBands : 0);
-      for (int i = threadIdx.x; i < used; i += kGemmThreads) counters[i] = 0;
-      const bool counts = FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics;
-      if (counts && threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
+      for (int i = 0; i < used; ++i) counters[i] = 0;
+      if (kTrains && batches_tracked) *batches_tracked += 1;
     }
   }
 }

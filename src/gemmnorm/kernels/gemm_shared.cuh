@@ -44,7 +44,13 @@ struct GemmShared : PieceRings<AHEAD> {
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
   u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
-  u32 last;
+  u64 left;                    // all warps but the first have left
 };
+
+// A warp leaves.
+__device__ __forceinline__ void leave(u64& left) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(&left);
+}
 
 }  // namespace gemmnorm

@@ -49,7 +49,7 @@ class Tile:
         size = self.stages * self.planes * (TILE_ROWS + self.columns) * ROW_BYTES
         size += 2 * (GROUP_ROWS * self.columns * 2 if self.staged else 1024)
         size += (2 * 4 + 2 * 2 + 3) * self.columns * 4
-        size += 2 * self.stages * 8 + 8 * 8 + 4
+        size += 2 * self.stages * 8 + 9 * 8
         return -(-size // 1024) * 1024
 
     def counts(self, problem: Problem) -> tuple[int, int]:
@@ -136,7 +136,9 @@ def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, i
         m_tiles = m_tiles if "x" in problem.cast else rows
         n_tiles = n_tiles + (panels - n_tiles) * tenths // 10 if "weight" in problem.cast else panels
     elif m_tiles < rows:
-        m_tiles, n_tiles = (m_tiles + rows + 1) // 2, (n_tiles + panels + 1) // 2
+        of_x, of_weight = (1, 3) if problem.in_features >= 4096 else (5, 5)
+        m_tiles += (rows - m_tiles) * of_x // 10
+        n_tiles += -(-(panels - n_tiles) * of_weight // 10)
     else:  # only the weight is left, and in training those warps normalise tiles as well: often, where K is short
         tenths = (2 if problem.in_features >= 4096 else 10) if problem.training else 1 if rows <= 8 else 0
         n_tiles += -(-(panels - n_tiles) * tenths // 10)
