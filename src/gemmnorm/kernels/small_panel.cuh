@@ -57,17 +57,16 @@ struct SmallPanelShared : WeightParts<BN, PLANES> {
   u64 arrived;  // the parts are there
 };
 
-// Two float32 as three bfloat16 each, from the highest down: all 24 bits.
+// Two float32 as three bfloat16 each, from the highest down: all 24 bits. What would round to infinity does not.
 __device__ __forceinline__ void split_in_three(float2 v, u32& high, u32& middle, u32& low) {
-  const auto take = [&] {
-    const u32 both = pack(v.x, v.y, bfloat16{});
-    v.x -= element_of(both, 0, bfloat16{});
-    v.y -= element_of(both, 1, bfloat16{});
-    return both;
+  const auto without = [](float2 of, u32 both) {
+    return make_float2(of.x - element_of(both, 0, bfloat16{}), of.y - element_of(both, 1, bfloat16{}));
   };
-  high = take();
-  middle = take();
-  low = take();
+  high = pack_finite(v.x, v.y);
+  v = without(v, high);
+  middle = pack(v.x, v.y, bfloat16{});
+  v = without(v, middle);
+  low = pack(v.x, v.y, bfloat16{});
 }
 
 // Where 16 bytes of a swizzled row lie.

@@ -81,8 +81,8 @@ def dtype_forms() -> Iterator[tuple[str, str, str, str]]:
 def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
     """The grid: dtypes × sizes × phases × activations.
 
-    Every size for the identity; the widest vectors, which need the most registers, for the activations and for the
-    mixed forms of float16, whose code is bfloat16's but for the conversions.
+    Every size for the identity; the widest vectors, which need the most registers, for the activations and for float16,
+    whose code is bfloat16's but for the conversions.
     """
     names = [None, *(row.name for row in activations.TABLE)]
     chip = plan.chip_for(arch)
@@ -90,14 +90,15 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
         uniform = out == linear == norm == dtype
         # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. In the first two,
         # two activations that need many registers stand for the others.
-        few = (100, 256, 1024, 8192, 16384) if arch == 90 and activation in ("gelu", "silu") else (1024, 16384)
-        everywhere = activation is None and (dtype == "float32" if quick else uniform or dtype == "bfloat16")
+        half = dtype == "float16" and uniform
+        few = (100, 256, 1024, 8192, 16384) if arch == 90 and (half or activation in ("gelu", "silu")) else (1024, 16384)
+        everywhere = activation is None and dtype in (("float32",) if quick else ("float32", "bfloat16"))
         sizes = itertools.product(
             _BATCHES if everywhere else few,
             _FEATURES if everywhere else _FEATURES[:1],
             _IN_FEATURES if everywhere else _IN_FEATURES[-1:],
         )
-        small = _SMALL if arch == 90 and activation in (None, "gelu", "silu") else ()
+        small = _SMALL if arch == 90 and activation in (None, "gelu", "silu") and (half or dtype != "float16") else ()
         for batch, features, inner in (*sizes, *small):
             if activation is not None and (dtype == "float16" or not uniform):
                 continue

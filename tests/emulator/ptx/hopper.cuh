@@ -52,6 +52,12 @@ inline void sync_threads(int barrier, int threads) {
 }
 inline void prefetch_map(const TensorMap&) {}
 
+inline u32 pack_finite(float low, float high) {
+  const float most = element_of(0x7F7Fu, 0, bfloat16{});
+  const auto limited = [=](float f) { return std::isnan(f) ? f : std::min(std::max(f, -most), most); };
+  return pack(limited(low), limited(high), bfloat16{});
+}
+
 constexpr u64 kEvictNormal = 0, kEvictFirst = 1, kEvictLast = 2;
 
 inline float rounded_to_tf32(float f) {

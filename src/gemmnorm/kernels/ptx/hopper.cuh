@@ -12,6 +12,13 @@ struct alignas(64) TensorMap {
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
+// pack (ampere.cuh) of what is at most the largest bfloat16: PTX ISA 8.1 and later.
+__device__ __forceinline__ u32 pack_finite(float low, float high) {
+  u32 r;
+  asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
 // mbarrier: #parallel-synchronization-and-communication-instructions-mbarrier
 __device__ __forceinline__ void barrier_init(u64* b, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
