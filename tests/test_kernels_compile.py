@@ -30,7 +30,7 @@ SIZES = (
 def test_the_enumeration_holds_what_users_ask_for():
     """Plans of ordinary calls ask for no kernel of the memory-bound families that the enumeration leaves out."""
     listed = {(k.launch.function, k.launch.constants) for k in compile_all.kernels(80)}
-    forms = [f for f in compile_all.dtype_forms() if f[0] != "float16" or len(set(f)) == 1]
+    forms = [f for f in compile_all.dtype_forms() if f[0] != "float16"]  # whose code is bfloat16's
     asked = 0
     for (batch, features), (dtype, out, linear, norm), training, phase, strategy in itertools.product(
         SIZES, forms, (True, False), ("forward", "backward"), STRATEGIES

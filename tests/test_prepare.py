@@ -67,7 +67,8 @@ def test_the_module_of_its_own() -> None:
     module = gemmnorm.LinearScaleBatchNorm1d(40, 72, activation="relu").eval()
     with emulated(SMALL_HOPPER):
         gemmnorm.prepare(module)
-        assert evaluated(module, torch.randn(5, 40))[1]
+        assert evaluated(module, torch.randn(200, 40))[1]
+        assert not evaluated(module, torch.randn(5, 40))[1]  # so few rows are split on the way
 
 
 CHANGES: dict[str, Callable[[nn.Linear], object]] = {

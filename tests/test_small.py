@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,50 @@ def test_a_step(
     if blocks == 4:
         options = {"bias": False, "affine": False, "momentum": None, "activation": "relu"}
         check(HOPPER, "one_kernel", name, batch, in_features, features, finish=None, **options)
+
+
+def check_evaluation(
+    name: str, batch: int, in_features: int, features: int, where: AbstractContextManager[None], device: str
+) -> None:
+    """y is no less accurate than eager's, and the same every time."""
+    with precision(name) as dtype, torch.no_grad():
+        module = stir(Chain(in_features, features, scale_shape=(features,), activation="silu")).to(device, dtype).eval()
+        x = torch.randn(batch, in_features, device=device, dtype=dtype)
+        exact, eager = twin(module).double()(x.double()), module(x)
+        with where, poisoned_memory(), runtime.recording() as plans:
+            first, *others = [run(module, x, "one_kernel") for _ in range(3)]
+    assert [launch.function for launch in plans[0].launches] == ["small_panel"]
+    assert error(first, exact, columns=False) <= 1.02 * error(eager, exact, columns=False) + ROUNDING[name]
+    assert all(torch.equal(first, other) for other in others)
+
+
+# Where eager runs on the CPU it has no TF32.
+ROUNDING = {"bf16": 2**-12, "fp16": 2**-14, "tf32": 2**-11, "fp32": 2**-24}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
+@pytest.mark.parametrize("found", [(4, 32), (1, 32), (8, 64)])
+def test_evaluation(cluster: Cluster, found: tuple[int, int], name: str) -> None:
+    if name == "fp32" and found[1] > small.SPLIT_COLUMNS:
+        pytest.skip("no such shape")
+    cluster(*found)
+    for sizes in ((128, 600, 40), (1, 72, 8), (65, 256, 72)):
+        check_evaluation(name, *sizes, emulated(HOPPER), "cpu")
+
+
+@needs_compiler
+def test_infinity_in_evaluation(cluster: Cluster) -> None:
+    """float32 in three parts: those of infinity are zero times infinity."""
+    cluster(4)
+    x, weight = torch.randn(100, 136), torch.randn(40, 136).bfloat16().float()
+    x[1, 3], x[70, 8], weight[5, 7] = torch.inf, torch.nan, -torch.inf
+    running = torch.zeros(40), torch.ones(40)
+    eager = linear_scale_batch_norm(x, weight, None, None, *running, strategy="reference")
+    with emulated(HOPPER), poisoned_memory(), runtime.recording() as plans:
+        y = linear_scale_batch_norm(x, weight, None, None, *running, strategy="one_kernel")
+    assert [launch.function for launch in plans[0].launches] == ["small_panel"]
+    torch.testing.assert_close(y, eager, equal_nan=True)
 
 
 @needs_compiler
@@ -203,7 +248,8 @@ def test_where_it_serves() -> None:
     for other in (
         {"batch": 129},
         {"out_features": 8192},
-        {"training": False},
+        {"training": False, "save": True},
+        {"training": False, "dtype": "float32", "out_dtype": "float32", "arithmetic": "float32", "prepared": True},
         {"dtype": "float32", "out_dtype": "float32", "arithmetic": "ieee"},
     ):
         assert blocks(replace(problem(), **other)) == 0
@@ -234,6 +280,14 @@ def test_the_planner_takes_it_by_itself() -> None:
     with emulated(HOPPER), poisoned_memory(), runtime.recording() as plans, torch.no_grad():
         run(module, x, "one_kernel")
     assert [launch.function for launch in plans[0].launches] == ["small_panel"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "fp32"])
+def test_evaluation_on_a_gpu(name: str) -> None:
+    for sizes in ((128, 1024, 512), (100, 200, 72), (2, 64, 8), (65, 2048, 1000), (1, 3072, 512)):
+        check_evaluation(name, *sizes, nullcontext(), "cuda")
 
 
 @pytest.mark.gpu

@@ -596,6 +596,13 @@ struct alignas(64) TensorMap {
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
+// pack (ampere.cuh) of what is at most the largest bfloat16: PTX ISA 8.1 and later.
+__device__ __forceinline__ u32 pack_finite(float low, float high) {
+  u32 r;
+  asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
 // mbarrier: #parallel-synchronization-and-communication-instructions-mbarrier
 __device__ __forceinline__ void barrier_init(u64* b, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
@@ -645,8 +652,8 @@ __device__ __forceinline__ void sync_threads(int barrier, int threads) {
 }
 
 // Copy engine: #data-movement-and-conversion-instructions-cp-async-bulk-tensor. x counts along a row, y the rows.
-// A policy says what the L2 should rather keep: #createpolicy; these are its encodings of two whole-access policies.
-constexpr u64 kEvictNormal = 0x1000000000000000ull, kEvictFirst = 0x12F0000000000000ull;
+// A policy says what the L2 should rather keep: #createpolicy; these are its encodings of whole-access policies.
+constexpr u64 kEvictNormal = 0x1000000000000000ull, kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;
 __device__ __forceinline__ void copy_to_shared(void* to, const TensorMap& map, u64* barrier, int x, int y, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -661,10 +668,12 @@ __device__ __forceinline__ void copy_bytes_to_shared(void* to, const void* from,
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-__device__ __forceinline__ void copy_to_global(const TensorMap& map, const void* from, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-               "r"(shared_address(from)), "r"(x), "r"(y)
-               : "memory");
+__device__ __forceinline__ void copy_to_global(const TensorMap& map, const void* from, int x, int y,
+                                               u64 policy = kEvictNormal) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;" ::"l"(&map),
+      "r"(shared_address(from)), "r"(x), "r"(y), "l"(policy)
+      : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // All of this thread's copies have read their source.
@@ -754,10 +763,19 @@ __device__ __forceinline__ float4 load_l2(const float4* p) {
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ uint4 load_l2(const uint4* p) {
+// What is read for the last time, and what is written for somebody after this kernel: the L2 lets go of it first.
+__device__ __forceinline__ uint4 load_last_time(const uint4* p) {
   uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  asm volatile("ld.global.cg.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p), "l"(kEvictFirst)
+               : "memory");
   return v;
+}
+__device__ __forceinline__ void store_for_others(uint4* p, uint4 v) {
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
+               "l"(kEvictFirst)
+               : "memory");
 }
 
 }  // namespace gemmnorm
@@ -1360,8 +1378,14 @@ struct GemmShared : PieceRings<AHEAD> {
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
   u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
-  u32 last;
+  u64 left;                    // all warps but the first have left
 };
+
+// A warp leaves.
+__device__ __forceinline__ void leave(u64& left) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(&left);
+}
 
 }  // namespace gemmnorm
 // One stage of K of a product of split operands: three products of float16 for one of float32.
@@ -1888,14 +1912,20 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
       Vec<T, N> a[kAtOnce];  // loads without conditions are all in flight at once
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r)
-        *reinterpret_cast<uint4*>(&a[r]) = load_l2(
+        *reinterpret_cast<uint4*>(&a[r]) = load_last_time(
             reinterpret_cast<const uint4*>(product + origin + static_cast<i64>(min(r0 + r * kLanes, rows - 1)) * f.features));
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
         float out[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a[r].value(i) + shift[i]);
-        if (r0 + r * kLanes < rows) store<Y, N>(y + origin + static_cast<i64>(r0 + r * kLanes) * f.features, out);
+        if (r0 + r * kLanes >= rows) continue;
+        Vec<Y, N> rounded;
+#pragma unroll
+        for (int i = 0; i < N; ++i) from_float(out[i], rounded.at[i]);
+        uint4* to = reinterpret_cast<uint4*>(y + origin + static_cast<i64>(r0 + r * kLanes) * f.features);
+#pragma unroll
+        for (int w = 0; w < N * sizeof(Y) / 16; ++w) store_for_others(to + w, reinterpret_cast<const uint4*>(&rounded)[w]);
       }
     }
   }
@@ -2190,6 +2220,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     ahead.most = most, ahead.weight_checksums = weight_checksums;
   }
   const bool makes_rows = kSplitsToo || (sizeof(T) == 2 && FINISH != Finish::kOneBlock && (x || weight));
+  constexpr bool kTrains = FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics;
+  const bool resets = kTrains || makes_rows;  // the counters
   const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
   // Tiles that leave the registers and are normalised later; the rest, the last of each block, stay in registers.
   const int stored = kLater && !in_registers ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
@@ -2208,6 +2240,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       barrier_init(&shared.known[c], 32);
       barrier_init(&shared.used[c], 2);
     }
+    barrier_init(&shared.left, kGemmThreads / 32 - 1);
     if constexpr (kSplitsToo)
       for (int p = 0; p < kWorkers * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
     fence_barrier_init();
@@ -2259,12 +2292,13 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
         const Tile tile = raster.at(t);
         const bool later = FINISH == Finish::kStatistics || t < stored;
+        const u64 kept = FINISH == Finish::kPersistent && later ? kEvictLast : kEvictNormal;  // until it is normalised
         for (int c = 0; c < 2; ++c) {
           barrier_wait(&shared.staged[c], parity);
           if (kStaged && (later || keep_product) && lane == 0) {
             for (int part = 0; part < BN / 64; ++part)
               copy_to_global(map_product, shared.staging[c] + part * kGroupRows * kRowBytes, tile.n * BN + part * 64,
-                             tile.m * kTileRows + c * kGroupRows);
+                             tile.m * kTileRows + c * kGroupRows, kept);
             commit_copies();
           }
           if constexpr (kStaged) {
@@ -2300,6 +2334,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
       }
     }
+    if (resets && warp > 0) leave(shared.left);
   } else {
     if (kMoveRegisters) claim_registers<kConsumer>();
     const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
@@ -2555,25 +2590,22 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (finish_feature_here) f.finish(at_column, kEarly ? early : f.own(at_column), centre, squares);  // nobody waits
       }
     }
-    if (kStagedY && thread == 0) wait_copies();
     if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+    if (resets) leave(shared.left);
+    if (kStagedY && thread == 0) wait_copies_read();
   }
 
   if (FINISH == Finish::kOneBlock && momentum >= 0.0f) {  // no block waits for another, none reads the count of batches
     if (batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
-  } else if ((FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics) || makes_rows) {
-    // The last block to get here leaves the counters as it found them, and counts the batch.
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      __threadfence();
-      shared.last = atomicAdd(&counters[kDone], 1u) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (shared.last) {
+  } else if (resets && threadIdx.x == 0) {
+    // When nobody in the block will look at the counters again, the last block leaves them as it found them, and counts the
+    // batch. Meanwhile the results leave.
+    barrier_wait(&shared.left, 0);
+    __threadfence();
+    if (atomicAdd(&counters[kDone], 1u) == gridDim.x - 1) {
       const int used = kPanels + 2 * raster.tiles_n + (makes_rows ? raster.tiles_n + kBands : 0);
-      for (int i = threadIdx.x; i < used; i += kGemmThreads) counters[i] = 0;
-      const bool counts = FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics;
-      if (counts && threadIdx.x == 0 && batches_tracked) *batches_tracked += 1;
+      for (int i = 0; i < used; ++i) counters[i] = 0;
+      if (kTrains && batches_tracked) *batches_tracked += 1;
     }
   }
 }
@@ -3812,9 +3844,9 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 4096] */,
   const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
   const torch::Tensor counters = take_counters(x, stream, 230);
 
-  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2560, 11904), 256, stream, pointer<float>(x),
+  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2048, 5632), 256, stream, pointer<float>(x),
          pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 226, 2560 /* weight_rows */, 4096);
+         pointer<unsigned int>(counters) + 226, 2048 /* weight_rows */, 4096);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
                 232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
@@ -3827,7 +3859,7 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 4096] */,
                 momentum, eps, group_mean, group_m2, mean, rstd, merged_slope, merged_shift,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 226,
-                flagged, 9344 /* x_rows */, 2560 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */,
+                flagged, 3584 /* x_rows */, 2048 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */,
                 1 /* stream_x */, 0 /* keep_product */, batch, 4096, 4096);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 226, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
@@ -3871,9 +3903,9 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 4096] */,
   const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
   const torch::Tensor counters = take_counters(x, stream, 230);
 
-  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2560, 11904), 256, stream, pointer<float>(x),
+  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2048, 5632), 256, stream, pointer<float>(x),
          pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 226, 2560 /* weight_rows */, 4096);
+         pointer<unsigned int>(counters) + 226, 2048 /* weight_rows */, 4096);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
                 232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
@@ -3886,8 +3918,8 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 4096] */,
                 momentum, eps, pointer<float>(group_mean), group_m2, pointer<float>(mean), pointer<float>(rstd),
                 merged_slope, merged_shift, pointer<unsigned int>(counters), pointer<float>(x),
                 pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest,
-                weight_total, pointer<unsigned int>(counters) + 226, flagged, 9344 /* x_rows */,
-                2560 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */, 1 /* stream_x */,
+                weight_total, pointer<unsigned int>(counters) + 226, flagged, 3584 /* x_rows */,
+                2048 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */, 1 /* stream_x */,
                 1 /* keep_product */, batch, 4096, 4096);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 226, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
@@ -3937,9 +3969,9 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 4096] */,
   const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
   const torch::Tensor counters = take_counters(x, stream, 230);
 
-  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2560, 11904), 256, stream, pointer<float>(x),
+  launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2048, 5632), 256, stream, pointer<float>(x),
          pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 226, 2560 /* weight_rows */, 4096);
+         pointer<unsigned int>(counters) + 226, 2048 /* weight_rows */, 4096);
   launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
                 232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
@@ -3953,7 +3985,7 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 4096] */,
                 nullptr /* rstd */, nullptr /* merged_slope */, nullptr /* merged_shift */,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 226,
-                flagged, 9344 /* x_rows */, 2560 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */,
+                flagged, 3584 /* x_rows */, 2048 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */,
                 1 /* stream_x */, 0 /* keep_product */, batch, 4096, 4096);
   launch(fused_gemm_scale_bn_find, 16, 256, stream, weight_largest, weight_total,
          pointer<unsigned int>(counters) + 226, flagged, pointer<float>(scale), scale_stride, scale_value,

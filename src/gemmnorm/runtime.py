@@ -175,7 +175,7 @@ def describe(
 def _prepared_plan(chosen: Plan) -> Plan | None:
     """The plan for a weight that is split already, where `chosen` would split it and evaluates."""
     problem = chosen.problem
-    if not problem.split or problem.training or chosen.strategy != "one_kernel":
+    if problem.training or all(buffer.role != "split_weight" for buffer in chosen.workspace):
         return None
     return plan.cached_plan(replace(problem, prepared=True), "one_kernel", "forward")
 
@@ -187,6 +187,7 @@ def prepare_weight(weight: Tensor) -> bool:
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return False
     problem = problem_of(weight, weight, None, None, weight.dtype, None, False, False, False)
+    problem = replace(problem, batch=4096)  # as many rows as make it worth while
     if _prepared_plan(plan.cached_plan(problem, "one_kernel", "forward")) is None:
         return False
     prepared.make(weight, problem, binding.scalars(problem, None, 1.0, 0.0, 0.0))

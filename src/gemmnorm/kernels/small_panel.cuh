@@ -1,4 +1,4 @@
-// One tile of rows in training, the whole chain in one launch (sm_90a): a cluster of blocks owns a panel of columns.
+// One tile of rows, the whole chain in one launch (sm_90a): a cluster of blocks owns a panel of columns.
 //
 // Each block multiplies its part of K for all rows and all columns of the panel, and hands every block of the cluster the
 // part sums of the columns which that one finishes. Two warpgroups multiply and then normalise; one warp copies, and then
@@ -11,15 +11,14 @@
 //      |mean| >> std;
 //   4. one reciprocal root.
 // float32 takes a second sum and barrier, about the mean, and a root that is rounded as it should be.
-// Per-feature vectors are in registers before the first copy has arrived.
+// Per-feature vectors are in registers before the first copy has arrived. In evaluation 1 and 2 are all.
 #pragma once
 #include "column_sums.cuh"
 #include "gemm_shared.cuh"
 #include "staging.cuh"
+#include "thirds.cuh"
 
 namespace gemmnorm {
-
-constexpr int kConsumerWarps = 8;
 
 // How a panel is shared out. The unit is what wgmma leaves in a thread of 8 columns, a float4: columns c and c + 1 of rows
 // r and r + 8.
@@ -36,15 +35,6 @@ struct PanelShare {
 template <class S>
 using UnitSums = float4[S::kWarps][S::kAcross][S::kUnits];  // of a warp's rows: Σ of both columns, Σ of their squares
 
-// Of float32: three bfloat16 whose sum it is, for 64 columns of K of the weight; one stage's while it is multiplied, and the
-// next one's while it is split. x's come from registers.
-template <int BN, int PLANES>
-struct WeightParts {};
-template <int BN>
-struct WeightParts<BN, 3> {
-  alignas(1024) unsigned char weight_parts[2][3][BN * kRowBytes];
-};
-
 template <int BN, int STAGES, int SPLITS, int PLANES>
 struct SmallPanelShared : WeightParts<BN, PLANES> {
   using S = PanelShare<BN, SPLITS>;
@@ -56,41 +46,6 @@ struct SmallPanelShared : WeightParts<BN, PLANES> {
   u64 full[STAGES], empty[STAGES];
   u64 arrived;  // the parts are there
 };
-
-// Two float32 as three bfloat16 each, from the highest down: all 24 bits. What would round to infinity does not.
-__device__ __forceinline__ void split_in_three(float2 v, u32& high, u32& middle, u32& low) {
-  const auto without = [](float2 of, u32 both) {
-    return make_float2(of.x - element_of(both, 0, bfloat16{}), of.y - element_of(both, 1, bfloat16{}));
-  };
-  high = pack_finite(v.x, v.y);
-  v = without(v, high);
-  middle = pack(v.x, v.y, bfloat16{});
-  v = without(v, middle);
-  low = pack(v.x, v.y, bfloat16{});
-}
-
-// Where 16 bytes of a swizzled row lie.
-__device__ __forceinline__ int swizzled_word(int row, int word) { return row * kRowBytes + ((word ^ row % 8) * 16); }
-
-// The weight's rows of a stage, by all consumers: 8 elements of K at a time.
-template <int BN>
-__device__ __forceinline__ void split_weight_in_three(const unsigned char (&from)[2][BN * kRowBytes],
-                                                      unsigned char (&to)[3][BN * kRowBytes]) {
-  const int word = threadIdx.x % 8;
-#pragma unroll
-  for (int i = 0; i < BN / kConsumerWarps / 4; ++i) {
-    const int row = threadIdx.x / 8 + i * kConsumerWarps * 4;
-    const float4 a = *reinterpret_cast<const float4*>(&from[word / 4][swizzled_word(row, word % 4 * 2)]);
-    const float4 b = *reinterpret_cast<const float4*>(&from[word / 4][swizzled_word(row, word % 4 * 2 + 1)]);
-    uint4 part[3];
-    split_in_three({a.x, a.y}, part[0].x, part[1].x, part[2].x);
-    split_in_three({a.z, a.w}, part[0].y, part[1].y, part[2].y);
-    split_in_three({b.x, b.y}, part[0].z, part[1].z, part[2].z);
-    split_in_three({b.z, b.w}, part[0].w, part[1].w, part[2].w);
-#pragma unroll
-    for (int p = 0; p < 3; ++p) *reinterpret_cast<uint4*>(&to[p][swizzled_word(row, word)]) = part[p];
-  }
-}
 
 // What a feature needs, as it is in memory: loads without branches are all in flight at once.
 template <class L, class R>
@@ -112,6 +67,12 @@ struct RawFeature {
     const float s = f.scale ? to_float(scale) : f.scale_value;
     return {s, to_float(bias), (f.bn_weight ? to_float(bn_weight) : 1.0f) * s, to_float(bn_bias), to_float(running_mean),
             to_float(running_var)};
+  }
+  // In evaluation y = φ(slope·a + shift).
+  __device__ __forceinline__ float2 coefficients(const Features<L, R>& f) const {
+    const auto of = own(f);
+    const float r = 1.0f / sqrtf(of.running_var + f.eps), gamma = f.bn_weight ? to_float(bn_weight) : 1.0f;
+    return make_float2(of.slope * r, of.shift + gamma * r * (of.s * of.b - of.running_mean));
   }
 };
 
@@ -155,9 +116,11 @@ __device__ __forceinline__ void sums_of_unit(const UnitSums<S>& sums, int pair, 
   right = {group[0].y, group[1].y, group[0].w + group[1].w};
 }
 
-template <class OP, class T, class Y, class L, class R, int BN, int STAGES, int SHARED_BYTES, int SPLITS, class Activation>
+template <class OP, class T, class Y, class L, class R, int BN, int STAGES, int SHARED_BYTES, int SPLITS, bool TRAINING,
+          class Activation>
 __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in_features] */,
     const TensorMap& map_weight /* [features, in_features] */,
+    const float* x /* [batch, in_features] of float32 in evaluation */, const float* weight /* [features, in_features] */,
     T* product /* [batch, features] or null: minus its group's mean */, Y* y /* [batch, features] */,
     const L* bias /* [features] or null */, const L* scale /* [features] or [1] or null */, int scale_stride,
     float scale_value, R* running_mean /* [features] or null */, R* running_var /* [features] or null */,
@@ -222,6 +185,7 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
       }
     }
     __syncwarp();
+    if (!TRAINING) return;
     // A lane finishes a column, the left or the right one of a unit.
     const int pair = lane % S::kAcross, unit = lane / S::kAcross / 2 % S::kUnits;
     const bool odd = lane / S::kAcross % 2;
@@ -404,18 +368,44 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
   barrier_wait_cluster(&shared.arrived, 0);
 
   const bool low = row < batch, high = row + 8 < batch;
+  const i64 at = static_cast<i64>(row) * features + column, below = at + static_cast<i64>(8) * features;
+  const auto total = [&](int q, int finisher) {
+    float4 sum = shared.parts[0][q][finisher];
+#pragma unroll
+    for (int p = 1; p < SPLITS; ++p) {
+      const float4 part = shared.parts[p][q][finisher];
+      sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+    }
+    return sum;
+  };
+  if (!TRAINING) {
+#pragma unroll
+    for (int q = 0; q < S::kUnits; ++q) {
+      float4 v = total(q, thread);
+      const bool inside = column + q * 8 < features;  // of pairs no half is
+      if (kSplit && inside) {
+        const float* rows = x + static_cast<i64>(row) * in_features;
+        const float* columns = weight + static_cast<i64>(column + q * 8) * in_features;
+        const auto of = [&](float sum, i64 row, i64 column) {
+          return sum != sum ? product_of(rows + row * in_features, columns + column * in_features, in_features) : sum;
+        };
+        if (low) v.x = of(v.x, 0, 0), v.y = of(v.y, 0, 1);
+        if (high) v.z = of(v.z, 8, 0), v.w = of(v.w, 8, 1);
+      }
+      const float2 left = raw[q][0].coefficients(f), right = raw[q][1].coefficients(f);
+      const auto value = [&](float x, float y) {
+        return make_float2(Activation::value(left.x * x + left.y), Activation::value(right.x * y + right.y));
+      };
+      if (inside && low) store_pair(y + at + q * 8, value(v.x, v.y));
+      if (inside && high) store_pair(y + below + q * 8, value(v.z, v.w));
+    }
+    return;
+  }
   float4 d[S::kUnits];  // from row 0's values; rows beyond the batch count for nothing
   float2 centre[S::kUnits];
 #pragma unroll
   for (int q = 0; q < S::kUnits; ++q) {
-    float4 v = shared.parts[0][q][thread], first = shared.parts[0][q][pair];
-#pragma unroll
-    for (int p = 1; p < SPLITS; ++p) {
-      const float4 part = shared.parts[p][q][thread], of_first = shared.parts[p][q][pair];
-      v = make_float4(v.x + part.x, v.y + part.y, v.z + part.z, v.w + part.w);
-      first.x += of_first.x;
-      first.y += of_first.y;
-    }
+    const float4 v = total(q, thread), first = total(q, pair);
     centre[q] = make_float2(first.x, first.y);
     d[q] = make_float4(low ? v.x - first.x : 0.0f, low ? v.y - first.y : 0.0f, high ? v.z - first.x : 0.0f,
                        high ? v.w - first.y : 0.0f);
@@ -436,7 +426,6 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
     sync_threads(1, S::kFinishers + 32);
   }
 
-  const i64 at = static_cast<i64>(row) * features + column, below = at + static_cast<i64>(8) * features;
 #pragma unroll
   for (int q = 0; q < S::kUnits; ++q) {
     ColumnSums left, right;

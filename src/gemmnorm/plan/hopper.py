@@ -83,15 +83,21 @@ def better_served(problem: Problem) -> tuple[str, str] | None:
     tile, chip = choose_tile(problem), problem.chip or CHIPS[90]
     rows, panels = tile.counts(problem)
     idle = rows * panels <= chip.multiprocessors / 2 and problem.in_features >= 2048
-    narrow = tile.columns * tile.size <= 128 and problem.in_features >= 4096
+    narrow = tile.columns * tile.size <= 128 and problem.in_features >= 32 * tile.columns * tile.size
     if idle or narrow:
         return "cublas_folded_bn", "few tiles with a long K leave most multiprocessors idle; the library splits K"
-    several = rows * panels > chip.multiprocessors
-    if problem.training and several and tile.size == 2 and (problem.activation or "").split("(")[0] in HEAVY:
+    if not problem.training:
+        return None
+    several, half = rows * panels > chip.multiprocessors, tile.size == 2
+    if several and half and (problem.activation or "").split("(")[0] in HEAVY:
         return "gemm_stats_apply", "the warps that normalise beside the main loop are too few for this activation"
-    short = problem.in_features <= 16 * tile.k and (several or tile.size == 4)
-    if problem.training and rows * 2 > MOST_GROUPS_IN_ONE_WAVE and short:
-        return "gemm_stats_apply", "K is too short for the normalisation of earlier tiles to hide behind it"
+    if rows * 2 > MOST_GROUPS_IN_ONE_WAVE and problem.in_features <= 1024 and several == half:
+        return "gemm_stats_apply", "K is too short to hide behind it what follows the product"
+    if rows >= 8 and tile.columns == 32:
+        return (
+            "gemm_stats_apply",
+            "tiles of so few columns spend their time on merging the statistics of all the others",
+        )
     return None
 
 

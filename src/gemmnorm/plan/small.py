@@ -1,4 +1,4 @@
-"""Plans for one tile of rows in training: a cluster of blocks owns a panel of columns and shares out K."""
+"""Plans for one tile of rows: a cluster of blocks owns a panel of columns and shares out K."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .cost import gemm_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
 from .split import ROW_BYTES
-from .steps import Buffer, Extent, Launch, Map, Plan
+from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan
 
 TILE_ROWS = 2 * GROUP_ROWS
 NEIGHBOURS = 18  # multiprocessors among which a cluster of more than two has to find room
@@ -51,7 +51,7 @@ SHAPES = (Shape(64, 8, 4, least=64), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32,
 def shape(problem: Problem) -> Shape | None:
     """The first of `SHAPES` that gives every block a stage of K and lets all clusters run at once, or None."""
     blocks = (problem.chip or CHIPS[90]).multiprocessors
-    if not problem.training or problem.batch > TILE_ROWS:
+    if problem.prepared or problem.batch > TILE_ROWS:
         return None
     steps = -(-problem.in_features * DTYPE_BYTES[problem.dtype] // ROW_BYTES)
     for found in SHAPES:
@@ -71,8 +71,12 @@ def forward(problem: Problem, strategy: str) -> Plan:
     found, types, size = shape(problem), c_types(problem), DTYPE_BYTES[problem.dtype]
     assert found is not None
     features, shared = Extent(problem.out_features), found.shared(problem.split)
+    operands = ("x", "weight") if problem.split and not problem.training else (NOTHING, NOTHING)
+    product, batches, *results = "stored_product", "num_batches_tracked", "group_mean", "mean", "rstd", "counters"
+    if not problem.training:
+        product, batches, *results = (NOTHING,) * (2 + len(results))
     launch = Launch(
-        "fused_gemm_scale_bn",
+        "fused_gemm_scale_bn" if problem.training else "fused_gemm_scale_bn_evaluate",
         "small_panel.cuh",
         "small_panel",
         (
@@ -82,11 +86,11 @@ def forward(problem: Problem, strategy: str) -> Plan:
             str(found.stages // 2 if problem.split else found.stages),
             str(shared),
             str(found.blocks),
+            str(problem.training).lower(),
             "Activation",
         ),
-        ("map_x", "map_weight", "stored_product", "y", *VECTORS, "running_mean", "running_var", "num_batches_tracked",
-         "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "mean", "rstd", "counters", "keep_product", "batch",
-         "in_features", "features"),
+        ("map_x", "map_weight", *operands, product, "y", *VECTORS, "running_mean", "running_var", batches,
+         "bn_weight", "bn_bias", "momentum", "eps", *results, "keep_product", "batch", "in_features", "features"),
         Extent(-(-problem.out_features // found.columns) * found.blocks),
         block=288,
         resident=found.resident,
@@ -99,17 +103,16 @@ def forward(problem: Problem, strategy: str) -> Plan:
         numbers=(("keep_product", int(problem.save)),),
     )  # fmt: skip
     y = Buffer("y", problem.out_dtype, (ROWS, features))
-    product = Buffer("product", problem.dtype, (ROWS, features))
-    group_mean = Buffer("group_mean", "float32", (GROUPS, features))
+    kept = Buffer("product", problem.dtype, (ROWS, features)), Buffer("group_mean", "float32", (GROUPS, features))
     vectors = tuple(Buffer(role, "float32", (features,)) for role in ("mean", "rstd"))
     return Plan(
         problem,
         "forward",
         strategy,
         (launch,),
-        (y, product, group_mean, *vectors) if problem.save else (y,),
-        () if problem.save else vectors,
-        counters=1,
-        seconds=gemm_seconds(problem) * 1.06,
+        (y, *kept, *vectors) if problem.save else (y,),
+        vectors if problem.training and not problem.save else (),
+        counters=int(problem.training),
+        seconds=gemm_seconds(problem) * (1.06 if problem.training else 1.01),
         floor=gemm_seconds(problem),
     )

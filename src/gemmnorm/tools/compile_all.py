@@ -91,7 +91,9 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
         # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. In the first two,
         # two activations that need many registers stand for the others.
         half = dtype == "float16" and uniform
-        few = (100, 256, 1024, 8192, 16384) if arch == 90 and (half or activation in ("gelu", "silu")) else (1024, 16384)
+        few = (
+            (100, 256, 1024, 8192, 16384) if arch == 90 and (half or activation in ("gelu", "silu")) else (1024, 16384)
+        )
         everywhere = activation is None and dtype in (("float32",) if quick else ("float32", "bfloat16"))
         sizes = itertools.product(
             _BATCHES if everywhere else few,
