@@ -2255,6 +2255,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     if (kMoveRegisters) release_registers<kFeeder>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == 0 && lane == 0) {  // feeds the ring
+      // Of a box of x. In training rows beyond the batch have to be zero; else nobody looks at them.
+      const int rows = FINISH == Finish::kEvaluate ? min(kTileRows, (batch + 7) / 8 * 8) : kTileRows;
       const u64 x_policy = stream_x ? kEvictFirst : kEvictNormal;
       int stage = 0;
       u32 parity = 1;
@@ -2263,7 +2265,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (makes_rows) ahead.template wait_for<BN>(raster, tile);
         for (int k = 0; k < steps; ++k) {
           barrier_wait(&shared.empty[stage], parity);
-          barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);
+          barrier_expect(&shared.full[stage], kPlanes * (rows + BN) * kRowBytes);
 #pragma unroll
           for (int p = 0; p < kPlanes; ++p) {
             const int column = (k * kPlanes + p) * kTileK;
@@ -3696,6 +3698,7 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStre
 }  // namespace
 
 // What the kernels with Hopper's own product ask of the host besides: tensor maps, counters, and larger launches.
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -3974,7 +3977,7 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 4096] */,
          pointer<unsigned int>(counters) + 226, 2048 /* weight_rows */, 4096);
   launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
                 232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
-                tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
+                tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, std::min<int64_t>(128, (batch + 7) / 8 * 8), 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
                 tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
                 tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),

@@ -157,7 +157,7 @@ def _memory(value: Any) -> Any:
 def tensor_map(t: torch.Tensor, found: Map) -> bytes:
     """Takes the place of `driver.tensor_map`: the fields that ptx/hopper.cuh here reads."""
     fields = [t.data_ptr(), t.shape[0], t.shape[1]]
-    small = [found.rows, found.columns, t.element_size(), int(t.dtype == torch.float32 and not found.exact)]
+    small = [*found.box(t.shape[0]), t.element_size(), int(t.dtype == torch.float32 and not found.exact)]
     data = b"".join(v.to_bytes(8, "little") for v in fields) + b"".join(v.to_bytes(4, "little") for v in small)
     return data.ljust(128, b"\0")
 

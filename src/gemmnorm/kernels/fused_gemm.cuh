@@ -109,6 +109,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     if (kMoveRegisters) release_registers<kFeeder>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == 0 && lane == 0) {  // feeds the ring
+      // Of a box of x. In training rows beyond the batch have to be zero; else nobody looks at them.
+      const int rows = FINISH == Finish::kEvaluate ? min(kTileRows, (batch + 7) / 8 * 8) : kTileRows;
       const u64 x_policy = stream_x ? kEvictFirst : kEvictNormal;
       int stage = 0;
       u32 parity = 1;
@@ -117,7 +119,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (makes_rows) ahead.template wait_for<BN>(raster, tile);
         for (int k = 0; k < steps; ++k) {
           barrier_wait(&shared.empty[stage], parity);
-          barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);
+          barrier_expect(&shared.full[stage], kPlanes * (rows + BN) * kRowBytes);
 #pragma unroll
           for (int p = 0; p < kPlanes; ++p) {
             const int column = (k * kPlanes + p) * kTileK;

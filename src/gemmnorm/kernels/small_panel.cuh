@@ -167,11 +167,12 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
 
   if (warp == kConsumerWarps) {
     if (lane == 0) {
+      const int x_rows = min(kTileRows, (batch + 7) / 8 * 8);  // of a box; what lies behind is not looked at
       int stage = 0;
       u32 parity = 1;
       for (int k = from; k < until; ++k) {
         if (k - from >= STAGES) barrier_wait(&shared.empty[stage], parity);
-        barrier_expect(&shared.full[stage], Shared::kBoxes * (kTileRows + BN) * kRowBytes);
+        barrier_expect(&shared.full[stage], Shared::kBoxes * (x_rows + BN) * kRowBytes);
 #pragma unroll
         for (int box = 0; box < Shared::kBoxes; ++box) {
           const int column = k * kTileK + box * kBoxK;

@@ -76,12 +76,14 @@ def refusal(problem: Problem, strategy: str) -> str | None:
 
 def better_served(problem: Problem) -> tuple[str, str] | None:
     """A strategy that is faster than `one_kernel` where that could serve, and why: `lab/grid.py` on an H200."""
-    if problem.split:
-        if problem.flops < SPLIT_FLOPS:
-            return "cublas_folded_bn", "so small a product is done before its operands could be split"
-        return None
     tile, chip = choose_tile(problem), problem.chip or CHIPS[90]
     rows, panels = tile.counts(problem)
+    if problem.split:
+        if problem.flops < SPLIT_FLOPS or problem.batch <= GROUP_ROWS:
+            return "cublas_folded_bn", "so small a product is done before its operands could be split"
+        if rows * panels <= chip.multiprocessors / 4 and problem.in_features >= 4096:
+            return "cublas_folded_bn", "few tiles with a long K leave most multiprocessors idle; the library splits K"
+        return None
     idle = rows * panels <= chip.multiprocessors / 2 and problem.in_features >= 2048
     narrow = tile.columns * tile.size <= 128 and problem.in_features >= 32 * tile.columns * tile.size
     if idle or narrow:
@@ -209,7 +211,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         shared=shared,
         cooperative=left or finish in ("kWholePanels", "kPersistent"),
         maps=(
-            Map("map_x", operands[0], TILE_ROWS, tile.k),
+            Map("map_x", operands[0], TILE_ROWS, tile.k, fits=not problem.training),
             Map("map_weight", operands[1], tile.columns, tile.k),
             Map("map_product", "product", GROUP_ROWS, boxes if problem.training else boxes_y),
             Map("map_y", "y", GROUP_ROWS, boxes_y),

@@ -53,6 +53,8 @@ def shape(problem: Problem) -> Shape | None:
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     if problem.prepared or problem.batch > TILE_ROWS:
         return None
+    if problem.batch == 1 and problem.dtype == "float32" and problem.in_features >= (1024 if problem.split else 4096):
+        return None  # a vector: the library multiplies those without tensor cores
     steps = -(-problem.in_features * DTYPE_BYTES[problem.dtype] // ROW_BYTES)
     for found in SHAPES:
         if problem.split and (found.columns > SPLIT_COLUMNS or steps > MOST_SPLIT_STEPS):
@@ -97,7 +99,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         shared=shared,
         cluster=found.blocks,
         maps=(
-            Map("map_x", "x", TILE_ROWS, ROW_BYTES // size, problem.split),
+            Map("map_x", "x", TILE_ROWS, ROW_BYTES // size, problem.split, fits=True),
             Map("map_weight", "weight", found.columns, ROW_BYTES // size, problem.split),
         ),
         numbers=(("keep_product", int(problem.save)),),

@@ -57,7 +57,8 @@ class Product:
 class Map:
     """A tensor map for the copy engine: argument role, the tensor's role, box rows and columns; 128-byte swizzle.
 
-    Of float32 it rounds to TF32 on the way in, where the tensor cores would truncate, unless it is `exact`.
+    Of float32 it rounds to TF32 on the way in, where the tensor cores would truncate, unless it is `exact`. Boxes that
+    hang over the last row are slow: one that `fits` has no more rows than the matrix, in eights.
     """
 
     role: str
@@ -65,6 +66,11 @@ class Map:
     rows: int
     columns: int
     exact: bool = False
+    fits: bool = False
+
+    def box(self, rows: int) -> tuple[int, int]:
+        """Rows and columns of a box, for a matrix of so many rows."""
+        return min(self.rows, -(-rows // 8) * 8) if self.fits else self.rows, self.columns
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ WIDTH = 116
 _KNOWN = {
     Launch: {"entry", "source", "function", "constants", "arguments", "grid", "block", "resident", "shared",
              "cooperative", "cluster", "maps", "numbers", "only_for"},
-    Map: {"role", "tensor", "rows", "columns", "exact"},
+    Map: {"role", "tensor", "rows", "columns", "exact", "fits"},
     Product: {"out", "left", "right", "transpose_left", "transpose_right"},
     Buffer: {"role", "dtype", "shape"},
     Plan: {"problem", "phase", "strategy", "steps", "outputs", "workspace", "aliases", "reasons", "counters", "seconds",

@@ -1,4 +1,5 @@
 // What the kernels with Hopper's own product ask of the host besides: tensor maps, counters, and larger launches.
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
