@@ -10,7 +10,7 @@ which the copy engine has stored, is reported (before the line "control"), that 
 such a product it says nothing that means anything. `--plain` leaves those strategies and dtypes out: then every report
 after the first line "control" counts. What the copy engine stores is for the GPU suite, which poisons all memory.
 
-`--forward` runs the own kernels in training without gradients, so no product of the library's, which racecheck reports.
+`--forward` runs the own kernels without gradients, so no product of the library's, which racecheck reports.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
         names,
         OWN_GEMM if forward or "--own" in sys.argv else STRATEGIES[:-1],
         ((torch.bfloat16, "none"), (torch.float32, "tf32"), (torch.float32, "none"), (torch.float32, "autocast")),
-        (True,) if forward else (True, False),
+        (True, False),
     ):
         if plain and not (strategy.startswith("cublas") and (dtype, arithmetic) == (torch.float32, "none")):
             continue
