@@ -159,9 +159,11 @@ def test_one_tile_of_rows_and_several_for_a_block(name, columns, monkeypatch):
     plan.cached_plan.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["bf16", "tf32"])
-def test_evaluation_in_one_launch(name):
-    check(SMALL_HOPPER, "one_kernel", name, 300, 72, 136, False, "kEvaluate", scale_shape=(136,), activation="relu")
+@pytest.mark.usefixtures("no_clusters")
+@pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
+@pytest.mark.parametrize("batch", [300, 100, 3])  # boxes of x have no more rows than that
+def test_evaluation_in_one_launch(name, batch):
+    check(SMALL_HOPPER, "one_kernel", name, batch, 72, 136, False, "kEvaluate", scale_shape=(136,), activation="relu")
 
 
 def test_equal_bits_whatever_the_order_of_events():
