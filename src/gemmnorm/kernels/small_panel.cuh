@@ -255,6 +255,15 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
 #pragma unroll
       for (int c = 0; c < 2; ++c) raw[q][c] = RawFeature<L, R>::load(f, min(column + q * 8 + c, features - 1));
   }
+  // Four units' features are too many registers beside the parts of float32; in evaluation coefficients will do.
+  constexpr bool kEarly = !TRAINING && kSplit && S::kUnits == 4;
+  float2 early[kEarly ? S::kUnits : 1][2] = {};
+  if (kEarly) {
+#pragma unroll
+    for (int q = 0; q < S::kUnits; ++q)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) early[q][c] = raw[q][c].coefficients(f);
+  }
   // Where its units go in the memory of those who finish them. A block begins with the one after it and ends with itself,
   // so that not all send to one.
   constexpr int kAll = BN / 8, kStarts = kAll / S::kUnits;
@@ -393,7 +402,8 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
         if (low) v.x = of(v.x, 0, 0), v.y = of(v.y, 0, 1);
         if (high) v.z = of(v.z, 8, 0), v.w = of(v.w, 8, 1);
       }
-      const float2 left = raw[q][0].coefficients(f), right = raw[q][1].coefficients(f);
+      const float2 left = kEarly ? early[kEarly ? q : 0][0] : raw[q][0].coefficients(f);
+      const float2 right = kEarly ? early[kEarly ? q : 0][1] : raw[q][1].coefficients(f);
       const auto value = [&](float x, float y) {
         return make_float2(Activation::value(left.x * x + left.y), Activation::value(right.x * y + right.y));
       };
