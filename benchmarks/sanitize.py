@@ -10,7 +10,7 @@ which the copy engine has stored, is reported (before the line "control"), that 
 such a product it says nothing that means anything. `--plain` leaves those strategies and dtypes out: then every report
 after the first line "control" counts. What the copy engine stores is for the GPU suite, which poisons all memory.
 
-`--forward` runs the own kernels without gradients, so no product of the library's, which racecheck reports.
+`--forward` runs what has an own product, without gradients, and compares nothing: racecheck reports the library's.
 """
 
 from __future__ import annotations

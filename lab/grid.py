@@ -17,7 +17,7 @@ from gemmnorm import driver, plan, runtime, sources
 BATCHES, FEW = (128, 256, 512, 1024, 2048, 4096), (1, 2, 16, 64)
 WIDTHS = ((512, 512), (1024, 512), (512, 2048), (2048, 2048), (2048, 8192), (4096, 1024), (8192, 4096))
 OF_FEW = ((64, 512), (256, 1024), (1024, 512), (1024, 2048), (3072, 512), (4096, 512), (4096, 1024), (8192, 512), (8192, 4096))
-SIZES = (*itertools.product(BATCHES, WIDTHS), *itertools.product((*FEW, 128), OF_FEW))
+SIZES = tuple(dict.fromkeys((*itertools.product(BATCHES, WIDTHS), *itertools.product((*FEW, 128), OF_FEW))))
 KINDS = {"bf16": ("bfloat16", "native"), "tf32": ("float32", "tf32"), "fp32": ("float32", "float32")}
 LIBRARY_FIRST = ("cublas_folded_bn", "cublas_bn", "gemm_stats_apply", "one_kernel")
 

@@ -176,6 +176,11 @@ def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_pat
     if ending == "_one_tile":
         assert kernels == ["kPersistent", "kEvaluate"] and "gemmnorm::small_panel<" in source
         assert re.search(r"64, 288,\s+\d+ /\* shared \*/, 4 /\* cluster \*/,\s+false /\* cooperative \*/", launch)
+        chooser = host_function(source, "forward_evaluation")
+        assert f"if (batch <= 128)\n    {run.replace('training', 'evaluation')}" in chooser
+        few, any_batch = (host_function(source, f"forward_evaluation{which}_alone") for which in (ending, ""))
+        assert "4 /* cluster */" in few and "std::min<int64_t>(128, (batch + 7) / 8 * 8), 64)" in few
+        assert "1 /* cluster */" in any_batch and "at::mm_out" not in any_batch
     else:
         assert kernels == ["kPersistent", "kWholePanels", "kEvaluate"]
         assert "true /* cooperative */" in launch

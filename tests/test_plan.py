@@ -275,6 +275,31 @@ def test_blocks_that_wait_for_each_others_rows_are_launched_together(dtype):
         assert (launch.cooperative, left) == (waves, waves)
 
 
+@pytest.mark.parametrize(
+    ("precision", "batch", "in_features", "features", "training", "strategy"),
+    [  # by the times of lab/grid.py
+        ("bf16", 256, 2048, 2048, True, "cublas_folded_bn"),
+        ("bf16", 512, 2048, 2048, True, "one_kernel"),
+        ("bf16", 1024, 512, 512, True, "gemm_stats_apply"),
+        ("bf16", 1024, 512, 512, False, "one_kernel"),
+        ("bf16", 4096, 512, 2048, True, "gemm_stats_apply"),
+        ("tf32", 4096, 512, 2048, True, "one_kernel"),
+        ("tf32", 4096, 1024, 512, True, "gemm_stats_apply"),
+        ("tf32", 1, 4096, 512, False, "cublas_folded_bn"),
+        ("fp32", 128, 1024, 512, False, "one_kernel"),
+        ("fp32", 128, 4096, 512, False, "cublas_folded_bn"),
+        ("fp32", 128, 8192, 4096, True, "one_kernel"),
+        ("fp32", 64, 8192, 4096, True, "cublas_folded_bn"),
+        ("fp32", 1, 1024, 512, False, "cublas_folded_bn"),
+    ],
+)
+def test_the_measured_best_is_chosen(precision, batch, in_features, features, training, strategy):
+    dtype = "bfloat16" if precision == "bf16" else "float32"
+    arithmetic = {"bf16": "native", "tf32": "tf32", "fp32": "float32"}[precision]
+    problem = Problem(batch, in_features, features, *[dtype] * 4, arithmetic, training=training, chip=plan.chip_for(90))
+    assert make_plan(problem).strategy == strategy
+
+
 @pytest.mark.parametrize("in_features", [512, 4096, 8192])
 @pytest.mark.parametrize("features", [2048, 10240, 40960])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -285,7 +285,12 @@ def test_the_planner_takes_it_by_itself() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "fp32"])
-def test_evaluation_on_a_gpu(name: str) -> None:
+@pytest.mark.parametrize("found", STAGES)
+def test_evaluation_on_a_gpu(cluster: Cluster, found: tuple[int, int], name: str) -> None:
+    if name == "fp32" and found[1] > small.SPLIT_COLUMNS:
+        pytest.skip("no such shape")
+    cluster(*found)
+    runtime.forget()
     for sizes in ((128, 1024, 512), (100, 200, 72), (2, 64, 8), (65, 2048, 1000), (3, 3072, 512)):
         check_evaluation(name, *sizes, nullcontext(), "cuda")
 

@@ -150,11 +150,13 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
   if (warp == kConsumerWarps && lane == 0) {
     prefetch_map(map_x);
     prefetch_map(map_weight);
-    for (int s = 0; s < STAGES; ++s) barrier_init(&shared.full[s], 1);
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], kSplit ? kConsumerWarps : 2);  // for which it waits before it waits for the cluster
+    }
     fence_barrier_init();
     fence_async_shared();
   } else if (thread == 0) {
-    for (int s = 0; s < STAGES; ++s) barrier_init(&shared.empty[s], kSplit ? kConsumerWarps : 2);
     barrier_init(&shared.arrived, 1 + kConsumerWarps);
     fence_barrier_init();
     barrier_expect(&shared.arrived, (SPLITS - 1) * sizeof(shared.parts[0]));
