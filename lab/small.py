@@ -1,9 +1,14 @@
-"""float32 of few rows: PYTHONPATH=src python lab/small.py, on a GPU. Replay of a CUDA graph of twenty calls, µs, and errors of y."""
+"""Few rows: PYTHONPATH=src python lab/small.py [training|evaluation] [fp32|tf32|bf16], on a GPU.
 
+Replay of a CUDA graph of twenty calls, µs, and errors of y.
+"""
+
+import copy
 import statistics
+import sys
 
 import torch
-from device_check import Chain, error
+from device_check import DTYPES, Chain, error
 
 import gemmnorm
 from gemmnorm import plan, runtime
@@ -11,7 +16,7 @@ from gemmnorm.plan import hopper, small
 
 SIZES = ((128, 256, 1024), (128, 512, 512), (128, 512, 4096), (64, 1024, 256), (128, 1024, 512), (128, 1024, 2048),
          (128, 3072, 512), (128, 4096, 512), (128, 4096, 1024), (128, 8192, 512))  # fmt: skip
-WAYS = {"small_panel": (small.SHAPES, "one_kernel"), "kOneBlock": ((), "one_kernel"), "cublas_folded_bn": ((), "cublas_folded_bn")}
+WAYS = {"small_panel": (small.SHAPES, "one_kernel"), "fused_gemm": ((), "one_kernel"), "cublas_folded_bn": ((), "cublas_folded_bn")}
 
 
 def replay(call):
@@ -36,12 +41,14 @@ def replay(call):
 def main():
     hopper.better_served = lambda problem: None
     small.MOST_SPLIT_STEPS = 1 << 30
+    training = "evaluation" not in sys.argv
+    precision = next((name for name in DTYPES if name in sys.argv), "fp32")
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "none"
     for batch, wide, out in SIZES:
-        m = gemmnorm.LinearScaleBatchNorm1d(wide, out, device="cuda")
-        x, weight = torch.randn(batch, wide, device="cuda"), m.gemm.weight
-        a = (x.double() @ weight.double().t() + m.gemm.bias.double()) * m.scale.double()
-        golden = torch.nn.functional.batch_norm(a, None, None, m.bn.weight.double(), m.bn.bias.double(), True, 0.1, m.bn.eps)
-        eager = Chain(m)
+        m = gemmnorm.LinearScaleBatchNorm1d(wide, out, device="cuda", dtype=DTYPES[precision]).train(training)
+        x, weight = torch.randn(batch, wide, device="cuda", dtype=DTYPES[precision]), m.gemm.weight
+        eager, exact = Chain(m).train(training), Chain(copy.deepcopy(m).double()).train(training)
+        golden = exact(x.double())
         figures = [f"mm {replay(lambda: torch.mm(x, weight.t())):.1f}"]  # noqa: B023
         figures.append(f"eager {replay(lambda: eager(x)):.1f} ({error(eager(x), golden):.1e})")  # noqa: B023
         for name, (shapes, strategy) in WAYS.items():
