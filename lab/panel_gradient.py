@@ -26,31 +26,41 @@ NOT_SPLIT = (NOTHING, NOTHING)
 def variant(problem, lanes, rows, cluster, resident, again):
     """The launch with another shape, or None where it does not fit or most warps have no rows. `again`: a cluster goes on to
     another panel, so that all clusters are there at once."""
-    base = gradient.one_launch(replace(problem, batch=64), NOT_SPLIT)
-    held = rows * cluster * gradient.WARPS
-    parts = -(-problem.batch // held)
-    shape = gradient.Shape(lanes, rows, parts, cluster, DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype])
-    if resident * (shape.shared + 1024) > gradient.SHARED + 1024 or parts * held >= 2 * max(problem.batch, 8 * rows):
+    base = gradient.panel_launch(replace(problem, batch=64), NOT_SPLIT)
+    shape = gradient.Shape(lanes, rows, cluster, DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype])
+    if resident * (shape.shared + 1024) > gradient.SHARED + 1024 or shape.batch < problem.batch:
         return None
     blocks = resident * problem.chip.multiprocessors
     panels, at_once = -(-problem.out_features // shape.columns), (blocks * 10 // 11 if cluster > 2 else blocks) // cluster
-    if parts > 1 and rows < 64 or again and panels <= at_once:
+    if again and panels <= at_once:
         return None
-    constants = (*base.constants[:4], *map(str, (lanes, rows, parts, cluster, shape.shared)), base.constants[9])
+    constants = (*base.constants[:4], *map(str, (lanes, rows, cluster, shape.shared)), base.constants[8])
     grid = Extent((at_once if again else panels) * cluster)
     return replace(base, constants=constants, grid=grid, shared=shape.shared, cluster=cluster, resident=resident)
 
 
+def turns(problem, rows, lag):
+    """Blocks that take turns, `rows` rows to a warp."""
+    base = gradient.unit_launch(problem, NOT_SPLIT)
+    constants = (*base.constants[:4], str(rows), *base.constants[5:])
+    return replace(base, constants=constants, grid=replace(base.grid, rows=8 * rows), numbers=(("lag", lag),))
+
+
 def variants(problem, every):
     """Name and launch."""
-    shipped = gradient.one_launch(problem, NOT_SPLIT)
+    shipped = gradient.panel_launch(problem, NOT_SPLIT)
     if shipped is not None:
-        yield "shipped", shipped
+        yield "a cluster for each panel, shipped", shipped
+    units = gradient.unit_launch(problem, NOT_SPLIT)
+    if units is not None:
+        yield "turns" + ("" if shipped else ", shipped"), units
     for choice in itertools.product((4, 8), (16, 32, 64), (1, 2, 4, 8), (1, 2, 3), (False, True)) if every else ():
         launch = variant(problem, *choice)
         if launch is not None:
             lanes, rows, cluster, resident, again = choice
             yield f"{lanes} lanes, {rows} rows, clusters of {cluster}, {resident} blocks{', again' if again else ''}", launch
+    for rows, lag in itertools.product((16, 32), (2, 3, 4, 6, 8)) if every and units is not None else ():
+        yield f"turns of {8 * rows} rows, {lag} panels between", turns(problem, rows, lag)
 
 
 def main():
@@ -66,10 +76,12 @@ def main():
         base = plan.make_plan(problem, "one_kernel", "backward")
         products = tuple(step for step in base.steps if isinstance(step, plan.Product))
         product = next(b for b in base.workspace if b.role == "grad_product")
+        between = (*gradient._between(problem), *gradient._vectors(problem, "merged_slope", "merged_shift"))
         three = replace(
             base,
             steps=(*gradient._three_launches(problem, NOT_SPLIT), *products),
-            workspace=(*gradient._between(problem), product),
+            workspace=(*between, product),
+            counters=0,
         )
         random = lambda *shape, dtype=t: torch.randn(*shape, device="cuda", dtype=dtype)  # noqa: E731
         statistics = torch.cat([random(1, out, dtype=torch.float32), random(1, out, dtype=torch.float32).abs() + 0.5,
@@ -89,7 +101,7 @@ def main():
         moved = torch.empty(batch * out * (2 * t.itemsize + y.itemsize) // 2, dtype=torch.uint8, device="cuda")
         calls["a copy"] = lambda *_, to=torch.empty_like(moved), moved=moved: to.copy_(moved)
         for name, launch in variants(problem, "--all" in sys.argv):
-            panel = replace(base, steps=(launch, *products), workspace=(product,))
+            panel = replace(base, steps=(launch, *products), workspace=(*between, product), counters=4096)
             got = binding.Bound(panel)(inputs, scalars)
             worst = max(
                 float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-20))

@@ -1,4 +1,5 @@
-"""What tests share: a clean strategy, one seed, the marker for what needs a GPU, a spy on the operator."""
+"""What tests share: a clean strategy, one seed, the marker for what needs a GPU, a spy on the operator,
+and the backward of large batches at small sizes."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 import gemmnorm
+from gemmnorm import plan
+from gemmnorm.plan import gradient
 from gemmnorm.tools import fuse as fusing
 
 
@@ -48,3 +51,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(fusing, "linear_scale_batch_norm", spy)
     return made
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks take turns whatever the batch, with as few panels between sums and gradients as may be."""
+    monkeypatch.setattr(gradient, "panel_launch", lambda *_: None)
+    monkeypatch.setattr(gradient, "IN_FLIGHT", 0)
+    plan.cached_plan.cache_clear()
+    yield
+    plan.cached_plan.cache_clear()

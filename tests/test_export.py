@@ -209,7 +209,8 @@ def test_the_own_product_saves_its_group_means_and_evaluation_with_gradients_is_
         assert "auto run = backward_training_any;\n  if (batch <= 256) run = backward_training_to_256;" in chooser
         assert "pointer<float>(group_mean)" in few and "pointer<float>(group_mean)" in any_batch
         assert few.count("launch_hopper(") == 1 and "launch(" not in few and "1 /* cluster */" in few
-        assert any_batch.count("launch(") == 3 and "launch_hopper(" not in any_batch
+        assert any_batch.count("launch_hopper(") == 1 and "true /* cooperative */" in any_batch
+        assert "2 * multiprocessors())" in any_batch and "take_counters(" in any_batch
         alone, saving = (host_function(source, f"forward_evaluation_{word}") for word in ("alone", "saving"))
         assert "launch_hopper(" in alone and "at::mm_out" not in alone and "take_counters" not in alone
         assert "at::mm_out" in saving and "launch_hopper(" not in saving

@@ -1,5 +1,5 @@
-"""The backward of a panel of columns by one cluster (panel_gradient.cuh), run by the emulator, and on a GPU,
-against float64."""
+"""The backward of a panel of columns by one cluster (panel_gradient.cuh), or by blocks that take turns
+(gradient_units.cuh), run by the emulator, and on a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -38,6 +38,24 @@ def function(strategy: str, batch: int, features: int, dtype: str) -> str:
     return plan.make_plan(problem, strategy, "backward").launches[0].function
 
 
+def compare_with_float64(strategy: str, batch: int, features: int, dtype: str, activation: str | None) -> None:
+    torch.manual_seed(batch)
+    kind = getattr(torch, dtype)
+    x, weight = torch.randn(batch, 24).to(kind), torch.randn(features, 24).to(kind)
+    vectors = [torch.randn(features).to(kind) for _ in range(4)]
+    grad = torch.randn(batch, features).to(kind)
+    wide = [t.double() for t in (x, weight, *vectors)]
+    want = gradients(*wide, grad=grad.double(), activation=activation, strategy="reference")
+    eager = gradients(x, weight, *vectors, grad=grad, activation=activation, strategy="reference")
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        got = gradients(x, weight, *vectors, grad=grad, activation=activation, strategy=strategy)
+    unit = torch.finfo(kind).eps
+    for name, ours, theirs, exact in zip(NAMES, got, eager, want, strict=True):
+        size = exact.norm().clamp_min(1e-3)
+        error, allowed = (got_.double().sub(exact).norm() / size for got_ in (ours, theirs))
+        assert error <= 1.1 * allowed + 4 * unit, name
+
+
 @needs_compiler
 @pytest.mark.parametrize("strategy", ["cublas_folded_bn", "one_kernel"])
 @pytest.mark.parametrize(
@@ -51,36 +69,40 @@ def function(strategy: str, batch: int, features: int, dtype: str) -> str:
         (513, 8, "float16", None),  # a cluster of four, its last part of one row
         (1100, 24, "bfloat16", "relu"),  # of eight
         (3000, 8, "float32", "tanh"),  # of eight, 64 rows to a warp
-        (4700, 16, "bfloat16", None),  # two groups for some warps, none for others
         (70, 800, "float32", "relu"),  # panel after panel for a block, the last not whole
         (1100, 200, "bfloat16", "relu"),  # for a cluster
-        (4700, 72, "bfloat16", None),
     ],
 )
 def test_gradients(strategy: str, batch: int, features: int, dtype: str, activation: str | None) -> None:
-    torch.manual_seed(batch)
-    kind = getattr(torch, dtype)
-    x, weight = torch.randn(batch, 24).to(kind), torch.randn(features, 24).to(kind)
-    vectors = [torch.randn(features).to(kind) for _ in range(4)]
-    grad = torch.randn(batch, features).to(kind)
-    wide = [t.double() for t in (x, weight, *vectors)]
-    want = gradients(*wide, grad=grad.double(), activation=activation, strategy="reference")
-    eager = gradients(x, weight, *vectors, grad=grad, activation=activation, strategy="reference")
     assert function(strategy, batch, features, dtype) == "panel_gradient"
-    with emulated(SMALL_HOPPER), poisoned_memory():
-        got = gradients(x, weight, *vectors, grad=grad, activation=activation, strategy=strategy)
-    unit = torch.finfo(kind).eps
-    for name, ours, theirs, exact in zip(NAMES, got, eager, want, strict=True):
-        size = exact.norm().clamp_min(1e-3)
-        error, allowed = (got_.double().sub(exact).norm() / size for got_ in (ours, theirs))
-        assert error <= 1.1 * allowed + 4 * unit, name
+    compare_with_float64(strategy, batch, features, dtype, activation)
 
 
 @needs_compiler
-def test_equal_bits_whatever_the_order_of_events() -> None:
+@pytest.mark.parametrize("strategy", ["cublas_folded_bn", "one_kernel"])
+@pytest.mark.parametrize(
+    ("batch", "features", "dtype", "activation"),
+    [
+        (2, 8, "bfloat16", None),  # one turn, one block that merges
+        (257, 72, "float32", "relu"),  # the second turn has one row
+        (300, 840, "bfloat16", None),  # panel after panel, the last not whole
+        (513, 136, "float16", "gelu_tanh"),
+        (4700, 72, "bfloat16", "silu"),
+    ],
+)
+def test_turns(strategy: str, batch: int, features: int, dtype: str, activation: str | None, turns: None) -> None:
+    assert function(strategy, batch, features, dtype) == "gradient_units"
+    compare_with_float64(strategy, batch, features, dtype, activation)
+
+
+@needs_compiler
+@pytest.mark.parametrize("by", ["cluster", "turns"])
+def test_equal_bits_whatever_the_order_of_events(by: str, request: pytest.FixtureRequest) -> None:
+    if by == "turns":
+        request.getfixturevalue("turns")
     torch.manual_seed(1)
-    x, weight, grad = torch.randn(1100, 24), torch.randn(24, 24), torch.randn(1100, 24)
-    vectors = [torch.randn(24) for _ in range(4)]
+    x, weight, grad = torch.randn(1100, 24), torch.randn(136, 24), torch.randn(1100, 136)
+    vectors = [torch.randn(136) for _ in range(4)]
     with emulated(SMALL_HOPPER), poisoned_memory():
         found = [gradients(x, weight, *vectors, grad=grad, activation="relu", strategy="one_kernel") for _ in range(3)]
     for other in found[1:]:
@@ -89,18 +111,49 @@ def test_equal_bits_whatever_the_order_of_events() -> None:
 
 def test_where_it_serves() -> None:
     problem = Problem(1024, 64, 64, "bfloat16", "bfloat16", save=True)
-    assert gradient.one_launch(problem, NOT_SPLIT) is not None
-    blocks = {b: gradient.one_launch(replace(problem, batch=b), NOT_SPLIT) for b in (256, 257, 2048, 8192)}
+    assert gradient.panel_launch(problem, NOT_SPLIT) is not None
+    blocks = {b: gradient.panel_launch(replace(problem, batch=b), NOT_SPLIT) for b in (256, 257, 2048, 4096)}
     assert [launch.cluster for launch in blocks.values() if launch] == [1, 2, 8, 8]
+    for batch in (4097, 49152):  # more rows than a cluster's shared memory holds, a panel that the L2 does
+        (turns,), _, counters = gradient.launches(replace(problem, batch=batch), NOT_SPLIT)
+        assert turns.function == "gradient_units" and turns.cooperative and counters
     for other in (
-        replace(problem, batch=16384),  # more rows than a cluster's shared memory holds
+        replace(problem, batch=49153),
         replace(problem, out_features=60),  # no whole words of 16 bytes
         replace(problem, training=False),
         replace(problem, chip=plan.chip_for(80)),  # no clusters
         replace(problem, chip=plan.chip_for(120)),  # too little shared memory
     ):
-        assert gradient.one_launch(other, NOT_SPLIT) is None
         assert len(gradient.launches(other, NOT_SPLIT)[0]) == 3
+
+
+def test_panels_between_sums_and_gradients() -> None:
+    """As many as are read in the time that sums take to be merged, two at least, and no more than there are."""
+    problem = Problem(16384, 64, 4096, "bfloat16", "bfloat16", save=True)
+    lags = {}
+    for batch, features in ((16384, 4096), (8192, 4096), (49152, 4096), (8192, 128), (8192, 8)):
+        launch = gradient.unit_launch(replace(problem, batch=batch, out_features=features), NOT_SPLIT)
+        assert launch is not None
+        lags[batch, features] = dict(launch.numbers)["lag"]
+    assert list(lags.values()) == [4, 8, 2, 2, 1]
+
+
+@needs_compiler
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.usefixtures("turns")
+def test_turns_where_the_gradient_of_y_is_wider_than_the_product(activation: str | None) -> None:
+    torch.manual_seed(3)
+    x, weight = torch.randn(300, 24).bfloat16(), torch.randn(136, 24).bfloat16()
+    vectors, grad = [torch.randn(136) for _ in range(4)], torch.randn(300, 136)
+    problem = Problem(300, 24, 136, "bfloat16", *("float32",) * 3, chip=SMALL_HOPPER, activation=activation, save=True)
+    launch = plan.make_plan(problem, "one_kernel", "backward").launches[0]
+    assert launch.function == "gradient_units" and launch.constants[:2] == ("gemmnorm::bfloat16", "float")
+    wide = [t.double() for t in (x, weight, *vectors)]
+    want = gradients(*wide, grad=grad.double(), activation=activation, strategy="reference")
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        got = gradients(x, weight, *vectors, grad=grad, activation=activation, strategy="one_kernel")
+    for name, ours, exact in zip(NAMES, got, want, strict=True):
+        assert ours.double().sub(exact).norm() <= 0.02 * exact.norm(), name
 
 
 @needs_compiler
@@ -175,6 +228,7 @@ def test_a_product_of_another_dtype_on_a_gpu(kinds: tuple[torch.dtype, torch.dty
         (2100, 136, "silu"),
         (4200, 64, None),
         (9000, 40, "relu"),
+        (16400, 1032, None),
         (2100, 8200, "relu"),
     ],
 )

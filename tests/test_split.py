@@ -239,6 +239,11 @@ def test_gradients_by_split_products(batch: int, in_features: int, out_features:
     check(SMALL_HOPPER, "one_kernel", "fp32", batch, in_features, out_features, **options)
 
 
+@pytest.mark.usefixtures("small_gradients", "turns")
+def test_gradients_by_split_products_of_what_blocks_take_turns_at() -> None:
+    check(SMALL_HOPPER, "one_kernel", "fp32", 300, 72, 136, activation="relu")
+
+
 @pytest.mark.parametrize("wanted", ["x", "weight"])
 @pytest.mark.usefixtures("small_gradients")
 def test_only_one_gradient_is_wanted(wanted: str) -> None:

@@ -67,8 +67,7 @@ struct Fiber {
   int copies = 0;  // own bulk copies that have not taken place
   std::vector<std::pair<unsigned, std::function<void()>>> products;  // own multiplications: their group, what to do
   unsigned groups = 0;                                               // of multiplications, committed
-  std::vector<std::pair<unsigned, std::function<void()>>> small_copies;  // own copies of 16 bytes, likewise
-  unsigned small_groups = 0;
+  std::vector<std::function<void()>> small_copies;  // own copies of 16 bytes, likewise
   unsigned cluster_turn = 0;                                         // of the cluster's barrier, when it arrived
 };
 

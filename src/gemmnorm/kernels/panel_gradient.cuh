@@ -10,13 +10,13 @@ namespace gemmnorm {
 
 constexpr int kWarps = kThreads / 32;
 
-// A warp takes ROWS rows at a time, TX lanes along the features; a thread reads back only what it has copied.
-template <class Y, int N, int TX, int ROWS, int PARTS, int CLUSTER>
+// A warp has ROWS rows of a panel, TX lanes along the features; a thread reads back only what it has copied.
+template <class Y, int N, int TX, int ROWS>
 struct PanelShared {
   static constexpr int kSteps = ROWS * TX / 32;      // of a warp through its rows
   static constexpr int kWords = N * sizeof(Y) / 16;  // of grad_y in a step
-  uint4 product[PARTS][kSteps][kThreads];
-  uint4 grad_y[PARTS][kSteps][kWords][kThreads];
+  uint4 product[kSteps][kThreads];
+  uint4 grad_y[kSteps][kWords][kThreads];
   alignas(16) float mean[TX * N], slope[TX * N], shift[TX * N];  // per column: of the forward
   alignas(16) float mean_grad[TX * N], slope_grad[TX * N];       // and of the backward
   // Σg and Σ g·(a - mean) of the cluster's blocks, and before that of the warps, for which the next panel's place serves:
@@ -25,18 +25,18 @@ struct PanelShared {
   u64 all_arrived[2];
 };
 
-// Calls `visit(row, step, a - mean, g)` for every row of a part that the thread holds, N columns at a time.
-template <class Activation, class T, class Y, int N, int TX, int ROWS, int PARTS, int CLUSTER, class Visit>
-__device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, ROWS, PARTS, CLUSTER>& shared, int g, int rows,
+// Calls `visit(row, step, a - mean, g)` for every row that the thread holds, N columns at a time.
+template <class Activation, class T, class Y, int N, int TX, int ROWS, class Visit>
+__device__ __forceinline__ void visit_rows(const PanelShared<Y, N, TX, ROWS>& shared, int rows,
                                            const float (&from_mean)[N], const float (&slope)[N], const float (&shift)[N],
                                            const Visit& visit) {
 #pragma unroll 2
   for (int row = threadIdx.x % 32 / TX, step = 0; row < rows; row += 32 / TX, ++step) {
     Vec<T, N> a;
     Vec<Y, N> dy;
-    *reinterpret_cast<uint4*>(&a) = shared.product[g][step][threadIdx.x];
+    *reinterpret_cast<uint4*>(&a) = shared.product[step][threadIdx.x];
 #pragma unroll
-    for (int w = 0; w < shared.kWords; ++w) reinterpret_cast<uint4*>(&dy)[w] = shared.grad_y[g][step][w][threadIdx.x];
+    for (int w = 0; w < shared.kWords; ++w) reinterpret_cast<uint4*>(&dy)[w] = shared.grad_y[step][w][threadIdx.x];
     float deviation[N], grad[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -57,8 +57,7 @@ __device__ __forceinline__ void read_columns(const float* from, float (&to)[N]) 
   }
 }
 
-template <class T, class Y, class L, class R, int TX, int ROWS /* of a part */, int PARTS /* of a warp, at most */,
-          int CLUSTER, int SHARED_BYTES, class Activation>
+template <class T, class Y, class L, class R, int TX, int ROWS /* of a warp */, int CLUSTER, int SHARED_BYTES, class Activation>
 __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, features] */,
                                                const T* product /* [batch, features] */,
                                                const float* offset /* [groups, features] or null */,
@@ -76,29 +75,25 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
                                                T* grad_product /* [batch, features] */, int batch, int features) {
   constexpr int N = 16 / sizeof(T), kColumns = TX * N, kLanes = 32 / TX, kPieces = 2 * kColumns / 4;
   constexpr u32 kArriving = CLUSTER * kPieces * sizeof(float4);
-  using Shared = PanelShared<Y, N, TX, ROWS, PARTS, CLUSTER>;
+  using Shared = PanelShared<Y, N, TX, ROWS>;
   static_assert(CLUSTER <= kWarps, "blocks and warps take turns in PanelShared::sums");
-  static_assert(kGroupRows % ROWS == 0, "a part lies in one group");
+  static_assert(kGroupRows % ROWS == 0, "a warp's rows lie in one group");
   static_assert(sizeof(Shared) == SHARED_BYTES, "the plan and PanelShared disagree");
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = threadIdx.x, warp = thread / 32, tx = thread % TX, lane = thread % 32 / TX;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const int stride = static_cast<int>(gridDim.x) / CLUSTER * kColumns;  // from a cluster's panel to its next
-  const int parts = (batch + ROWS - 1) / ROWS, share = (parts + CLUSTER - 1) / CLUSTER;
-  const int first_part = rank * share + warp, end_part = min((rank + 1) * share, parts);
-  // The first row of the warp's g-th part, and its rows in a panel where the thread has columns from `column` on.
-  const auto row_of = [&](int g) { return static_cast<i64>(first_part + g * kWarps) * ROWS; };
-  const auto rows_of = [&](int g, int column) {
-    const bool some = first_part + g * kWarps < end_part && column < features;
-    return some ? static_cast<int>(min(i64{ROWS}, batch - row_of(g))) : 0;
-  };
-  const auto copy_row = [&](int g, int step, i64 row, int column) {
-    const i64 at = row * features + column;
-    copy_16_bytes(&shared.product[g][step][thread], product + at);
+  const int share = ((batch + ROWS - 1) / ROWS + CLUSTER - 1) / CLUSTER;  // warps of a block that have rows
+  const int first_row = (rank * share + warp) * ROWS, existing = warp < share ? max(0, min(ROWS, batch - first_row)) : 0;
+  // The warp's rows in a panel where the thread has columns from `column` on.
+  const auto rows_of = [&](int column) { return column < features ? existing : 0; };
+  const auto copy_row = [&](int step, int row, int column) {
+    const i64 at = static_cast<i64>(row) * features + column;
+    copy_16_bytes(&shared.product[step][thread], product + at);
 #pragma unroll
     for (int w = 0; w < Shared::kWords; ++w)
-      copy_16_bytes(&shared.grad_y[g][step][w][thread], grad_y + at + w * (16 / sizeof(Y)));
+      copy_16_bytes(&shared.grad_y[step][w][thread], grad_y + at + w * (16 / sizeof(Y)));
   };
   if (CLUSTER > 1) {
     if (thread == 0) {
@@ -114,15 +109,10 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
   allow_next();
   wait_for_previous();
   int first_column = static_cast<int>(blockIdx.x) / CLUSTER * kColumns;
+  if (const int rows = rows_of(first_column + tx * N)) {
 #pragma unroll
-  for (int g = 0; g < PARTS; ++g) {
-    const int column = first_column + tx * N;
-    if (const int rows = rows_of(g, column)) {
-#pragma unroll
-      for (int step = 0; step < Shared::kSteps; ++step)
-        copy_row(g, step, row_of(g) + min(step * kLanes + lane, rows - 1), column);
-    }
-    commit_small_copies();
+    for (int step = 0; step < Shared::kSteps; ++step)
+      copy_row(step, first_row + min(step * kLanes + lane, rows - 1), first_column + tx * N);
   }
   struct {  // of the column that the thread owns, as they come: read a panel ahead
     L scale;
@@ -153,36 +143,27 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
       shared.shift[thread] = bn_bias ? to_float(own.beta) : 0.0f;
       if (column_exponents && rank == 0) column_exponents[j] = kLeastExponent;
     }
-    float from_mean[PARTS][N];  // what is to be added to a stored value
-#pragma unroll
-    for (int g = 0; g < PARTS; ++g) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) from_mean[g][i] = 0.0f;
-      if (offset && rows_of(g, column)) read_columns<N>(offset + row_of(g) / kGroupRows * features + column, from_mean[g]);
-    }
+    float from_mean[N] = {};  // what is to be added to a stored value
+    if (offset && rows_of(column)) read_columns<N>(offset + static_cast<i64>(first_row / kGroupRows) * features + column, from_mean);
     __syncthreads();
     float slope[N], shift[N], centre[N], sum[N], dot[N];
     read_columns<N>(&shared.slope[tx * N], slope);
     read_columns<N>(&shared.shift[tx * N], shift);
     read_columns<N>(&shared.mean[tx * N], centre);
 #pragma unroll
-    for (int i = 0; i < N; ++i) sum[i] = dot[i] = 0.0f;
-#pragma unroll
-    for (int g = 0; g < PARTS; ++g) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) from_mean[g][i] -= centre[i];
-      if (PARTS - 1 - g >= 2) wait_small_copies<2>();
-      else if (PARTS - 1 - g == 1) wait_small_copies<1>();
-      else wait_small_copies<0>();
-      const auto add_row = [&](int, int, const float (&deviation)[N], const float (&grad)[N]) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          sum[i] += grad[i];
-          dot[i] += grad[i] * deviation[i];
-        }
-      };
-      visit_rows<Activation, T>(shared, g, rows_of(g, column), from_mean[g], slope, shift, add_row);
+    for (int i = 0; i < N; ++i) {
+      from_mean[i] -= centre[i];
+      sum[i] = dot[i] = 0.0f;
     }
+    const auto add_row = [&](int, int, const float (&deviation)[N], const float (&grad)[N]) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        sum[i] += grad[i];
+        dot[i] += grad[i] * deviation[i];
+      }
+    };
+    wait_small_copies();
+    visit_rows<Activation, T>(shared, rows_of(column), from_mean, slope, shift, add_row);
     fold_lanes<N, TX>(sum, &shared.sums[1 - turn][warp][0][tx * N]);
     fold_lanes<N, TX>(dot, &shared.sums[1 - turn][warp][1][tx * N]);
     __syncthreads();
@@ -225,23 +206,19 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
     read_columns<N>(&shared.slope_grad[tx * N], linear);
 #pragma unroll
     for (int i = 0; i < N; ++i) most[i] = kLeastExponent;
+    const auto store_row = [&](int row, int step, const float (&deviation)[N], const float (&grad)[N]) {
+      float out[N];
 #pragma unroll
-    for (int g = 0; g < PARTS; ++g) {
-      const auto store_row = [&](int row, int step, const float (&deviation)[N], const float (&grad)[N]) {
-        float out[N];
+      for (int i = 0; i < N; ++i) out[i] = slope[i] * (grad[i] - constant[i] - deviation[i] * linear[i]);
+      store<T, N>(grad_product + static_cast<i64>(first_row + row) * features + column, out);
+      if (next_column < features) copy_row(step, first_row + row, next_column);
+      if (column_exponents) {
+        const int exponent = x_exponents[first_row + row];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = slope[i] * (grad[i] - constant[i] - deviation[i] * linear[i]);
-        store<T, N>(grad_product + (row_of(g) + row) * features + column, out);
-        if (next_column < features) copy_row(g, step, row_of(g) + row, next_column);
-        if (column_exponents) {
-          const int exponent = x_exponents[row_of(g) + row];
-#pragma unroll
-          for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
-        }
-      };
-      visit_rows<Activation, T>(shared, g, rows_of(g, column), from_mean[g], slope, shift, store_row);
-      commit_small_copies();
-    }
+        for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
+      }
+    };
+    visit_rows<Activation, T>(shared, rows_of(column), from_mean, slope, shift, store_row);
     if (column_exponents && column < features) {
 #pragma unroll
       for (int i = 0; i < N; ++i) atomicMax(&column_exponents[column + i], most[i]);

@@ -1,38 +1,44 @@
-"""Plans of the backward: up to the gradient of the product one launch where a cluster can hold a panel, else three."""
+"""Plans of the backward: up to the gradient of the product one launch on Hopper, in training, else three."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from .cost import gemm_seconds, sweep_seconds
-from .library import GROUPS, ROWS, VECTORS, form, merge_grid, tiling
+from .library import GROUP_ROWS, ROWS, VECTORS, form, merge_grid, tiling
 from .problem import DTYPE_BYTES, Chip, Problem, c_types
 from .steps import NOTHING, THREADS, Buffer, Extent, Launch, Plan, Product
 
 WARPS = THREADS // 32
 # Lanes of a warp along the features, 16 bytes each: whole lines of 128 bytes, or halves, for more or smaller blocks.
 WIDE, NARROW = 8, 4
-# Rows of a warp at a time, and blocks of a cluster: 8 are allowed on any GPU that has clusters.
+# Rows of a warp, and blocks of a cluster: 8 are allowed on any GPU that has clusters.
 SHAPES = ((16, 1), (32, 1), (32, 2), (32, 4), (32, 8), (64, 8))
 OF_A_WIDER_Y = {(32, 4): (64, 2)}  # instead, where y's gradient takes more bytes than the product
+# Bytes of the product and y's gradient: read between the sums of some rows and their gradients, while sums are merged;
+# and of a panel at most, of which two and more have to stay in the L2 (an H200 keeps some 30 MiB of what all read).
+IN_FLIGHT, LARGEST_PANEL = 16 * 2**20, 12 * 2**20
 SHARED = 227 * 1024  # bytes that a block can have on Hopper
 _CHEAP = ("relu", "leaky_relu", "hardtanh")
 _PARAMETERS = ("grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
 
 
-def launches(problem: Problem, exponents: tuple[str, str]) -> tuple[tuple[Launch, ...], tuple[Buffer, ...]]:
-    """The launches and what they need besides the gradients.
+def launches(problem: Problem, exponents: tuple[str, str]) -> tuple[tuple[Launch, ...], tuple[Buffer, ...], int]:
+    """The launches, what they need besides the gradients, and how many counters.
 
     `exponents` are the roles of x's exponents and of those of the gradient's columns, for products of split operands.
     """
     product = Buffer("grad_product", problem.dtype, (ROWS, Extent(problem.out_features)))
-    panel = one_launch(problem, exponents)
+    panel, units = panel_launch(problem, exponents), unit_launch(problem, exponents)
     if panel is not None:
-        return (panel,), (product,)
-    return _three_launches(problem, exponents), (*_between(problem), product)
+        return (panel,), (product,), 0
+    if units is not None:
+        between = (*_between(problem, _unit_rows(problem)), *_vectors(problem, "merged_slope", "merged_shift"))
+        return (units,), (*between, product), 2 + 2 * -(-problem.out_features // _unit_columns(problem))
+    return _three_launches(problem, exponents), (*_between(problem), product), 0
 
 
-def one_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
+def panel_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
     """A cluster for each panel of columns, which reads the product and y's gradient once; None if none can."""
     width, chip = 16 // DTYPE_BYTES[problem.dtype], problem.chip
     if chip is None or chip.arch != 90 or not problem.training or problem.out_features % width:
@@ -57,8 +63,7 @@ def one_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
         "fused_gemm_scale_bn_gradient",
         "panel_gradient.cuh",
         "panel_gradient",
-        (*c_types(problem).values(), *map(str, (shape.lanes, shape.rows, shape.parts, cluster, shape.shared)),
-         "Activation"),
+        (*c_types(problem).values(), *map(str, (shape.lanes, shape.rows, cluster, shape.shared)), "Activation"),
         ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", *exponents,
          *_PARAMETERS, "grad_product", "batch", "features"),
         Extent(min(panels, clusters(resident)) * cluster),
@@ -70,11 +75,10 @@ def one_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a cluster shares out a panel: a warp's lanes along the features, its rows at a time and how often; blocks."""
+    """How a cluster shares out a panel: a warp's lanes along the features, its rows; blocks."""
 
     lanes: int
     rows: int
-    parts: int
     cluster: int
     size: int  # bytes of an element of the product
     out_size: int  # and of y's gradient
@@ -87,38 +91,69 @@ class Shape:
     @property
     def batch(self) -> int:
         """The rows that a cluster holds."""
-        return self.rows * self.parts * self.cluster * WARPS
+        return self.rows * self.cluster * WARPS
 
     @property
     def shared(self) -> int:
         """sizeof(PanelShared): the kernel asserts at compile time that it is."""
-        held = self.rows * self.parts * WARPS * (self.size + self.out_size)
+        held = self.rows * WARPS * (self.size + self.out_size)
         return self.columns * (held + 5 * 4 + 2 * WARPS * 2 * 4) + 2 * 8
 
 
 def _shape(problem: Problem, chip: Chip) -> Shape | None:
-    """The best that holds the batch, if any fits a block's memory."""
+    """The smallest that holds the batch, if any does."""
     sizes = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
-    found = Shape(NARROW, 64, 1, 8, *sizes)
-    found = replace(found, parts=-(-problem.batch // found.batch))
     for rows, cluster in SHAPES:
         if sizes[0] < sizes[1]:
             rows, cluster = OF_A_WIDER_Y.get((rows, cluster), (rows, cluster))
-        wide = Shape(WIDE, rows, 1, cluster, *sizes)
+        wide = Shape(WIDE, rows, cluster, *sizes)
         if wide.batch >= problem.batch:
             few = cluster * problem.out_features < wide.columns * chip.multiprocessors
-            wide = replace(wide, lanes=NARROW) if few else wide
-            found = wide if wide.shared <= SHARED else found
-            break
-    return found if found.shared <= SHARED else None
+            return replace(wide, lanes=NARROW) if few else wide
+    return None
+
+
+def unit_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
+    """Blocks that take turns, and read what they need again out of the L2; None if that cannot keep it."""
+    size, out_size, chip = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype], problem.chip
+    columns = _unit_columns(problem)
+    panels, panel = -(-problem.out_features // columns), columns * problem.batch * (size + out_size)
+    if chip is None or chip.arch != 90 or not problem.training:
+        return None
+    if problem.out_features * size % 16 or panel > LARGEST_PANEL:
+        return None
+    shared = WARPS * 2 * columns * 4 + 16
+    return Launch(
+        "fused_gemm_scale_bn_gradient",
+        "gradient_units.cuh",
+        "gradient_units",
+        (*c_types(problem).values(), str(_unit_rows(problem) // WARPS), str(shared), "Activation"),
+        ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", "group_sum",
+         "group_dot", "mean_grad", "slope_grad", "merged_slope", "merged_shift", *exponents, *_PARAMETERS,
+         "grad_product", "counters", "lag", "batch", "features"),
+        Extent(panels, _unit_rows(problem), 2 * chip.multiprocessors, 1),  # one merges at least
+        shared=shared,
+        cooperative=True,
+        numbers=(("lag", min(max(2, -(-IN_FLIGHT // panel)), panels)),),
+    )  # fmt: skip
+
+
+def _unit_rows(problem: Problem) -> int:
+    """Rows of a block's turn: what its registers hold."""
+    return WARPS * (32 if problem.dtype == problem.out_dtype else 16)
+
+
+def _unit_columns(problem: Problem) -> int:
+    """Features of a panel that blocks take turns at."""
+    return WIDE * 16 // DTYPE_BYTES[problem.dtype]
 
 
 def most_rows(plan: Plan) -> int | None:
     """The largest batch that a backward's launches serve; None for any."""
     for launch in plan.launches:
         if launch.function == "panel_gradient":
-            rows, parts, cluster = (int(constant) for constant in launch.constants[5:8])
-            return rows * parts * cluster * WARPS
+            rows, cluster = (int(constant) for constant in launch.constants[5:7])
+            return rows * cluster * WARPS
     return None
 
 
@@ -159,14 +194,15 @@ def _three_launches(problem: Problem, exponents: tuple[str, str]) -> tuple[Launc
     )  # fmt: skip
 
 
-def _between(problem: Problem) -> tuple[Buffer, ...]:
-    """What the three launches hand to each other."""
-    features = Extent(problem.out_features)
+def _between(problem: Problem, rows: int = GROUP_ROWS) -> tuple[Buffer, ...]:
+    """What three launches, or turns, hand to each other: sums over so many rows."""
+    shape = Extent(1, rows), Extent(problem.out_features)
     sums = ("group_sum", "group_dot") + (() if problem.training else ("group_linear",))
-    return (
-        *(Buffer(role, "float32", (GROUPS, features)) for role in sums),
-        *(Buffer(role, "float32", (features,)) for role in ("mean_grad", "slope_grad")),
-    )
+    return (*(Buffer(role, "float32", shape) for role in sums), *_vectors(problem, "mean_grad", "slope_grad"))
+
+
+def _vectors(problem: Problem, *roles: str) -> tuple[Buffer, ...]:
+    return tuple(Buffer(role, "float32", (Extent(problem.out_features),)) for role in roles)
 
 
 def backward(problem: Problem, strategy: str, exponents: tuple[str, str] = (NOTHING, NOTHING)) -> Plan:
@@ -176,7 +212,8 @@ def backward(problem: Problem, strategy: str, exponents: tuple[str, str] = (NOTH
     as in `launches`.
     """
     features = Extent(problem.out_features)
-    steps, workspace = launches(problem, exponents)
+    steps, workspace, counters = launches(problem, exponents)
+    reads = 4 if len(steps) > 1 else 3 if steps[0].cooperative else 2
     of_x, of_weight = problem.grad_dtypes or (problem.dtype, problem.dtype)
     return Plan(
         problem,
@@ -196,6 +233,7 @@ def backward(problem: Problem, strategy: str, exponents: tuple[str, str] = (NOTH
             Buffer("grad_bn_bias", problem.norm_dtype, (features,)),
         ),
         workspace,
-        seconds=2 * gemm_seconds(problem) + sweep_seconds(problem, 2 if len(steps) == 1 else 4, writes=1),
+        counters=counters,
+        seconds=2 * gemm_seconds(problem) + sweep_seconds(problem, reads, writes=1),
         floor=2 * gemm_seconds(problem),
     )

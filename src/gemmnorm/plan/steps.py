@@ -149,6 +149,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "group_panels": ("int", "panels that are worked on together"),
     "in_registers": ("int", "tiles wait for their panel there"),
     "stream_x": ("int", "whether the L2 should let go of x first"),
+    "lag": ("int", "panels that are read again later"),
     "keep_product": ("int", "whether the product has memory of its own"),
     "in_features": ("int", ""),
     "x": ("const {T}*", "[batch, in_features]"),

@@ -34,7 +34,7 @@ _FORMS = (
 )
 
 # Batches and feature counts that between them lead to every vector width (1 to 8) and every tile (8, 16, 32 threads).
-_BATCHES = (2, 1024, 2048, 4096, 8192, 12288, 16384)
+_BATCHES = (2, 1024, 2048, 4096, 16384, 65536)
 _FEATURES = (8192, 4096, 512, 8196, 516, 8194, 514, 8193, 513)
 _IN_FEATURES = (64, 100, 8192)
 # Likewise: one tile of rows by clusters of one, two, four and eight blocks (plan/small.py), and gradients of panels by
@@ -92,7 +92,7 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
         # two activations that need many registers stand for the others.
         half = dtype == "float16" and uniform
         few = (
-            (100, 256, 1024, 8192, 16384) if arch == 90 and (half or activation in ("gelu", "silu")) else (1024, 16384)
+            (100, 256, 1024, 16384, 65536) if arch == 90 and (half or activation in ("gelu", "silu")) else (1024, 16384)
         )
         everywhere = activation is None and dtype in (("float32",) if quick else ("float32", "bfloat16"))
         sizes = itertools.product(

@@ -278,8 +278,12 @@ class _Body:
     def extent(self, extent: Extent) -> str:
         """An extent as an expression, the number of row groups and of multiprocessors by name."""
         text = extent.cpp()
-        if extent.limit and self.plan.problem.chip and extent.limit == self.plan.problem.chip.multiprocessors:
-            text = text.replace(f", {extent.limit})", ", multiprocessors())")
+        chip = self.plan.problem.chip
+        if extent.limit and chip and extent.limit % chip.multiprocessors == 0:
+            each = extent.limit // chip.multiprocessors
+            text = text.replace(
+                f", {extent.limit})", ", multiprocessors())" if each == 1 else f", {each} * multiprocessors())"
+            )
         if extent.rows > 1:
             name = "groups" if extent.rows == GROUP_ROWS else f"tiles_of_{extent.rows}"
             self.row_counts[name] = extent.rows

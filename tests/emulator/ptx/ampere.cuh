@@ -71,21 +71,13 @@ T computed_anew(T v) {
 
 // A thread's own copies: each takes place when it is waited for, at the latest.
 inline void copy_16_bytes(void* to, const void* from) {
-  auto& copies = emulator::current->small_copies;
-  copies.emplace_back(emulator::current->small_groups, [=] { std::memcpy(to, from, 16); });
-  if (emulator::machine.chance(2)) {
-    copies.back().second();
-    copies.pop_back();
-  }
+  const auto copy = [=] { std::memcpy(to, from, 16); };
+  if (emulator::machine.chance(2)) copy();
+  else emulator::current->small_copies.push_back(copy);
 }
-inline void commit_small_copies() { ++emulator::current->small_groups; }
-template <int PENDING>
-void wait_small_copies() {
-  emulator::Fiber* f = emulator::current;
-  while (!f->small_copies.empty() && f->small_copies.front().first + PENDING < f->small_groups) {
-    f->small_copies.front().second();
-    f->small_copies.erase(f->small_copies.begin());
-  }
+inline void wait_small_copies() {
+  for (const auto& copy : emulator::current->small_copies) copy();
+  emulator::current->small_copies.clear();
 }
 inline void wait_for_previous() {}
 inline void allow_next() {}

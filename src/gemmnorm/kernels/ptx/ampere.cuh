@@ -88,12 +88,8 @@ __device__ __forceinline__ void copy_16_bytes(void* to_shared, const void* from)
   const u32 address = static_cast<u32>(__cvta_generic_to_shared(to_shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
 }
-__device__ __forceinline__ void commit_small_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All but the newest PENDING groups of this thread's copies have taken place.
-template <int PENDING>
-__device__ __forceinline__ void wait_small_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
+// All of this thread's copies have taken place.
+__device__ __forceinline__ void wait_small_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
 // stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
