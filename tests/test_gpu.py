@@ -13,7 +13,7 @@ from support import step, twin
 from torch import nn
 
 import gemmnorm
-from gemmnorm import LinearScaleBatchNorm1d, activations, linear_scale_batch_norm
+from gemmnorm import LinearScaleBatchNorm1d, activations, linear_scale_batch_norm, runtime
 from gemmnorm.plan import STRATEGIES
 
 pytestmark = pytest.mark.gpu
@@ -32,9 +32,6 @@ OPTIONS = (
     {"track_running_stats": False, "activation": SMOOTH},
     {"bias": False, "scale_shape": "vector", "eps": 1e-2, "momentum": 0.5},
 )
-# Of an operand, where it is not exact.
-OPERAND_ROUNDING = {"fp32": 0.0, "tf32": 2.0**-11, "bf16": 0.0, "fp16": 0.0}
-SMOOTH = "silu"  # near a kink, float64 and a rounded product may fall on different sides of it
 
 
 def options_for(index: int, out_features: int) -> dict:
@@ -89,6 +86,23 @@ def test_large_sizes(strategy, name, training):
     check(strategy, name, 2050, 1024, 4104, training, strict=True, bias=False, activation=SMOOTH)
 
 
+@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "fp16"])
+def test_batches_whose_backward_takes_turns(name):
+    check("one_kernel", name, 9000, 128, 1032, True, scale_shape=(1032,), activation=SMOOTH)
+    check("one_kernel", name, 40001, 64, 520, True, bias=False)
+
+
+@pytest.mark.parametrize("name", ["fp32", "amp"])
+def test_one_tile_of_rows_in_several_waves(name):
+    with runtime.recording() as plans:
+        if name == "fp32":
+            check("one_kernel", name, 100, 4096, 10240, True, scale_shape=(10240,))
+        else:
+            check_autocast("one_kernel", 100, 512, 40960, True, True, torch.bfloat16)
+    blocks = [launch for plan in plans for launch in plan.launches if "gemmnorm::Finish::kOneBlock" in launch.constants]
+    assert blocks and blocks[0].grid.value(100) == blocks[0].grid.limit
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("activation", [activations.canonical(row.name) for row in activations.TABLE])
 @pytest.mark.parametrize("strategy", KERNELS)
@@ -141,9 +155,13 @@ def test_cumulative_average_and_counter(strategy):
 @pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_autocast(strategy, scale, training, half):
-    module = model(torch.float32, 96, 128, training, scale_shape=(128,) if scale else None)
-    x = torch.randn(300, 96, device="cuda")
-    grad = torch.randn(300, 128, device="cuda")
+    check_autocast(strategy, 300, 96, 128, training, scale, half)
+
+
+def check_autocast(strategy, batch, in_features, out_features, training, scale, half):
+    module = model(torch.float32, in_features, out_features, training, scale_shape=(out_features,) if scale else None)
+    x = torch.randn(batch, in_features, device="cuda")
+    grad = torch.randn(batch, out_features, device="cuda")
     exact = golden(module, x, grad)
     theirs, ours = twin(module), twin(module)
     with torch.autocast("cuda", dtype=half):

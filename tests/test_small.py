@@ -291,7 +291,7 @@ def test_evaluation_on_a_gpu(cluster: Cluster, found: tuple[int, int], name: str
         pytest.skip("no such shape")
     cluster(*found)
     runtime.forget()
-    for sizes in ((128, 1024, 512), (100, 200, 72), (2, 64, 8), (65, 2048, 1000), (3, 3072, 512)):
+    for sizes in ((128, 1024, 512), (100, 200, 72), (2, 64, 8), (65, 2048, 1000), (3, 3072, 512), (100, 4104, 72)):
         check_evaluation(name, *sizes, nullcontext(), "cuda")
 
 

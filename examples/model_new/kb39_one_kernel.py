@@ -3157,6 +3157,7 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
   constexpr int N = Held::N, kColumns = Held::kColumns, kMerges = kColumns / kMergedColumns, kQuads = kColumns / 4;
   struct Shared {
     float4 sums[Held::kWarps][2][kQuads];  // sum g and sum  g*(a - mean) of each warp
+    int most[kColumns];                    // of the columns' exponents
     int next_turn;
   };
   static_assert(sizeof(Shared) == SHARED_BYTES, "the plan and Shared disagree");
@@ -3205,6 +3206,7 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
     }
   } else {
     int turn = blockIdx.x - mergers;
+    if (threadIdx.x < kColumns) shared.most[threadIdx.x] = kLeastExponent;
     Held held;
     float from_mean[N], slope[N], shift[N];
     const auto read_means = [&] {  // rows that the forward wrote, or the workspace's: whole words
@@ -3264,11 +3266,13 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
         float* part = reinterpret_cast<float*>(shared.sums[warp][lane & 8 ? 1 : 0]) + lane % 8 * N + (lane & 16 ? N / 2 : 0);
         store<float, N / 2>(part, quarter);
       }
+      int row_exponent = 0;  // of the row that is the lane's
       const auto begin_gradients = [&] {
         if (round < lag) return;
         held.place(round - lag, unit, batch, features);
         held.read_again(product, grad_y, features);
         read_means();
+        if (x_exponents) row_exponent = x_exponents[held.first_row + max(0, min(lane % ROWS, held.rows - 1))];
       };
       const auto wait_for_merged = [&] {
         if (round >= lag && lane == 0) wait_until(&merged[round - lag], kMerges);
@@ -3311,6 +3315,7 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
         for (int i = 0; i < N; ++i) most[i] = kLeastExponent;
 #pragma unroll
         for (int s = 0; s < Held::kSteps; ++s) {
+          const int exponent = column_exponents ? __shfl_sync(~0u, row_exponent, held.row(s) % 32) : 0;
           if (!held.exists(s)) continue;
           float out[N];
           Vec<T, N> rounded;
@@ -3320,22 +3325,23 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
             const float grad = through(held.grad_y[s].value(i), deviation, i);
             out[i] = slope[i] * (grad - constant[i] - deviation * linear[i]);
             from_float(out[i], rounded.at[i]);
+            if (column_exponents) most[i] = max(most[i], scaled_exponent(out[i], exponent));
           }
           store_for_others(reinterpret_cast<uint4*>(grad_product + held.origin(s, features)),
                            *reinterpret_cast<const uint4*>(&rounded));
-          if (column_exponents) {
-            const int exponent = x_exponents[held.first_row + held.row(s)];
-#pragma unroll
-            for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
-          }
         }
-        if (column_exponents && held.inside && held.rows > 0) {
+        if (column_exponents) {
 #pragma unroll
-          for (int i = 0; i < N; ++i) atomicMax(&column_exponents[held.column + i], most[i]);
+          for (int i = 0; i < N; ++i) atomicMax(&shared.most[lane % 8 * N + i], most[i]);
         }
       }
       if (threadIdx.x == 0) shared.next_turn = static_cast<int>(gridDim.x - mergers + ticket);
       __syncthreads();
+      if (column_exponents && round >= lag && threadIdx.x < kColumns) {
+        const int j = (round - lag) * kColumns + threadIdx.x;
+        if (j < features) atomicMax(&column_exponents[j], shared.most[threadIdx.x]);
+        shared.most[threadIdx.x] = kLeastExponent;
+      }
       turn = shared.next_turn;
       begin_sums();
     }
@@ -3745,7 +3751,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradien
     int lag /* panels that are read again later */,
     int batch,
     int features) {
-  gemmnorm::gradient_units<float, float, float, float, 32, 2064, Identity>(
+  gemmnorm::gradient_units<float, float, float, float, 32, 2192, Identity>(
       grad_y, product, offset, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias, eps, group_sum,
       group_dot, mean_grad, slope_grad, merged_slope, merged_shift, x_exponents, column_exponents, grad_bias,
       grad_scale, grad_bn_weight, grad_bn_bias, grad_product, counters, lag, batch, features);
@@ -4326,7 +4332,7 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
   launch(fused_gemm_split_operands_2, batch + 4096, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
          split_weight, x_exponents, weight_exponents, 4096 /* weight_rows */, 4096);
   launch_hopper(fused_gemm_scale_bn_gradient, std::min<int64_t>(128 * tiles_of_256 + 1, 2 * multiprocessors()), 256,
-                2064 /* shared */, 1 /* cluster */, true /* cooperative */, stream, pointer<float>(grad_y),
+                2192 /* shared */, 1 /* cluster */, true /* cooperative */, stream, pointer<float>(grad_y),
                 pointer<float>(product), pointer<float>(group_mean), pointer<float>(scale), scale_stride,
                 scale_value, pointer<float>(mean), pointer<float>(rstd), pointer<float>(bn_weight),
                 pointer<float>(bn_bias), eps, group_sum, group_dot, mean_grad, slope_grad, merged_slope,

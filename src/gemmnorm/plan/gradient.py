@@ -122,7 +122,7 @@ def unit_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
         return None
     if problem.out_features * size % 16 or panel > LARGEST_PANEL:
         return None
-    shared = WARPS * 2 * columns * 4 + 16
+    shared = (WARPS * 2 + 1) * columns * 4 + 16
     return Launch(
         "fused_gemm_scale_bn_gradient",
         "gradient_units.cuh",

@@ -42,7 +42,8 @@ class Shape:
         return -(-size // 1024) * 1024
 
 
-# Of split operands: columns whose fragments fit the registers, and stages of K beyond which the library is faster.
+# Of split operands: columns whose fragments fit the registers, and stages of K beyond which the library is faster in
+# training, and with few rows.
 SPLIT_COLUMNS, MOST_SPLIT_STEPS = 32, 112
 # In the order of preference, by the times of lab/README.md; none of them: the kernel is not used.
 SHAPES = (Shape(64, 8, 4, least=64), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32, 1, 8, most=16))
@@ -56,8 +57,10 @@ def shape(problem: Problem) -> Shape | None:
     if problem.batch == 1 and problem.dtype == "float32" and problem.in_features >= (1024 if problem.split else 4096):
         return None  # a vector: the library multiplies those without tensor cores
     steps = -(-problem.in_features * DTYPE_BYTES[problem.dtype] // ROW_BYTES)
+    if problem.split and steps > MOST_SPLIT_STEPS and (problem.training or problem.batch <= GROUP_ROWS):
+        return None
     for found in SHAPES:
-        if problem.split and (found.columns > SPLIT_COLUMNS or steps > MOST_SPLIT_STEPS):
+        if problem.split and found.columns > SPLIT_COLUMNS:
             continue
         panels = -(-problem.out_features // found.columns)
         groups = blocks // found.blocks  # pairs are neighbours
