@@ -11,17 +11,20 @@ such a product it says nothing that means anything. `--plain` leaves those strat
 after the first line "control" counts. What the copy engine stores is for the GPU suite, which poisons all memory.
 
 `--forward` runs what has an own product, without gradients, and compares nothing: racecheck reports the library's.
+`--turns` runs the backward's `gradient_units` alone, for the same reason.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 
 import torch
 
 import gemmnorm
-from gemmnorm.plan import OWN_GEMM, STRATEGIES, split
+from gemmnorm import binding, plan, runtime
+from gemmnorm.plan import OWN_GEMM, STRATEGIES, Problem, gradient, split
 
 SIZES = {
     "one tile": (70, 72, 40),
@@ -33,7 +36,34 @@ SIZES = {
 }
 
 
+def turns() -> None:
+    """`gradient_units` at small sizes, without the products behind it."""
+    gradient.panel_launch = lambda *_: None
+    gradient.IN_FLIGHT = 0
+    half, single = torch.bfloat16, torch.float32
+    for t, y, batch, features, activation in (
+        (half, half, 1300, 840, "relu"), (half, single, 700, 264, None), (single, single, 1000, 264, "silu"),
+    ):  # fmt: skip
+        names, chip = [str(d).removeprefix("torch.") for d in (t, y, y, y)], runtime.chip(torch.device("cuda", 0))
+        arithmetic = "tf32" if t == single else "native"
+        problem = Problem(batch, 24, features, *names, arithmetic, activation, save=True, chip=chip)
+        chosen = plan.make_plan(problem, "one_kernel", "backward")
+        run = binding.Bound(replace(chosen, steps=chosen.launches))
+        product, grad_y, vectors = (
+            torch.randn(n, features, device="cuda", dtype=d) for n, d in ((batch, t), (batch, y), (4, y))
+        )
+        statistics = torch.rand(2 + -(-batch // 64), features, device="cuda") + 0.5  # mean, rstd, the groups' offsets
+        x, weight = (torch.randn(n, 24, device="cuda", dtype=t) for n in (batch, features))
+        scalars = binding.scalars(problem, vectors[1], 1.0, 0.1, 1e-5)
+        for _ in range(2):
+            run((grad_y, x, weight, *vectors, product, statistics), scalars)
+        torch.cuda.synchronize()
+        print(", ".join(names[:2]), chosen.launches[0].function, flush=True)
+
+
 def main() -> None:
+    if "--turns" in sys.argv:
+        return turns()
     split.SPLIT_BACKWARD_FLOPS = 0.0  # small products of split operands too
     plain, forward = "--plain" in sys.argv, "--forward" in sys.argv
     names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(SIZES)
