@@ -14,6 +14,7 @@ from torch import nn
 from gemmnorm import plan
 from gemmnorm.errors import GemmNormValueError
 from gemmnorm.plan import small as small_panels
+from gemmnorm.tools import cpp
 from gemmnorm.tools import export as exporting
 from gemmnorm.tools.model_file import load_source
 
@@ -197,6 +198,15 @@ def test_one_tile_of_float32_is_a_cluster_for_each_panel_or_a_block(tmp_path, mo
         monkeypatch.setattr(small_panels, "SHAPES", ())
         plan.cached_plan.cache_clear()
     plan.cached_plan.cache_clear()
+
+
+def test_a_limit_of_rows_is_no_number_of_multiprocessors():
+    """Rows that are split before the product: at this size 32 times as many as an H200 has multiprocessors."""
+    problem = plan.Problem(6144, 4096, 3072, chip=plan.chip_for(90))
+    split_rows = plan.make_plan(problem, "one_kernel").launches[0]
+    assert split_rows.function == "split_rows" and split_rows.grid.limit == 32 * problem.chip.multiprocessors
+    host = cpp.cuda_text([exporting.plan_site(problem, "one_kernel")]).host
+    assert f", {split_rows.grid.limit})" in host and "32 * multiprocessors()" not in host
 
 
 def test_the_own_product_saves_its_group_means_and_evaluation_with_gradients_is_the_librarys(tmp_path):

@@ -275,15 +275,13 @@ class _Body:
     def line(self, text: str) -> None:
         self.lines.append(f"  {text}")
 
-    def extent(self, extent: Extent) -> str:
-        """An extent as an expression, the number of row groups and of multiprocessors by name."""
+    def extent(self, extent: Extent, resident: int = 1) -> str:
+        """An extent as an expression; row groups, and multiprocessors with `resident` blocks each, by name."""
         text = extent.cpp()
         chip = self.plan.problem.chip
-        if extent.limit and chip and extent.limit % chip.multiprocessors == 0:
-            each = extent.limit // chip.multiprocessors
-            text = text.replace(
-                f", {extent.limit})", ", multiprocessors())" if each == 1 else f", {each} * multiprocessors())"
-            )
+        if extent.limit and chip and extent.limit == resident * chip.multiprocessors:
+            each = "" if resident == 1 else f"{resident} * "
+            text = text.replace(f", {extent.limit})", f", {each}multiprocessors())")
         if extent.rows > 1:
             name = "groups" if extent.rows == GROUP_ROWS else f"tiles_of_{extent.rows}"
             self.row_counts[name] = extent.rows
@@ -363,7 +361,7 @@ class _Body:
         own = {role: f"{value} /* {role} */" for role, value in step.numbers}
         own |= {m.role: self.tensor_map(m) for m in step.maps}
         arguments = [own.get(role) or self.argument(role) for role in step.parameters]
-        size = [self.extent(step.grid), str(step.block)]
+        size = [self.extent(step.grid, step.resident if step.cooperative else 1), str(step.block)]
         if step.shared or step.cooperative:
             waits = "true" if step.cooperative else "false"
             more = [f"{step.shared} /* shared */", f"{step.cluster} /* cluster */", f"{waits} /* cooperative */"]
