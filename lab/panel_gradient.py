@@ -12,9 +12,12 @@ from device_check import CASES, Timer
 from gemmnorm import binding, plan, runtime
 from gemmnorm.plan import DTYPE_BYTES, NOTHING, Extent, Problem, gradient
 
-CASES |= {"4096": (4096, 512, 8192, True, True, None), "8192": (8192, 512, 4096, True, True, None)}
+CASES |= {"4096": (4096, 512, 8192, True, True, None), "8192": (8192, 512, 4096, True, True, None),
+          "kb39 ReLU": (16384, 4096, 4096, True, True, "relu"), "32768": (32768, 512, 2048, True, True, None),
+          "32768 ReLU": (32768, 512, 2048, True, True, "relu")}  # fmt: skip
 RUNS = (("kb33", "bf16"), ("kb33", "amp"), ("kb33", "fp32"), ("projector", "bf16"), ("projector", "fp32"), ("4096", "bf16"),
-        ("4096", "fp32"), ("8192", "bf16"), ("8192", "fp32"), ("v0", "bf16"), ("kb39", "bf16"), ("kb39", "amp"), ("kb39", "fp32"))  # fmt: skip
+        ("4096", "fp32"), ("8192", "bf16"), ("8192", "fp32"), ("v0", "bf16"), ("kb39", "bf16"), ("kb39", "amp"), ("kb39", "fp32"),
+        ("kb39 ReLU", "bf16"), ("kb39 ReLU", "amp"), ("kb39 ReLU", "fp32"), ("32768", "bf16"), ("32768 ReLU", "bf16"))  # fmt: skip
 KINDS = {
     "bf16": ("bfloat16",) * 4,
     "amp": ("bfloat16", "float32", "float32", "float32"),

@@ -15,7 +15,8 @@ from gemmnorm import plan, runtime
 from gemmnorm.plan import hopper, small
 
 SIZES = ((128, 256, 1024), (128, 512, 512), (128, 512, 4096), (64, 1024, 256), (128, 1024, 512), (128, 1024, 2048),
-         (128, 3072, 512), (128, 4096, 512), (128, 4096, 1024), (128, 8192, 512))  # fmt: skip
+         (128, 3072, 512), (128, 4096, 512), (128, 4096, 1024), (128, 8192, 512), (128, 6144, 896),
+         (64, 4096, 512), (64, 4096, 1024), (64, 8192, 512), (64, 6144, 896))  # fmt: skip
 WAYS = {"small_panel": (small.SHAPES, "one_kernel"), "fused_gemm": ((), "one_kernel"), "cublas_folded_bn": ((), "cublas_folded_bn")}
 
 
