@@ -779,7 +779,8 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
 
 // The gradient of the product, split twice: with an exponent per row, its columns multiplied by the weight's powers of
 // two, for dx = da*W; and with an exponent per column, its rows multiplied by x's, for dW = da^T*x. Split W and x lack
-// just those powers. A row's exponent is found here, a column's was in `column_exponents` (panel_gradient.cuh, gradient.cuh).
+// just those powers. A row's exponent is found here, a column's came with the gradient: panel_gradient.cuh,
+// gradient_units.cuh or gradient.cuh.
 __device__ __forceinline__ void split_gradient(const float* grad_product /* [batch, features] */,
                                                const int* x_exponents /* [batch] */,
                                                const int* weight_exponents /* [features] */,
