@@ -16,26 +16,27 @@ struct RowsAhead {
   int batch, in_features, features;
 
   // Waits until the rows of a tile are there, as the thread that will ask the copy engine for them.
-  template <int BN>
+  template <int TM, int TN>
   __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
-    const int panel_end = min((tile.n + 1) * BN, features), panel = panel_end - max(tile.n * BN, weight_rows);
-    const int rows = band_rows(raster), band = tile.m * kTileRows / rows;
+    const int panel_end = min((tile.n + 1) * TN, features), panel = panel_end - max(tile.n * TN, weight_rows);
+    const int rows = band_rows<TM>(raster), band = tile.m * TM / rows;
     const int missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
     if (panel > 0) wait_until(&ready[tile.n], panel);
     if (missing > 0) wait_until(&ready[raster.tiles_n + band], missing);
     if (panel > 0 || missing > 0) fence_async_global();
   }
 
+  template <int TM>
   __device__ __forceinline__ static int band_rows(const Raster& raster) {
-    return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
+    return (raster.tiles_m + kBands - 1) / kBands * TM;
   }
 
   // Says, as a warp, that a row is there: the copy engine will read it.
-  template <int BN>
+  template <int TM, int TN>
   __device__ __forceinline__ void done(const Raster& raster, bool of_x, int row) const {
     fence_async_global();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+    if (threadIdx.x % 32 == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows<TM>(raster) : row / TN], 1);
   }
 };
 
@@ -47,7 +48,7 @@ struct CastAhead : RowsAhead {
   T *cast_x, *cast_weight;
 
   // The warp's share of the rows that are left, x's before the weight's: every so many-th.
-  template <int BN>
+  template <int TM, int TN>
   __device__ __forceinline__ void cast(const Raster& raster, int worker) const {
     const int left_of_x = batch - x_rows, left = left_of_x + features - weight_rows;
 #pragma unroll 1
@@ -57,7 +58,7 @@ struct CastAhead : RowsAhead {
       const i64 first = static_cast<i64>(row) * in_features;
       cast_row<T, 32, 16>((of_x ? x : weight) + first, (of_x ? cast_x : cast_weight) + first, in_features,
                           threadIdx.x % 32);
-      done<BN>(raster, of_x, row);
+      done<TM, TN>(raster, of_x, row);
     }
   }
 };

@@ -18,7 +18,7 @@
 
 namespace gemmnorm {
 
-template <class OP, class T, class Y, class L, class R, int BN, int STAGES, int SHARED_BYTES, Finish FINISH,
+template <class OP, class T, class Y, class L, class R, int TM, int TN, int STAGES, int SHARED_BYTES, Finish FINISH,
           class Activation>
 __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_features] */,
     const TensorMap& map_weight /* [features, in_features] */, const TensorMap& map_product /* [batch, features] */,
@@ -40,6 +40,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already */,
     int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
+  // Of the product, or of its transpose: what the consumers share out is a tile's 128 rows, or its 128 columns.
+  constexpr bool kAcross = TN == 128 && TM == 256;
+  constexpr int BN = kAcross ? TM : TN;
   constexpr int kAccumulators = BN / 2;
   constexpr int kPlanes = Operand<OP>::kPlanes;
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
@@ -54,7 +57,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   // Partial results in flight, and pairs of columns: as many as the registers hold.
   constexpr int kAhead = 16, kPairs = kLater ? 2 : 4;
   constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
-  using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kSplitsToo>;
+  using Shared = GemmShared<TM, TN, STAGES, kPlanes, kStaged, kSplitsToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -64,7 +67,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                             group_m2,  mean,    rstd,         merged_slope,    merged_shift,
                             {most, weight_largest, weight_total, flagged}, batch, features,
                             (batch + kGroupRows - 1) / kGroupRows};
-  const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
+  const Raster raster = {(batch + TM - 1) / TM, (features + TN - 1) / TN, group_panels};
   const RowsAhead rows_ahead = {counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features,
                                 features};
   typename Operand<OP>::Ahead ahead = {rows_ahead, x, weight, operand_x, operand_weight};
@@ -110,21 +113,21 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == 0 && lane == 0) {  // feeds the ring
       // Of a box of x. In training rows beyond the batch have to be zero; else nobody looks at them.
-      const int rows = FINISH == Finish::kEvaluate ? min(kTileRows, (batch + 7) / 8 * 8) : kTileRows;
+      const int rows = FINISH == Finish::kEvaluate ? min(TM, (batch + 7) / 8 * 8) : TM;
       const u64 x_policy = stream_x ? kEvictFirst : kEvictNormal;
       int stage = 0;
       u32 parity = 1;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
-        if (makes_rows) ahead.template wait_for<BN>(raster, tile);
+        if (makes_rows) ahead.template wait_for<TM, TN>(raster, tile);
         for (int k = 0; k < steps; ++k) {
           barrier_wait(&shared.empty[stage], parity);
-          barrier_expect(&shared.full[stage], kPlanes * (rows + BN) * kRowBytes);
+          barrier_expect(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);
 #pragma unroll
           for (int p = 0; p < kPlanes; ++p) {
             const int column = (k * kPlanes + p) * kTileK;
-            copy_to_shared(shared.x[stage][p], map_x, &shared.full[stage], column, tile.m * kTileRows, x_policy);
-            copy_to_shared(shared.weight[stage][p], map_weight, &shared.full[stage], column, tile.n * BN, kEvictNormal);
+            copy_to_shared(shared.x[stage][p], map_x, &shared.full[stage], column, tile.m * TM, x_policy);
+            copy_to_shared(shared.weight[stage][p], map_weight, &shared.full[stage], column, tile.n * TN, kEvictNormal);
           }
           if (++stage == STAGES) {
             stage = 0;
@@ -138,7 +141,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
         barrier_wait(&shared.used[buffer], parity);
-        evaluation_coefficients<BN>(f, tile.n * BN, tile.m == 0, shared.slope[buffer], shared.shift[buffer]);
+        evaluation_coefficients<TN>(f, tile.n * TN, tile.m == 0, shared.slope[buffer], shared.shift[buffer]);
         barrier_arrive(&shared.known[buffer]);
         buffer ^= 1;
         if (buffer == 0) parity ^= 1;
@@ -179,9 +182,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     } else if (warp == 1 && kStaged) {  // of whole panels
       merge_panels<BN>(f, raster, counters, stored);
     } else if (warp >= 2) {
-      if constexpr (kSplitsToo) ahead.template split<BN>(shared.rings[warp - 2], raster, warp - 2);
+      if constexpr (kSplitsToo) ahead.template split<TM, TN>(shared.rings[warp - 2], raster, warp - 2);
       if constexpr (sizeof(T) == 2) {
-        if (makes_rows) ahead.template cast<BN>(raster, warp - 2);
+        if (makes_rows) ahead.template cast<TM, TN>(raster, warp - 2);
       }
       if constexpr (kWhole) {
         serve_consumer<T, Y, BN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
@@ -219,8 +222,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       for (int k = 0; k < steps; ++k) {
         barrier_wait(&shared.full[stage], parity);
         wgmma_fence();
-        const u64 a = matrix_descriptor(shared.x[stage][0] + consumer * kGroupRows * kRowBytes);
-        const u64 b = matrix_descriptor(shared.weight[stage][0]);
+        const u64 a = matrix_descriptor((kAcross ? shared.weight[stage][0] : shared.x[stage][0]) + consumer * 64 * kRowBytes);
+        const u64 b = matrix_descriptor(kAcross ? shared.x[stage][0] : shared.weight[stage][0]);
         if constexpr (kSplit) {
           const u64 a_low = matrix_descriptor(shared.x[stage][1] + consumer * kGroupRows * kRowBytes);
           const u64 b_low = matrix_descriptor(shared.weight[stage][1]);
@@ -256,7 +259,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       const Tile tile = raster.at(kSplit ? computed_anew(t) : t);
       const int group = 2 * tile.m + consumer, rows = f.rows(group);
       const i64 row = static_cast<i64>(group) * kGroupRows + own_row;
-      const int first_column = tile.n * BN;
+      const int first_column = tile.n * TN;
       if constexpr (kSplit) {  // back to the scale of x and W
         const PowerOfTwo low = power_of_two(row < batch ? load_l2(x_exponents + row) : 0);
         const PowerOfTwo high = power_of_two(row + 8 < batch ? load_l2(x_exponents + row + 8) : 0);
@@ -279,7 +282,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       bool finish_here = FINISH == Finish::kEvaluate, finish_feature_here = false;
       float centre = 0.0f, squares = 0.0f;
       int at_column = 0;
-      if (FINISH != Finish::kEvaluate) {
+      if constexpr (FINISH != Finish::kEvaluate) {
         if ((FINISH == Finish::kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
         // Column means of the group, then M2 about them. Rows beyond the batch are zero in the accumulators.
         float2 mu = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
@@ -412,6 +415,30 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           if (kStagedY && thread == 0) wait_copies_read();
         }
         sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
+        if constexpr (kAcross) {
+          const int column = consumer * 64 + own_row, j = first_column + column;
+          const float slope[2] = {shared.slope[at][column], shared.slope[at][column + 8]};
+          const float shift[2] = {shared.shift[at][column], shared.shift[at][column + 8]};
+          Y* to = y + static_cast<i64>(tile.m) * TM * features + j;
+          unsigned char* staged = staged_row(shared.staging[consumer], warp, lane);
+          const int left = batch - tile.m * TM;
+#pragma unroll
+          for (int i = 0; i < BN / 8; i += 2) {
+            float v[8];
+#pragma unroll
+            for (int q = 0; q < 8; ++q)
+              v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * i + q] + shift[q / 2 % 2]);
+            if constexpr (kStagedY) {
+              stage_across<Y>(staged + i * 8 * kRowBytes, v);
+            } else {
+#pragma unroll
+              for (int q = 0; q < 8; ++q) {
+                const int r = (i + q / 4) * 8 + lane % 4 * 2 + q % 2, c = q / 2 % 2 * 8;
+                if (r < left && j + c < features) from_float(v[q], to[static_cast<i64>(r) * features + c]);
+              }
+            }
+          }
+        } else {
         const bool low = own_row < rows, high = own_row + 8 < rows;
 #pragma unroll
         for (int i0 = 0; i0 < BN / 8; i0 += kPairs) {
@@ -434,13 +461,16 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
           keep_order();
         }
+        }
         if (kStagedY) fence_async_shared();
         sync_threads(1 + consumer, 128);
         if (FINISH == Finish::kEvaluate && thread == 0) barrier_arrive(&shared.used[at]);
         if (kStagedY && thread == 0) {
-          for (int part = 0; part < BN / 64; ++part)
-            copy_to_global(map_y, shared.staging[consumer] + part * kGroupRows * kRowBytes, first_column + part * 64,
-                           group * kGroupRows);
+          for (int part = 0; part < BN / 64; ++part) {
+            const int c = first_column + (kAcross ? consumer : part) * 64;
+            const int r = kAcross ? tile.m * TM + part * 64 : group * kGroupRows;
+            if (!kAcross || r < batch) copy_to_global(map_y, shared.staging[consumer] + part * kGroupRows * kRowBytes, c, r);
+          }
           commit_copies();
         }
         if (finish_feature_here) f.finish(at_column, kEarly ? early : f.own(at_column), centre, squares);  // nobody waits

@@ -32,15 +32,15 @@ struct Operand<split> : Operand<half> {
   static constexpr int kPlanes = 2, kFeeder = 56;
 };
 
-template <int BN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
+template <int TM, int TN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
 struct GemmShared : PieceRings<AHEAD> {
-  alignas(1024) unsigned char x[STAGES][PLANES][kTileRows * kRowBytes];
-  alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
-  alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
-  float sums[2][4][BN];   // per consumer and warp
-  float slope[2][BN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
-  float shift[2][BN];
-  float mean[BN], finished_slope[BN], finished_shift[BN];  // of the tile's columns, for both consumers
+  alignas(1024) unsigned char x[STAGES][PLANES][TM * kRowBytes];
+  alignas(1024) unsigned char weight[STAGES][PLANES][TN * kRowBytes];
+  alignas(1024) unsigned char staging[2][STAGED ? TM * TN : 1024];
+  float sums[2][4][TN];   // per consumer and warp
+  float slope[2][TN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
+  float shift[2][TN];
+  float mean[TN], finished_slope[TN], finished_shift[TN];  // of the tile's columns, for both consumers
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
   u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten

@@ -90,7 +90,7 @@ struct SplitAhead : RowsAhead {
   }
 
   // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
-  template <int BN>
+  template <int TM, int TN>
   __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int worker) const {
     const int stride = kWorkers * gridDim.x, first_row = static_cast<int>(kWorkers * blockIdx.x) + worker;
     const int left_of_x = batch - x_rows, left = left_of_x + features - first_of_weight();
@@ -105,7 +105,7 @@ struct SplitAhead : RowsAhead {
         continue;
       }
       split_row(pieces, n, row, of_x);
-      done<BN>(raster, of_x, row);
+      done<TM, TN>(raster, of_x, row);
     }
   }
 

@@ -37,6 +37,18 @@ __device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row,
   }
 }
 
+// The same of a tile whose rows are features: the lane's 16 bytes of the first 16 rows of the batch, and a thread's values
+// of two features in two octets of such rows, which it stores as T, turned around.
+__device__ __forceinline__ unsigned char* staged_row(unsigned char* staging, int warp, int lane) {
+  const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+  return staging + row * kRowBytes + (chunk ^ row % 8) * 16;
+}
+template <class T>
+__device__ __forceinline__ void stage_across(unsigned char* to, const float (&v)[8]) {
+  const u32 pairs[4] = {pack(v[0], v[1], T{}), pack(v[2], v[3], T{}), pack(v[4], v[5], T{}), pack(v[6], v[7], T{})};
+  store_transposed(to, pairs);
+}
+
 // One warp sums up the squares of a staged group, column by column: M2, because its mean is taken off.
 template <class T, int BN, class L, class R>
 __device__ __forceinline__ void store_squares(const Features<L, R>& f, const unsigned char* staging, int group,

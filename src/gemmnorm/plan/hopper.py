@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import cast, library
 from .cost import gemm_seconds, split_seconds
@@ -12,6 +12,7 @@ from .split import ALL_ROWS, PREPARED, ROW_BYTES, counters_to_recompute, recompu
 from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan, Step
 
 TILE_ROWS = 2 * GROUP_ROWS
+ACROSS = True
 # Bytes of an element, its parts, columns of the tile → stages of the ring.
 STAGES = {
     (2, 1, 256): 3, (2, 1, 128): 5, (2, 1, 64): 8, (2, 1, 32): 10,
@@ -30,8 +31,9 @@ _SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_expon
 
 @dataclass(frozen=True)
 class Tile:
-    """The GEMM's tile: 128 rows by `columns`, a ring of `stages`, and the shared memory that takes."""
+    """The GEMM's tile: `rows` by `columns`, a ring of `stages`, and the shared memory that takes."""
 
+    rows: int
     columns: int
     stages: int
     size: int  # bytes of an operand's element in shared memory
@@ -46,15 +48,15 @@ class Tile:
     @property
     def shared(self) -> int:
         """sizeof(GemmShared): the kernel asserts at compile time that it is."""
-        size = self.stages * self.planes * (TILE_ROWS + self.columns) * ROW_BYTES
-        size += 2 * (GROUP_ROWS * self.columns * 2 if self.staged else 1024)
+        size = self.stages * self.planes * (self.rows + self.columns) * ROW_BYTES
+        size += 2 * (self.rows * self.columns if self.staged else 1024)
         size += (2 * 4 + 2 * 2 + 3) * self.columns * 4
         size += 2 * self.stages * 8 + 9 * 8
         return -(-size // 1024) * 1024
 
     def counts(self, problem: Problem) -> tuple[int, int]:
         """Tiles along the batch and along the features."""
-        return -(-problem.batch // TILE_ROWS), -(-problem.out_features // self.columns)
+        return -(-problem.batch // self.rows), -(-problem.out_features // self.columns)
 
 
 def refusal(problem: Problem, strategy: str) -> str | None:
@@ -117,11 +119,12 @@ def choose_tile(problem: Problem) -> Tile:
 
     halved = DTYPE_BYTES[problem.dtype] == 2
     tiles = [
-        Tile(columns, stages, size, planes, halved and columns >= 64)
+        Tile(TILE_ROWS, columns, stages, size, planes, halved and columns >= 64)
         for (bytes_, parts, columns), stages in STAGES.items()
         if (bytes_, parts) == (size, planes)
     ]
-    return min(tiles, key=clocks)
+    best = min(tiles, key=clocks)
+    return replace(best, rows=256, columns=128) if best.columns == 256 and not problem.training and ACROSS else best
 
 
 def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, int]:
@@ -151,7 +154,7 @@ def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, i
         tenths = (2 if problem.in_features >= 4096 else 10) if problem.training else 1 if rows <= 8 else 0
         n_tiles += -(-(panels - n_tiles) * tenths // 10)
     return (
-        ALL_ROWS if m_tiles == rows else m_tiles * TILE_ROWS,
+        ALL_ROWS if m_tiles == rows else m_tiles * tile.rows,
         min(problem.out_features, n_tiles * tile.columns),
     )
 
@@ -170,10 +173,10 @@ def forward(problem: Problem, strategy: str) -> Plan:
     else:
         finish = "kOneBlock" if rows == 1 else "kWholePanels" if at_once else "kPersistent"
     half = problem.dtype != "float32"
-    grid = Extent(panels, TILE_ROWS, chip.multiprocessors)
+    grid = Extent(panels, tile.rows, chip.multiprocessors)
     group_panels = _group_panels(problem, tile)
     if finish == "kWholePanels":
-        grid = Extent(at_once, TILE_ROWS, chip.multiprocessors)
+        grid = Extent(at_once, tile.rows, chip.multiprocessors)
         group_panels = max(n for n in range(1, group_panels + 1) if at_once % n == 0)
     x_rows, weight_rows = _rows_ahead(problem, tile, group_panels)
     if problem.prepared:
@@ -195,6 +198,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         (
             types["T"] if half else "gemmnorm::split" if problem.split else "gemmnorm::tf32",
             *types.values(),
+            str(tile.rows),
             str(tile.columns),
             str(tile.stages),
             str(shared),
@@ -211,7 +215,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         shared=shared,
         cooperative=left or finish in ("kWholePanels", "kPersistent"),
         maps=(
-            Map("map_x", operands[0], TILE_ROWS, tile.k, fits=not problem.training),
+            Map("map_x", operands[0], tile.rows, tile.k, fits=not problem.training),
             Map("map_weight", operands[1], tile.columns, tile.k),
             Map("map_product", "product", GROUP_ROWS, boxes if problem.training else boxes_y),
             Map("map_y", "y", GROUP_ROWS, boxes_y),
@@ -316,6 +320,10 @@ def _group_panels(problem: Problem, tile: Tile) -> int:
     """
     chip = problem.chip or CHIPS[90]
     rows, panels = tile.counts(problem)
+    if tile.rows == 256:
+        if not _fits_l2(problem):
+            return min(panels, 12)
+        return max(1, min(panels, 16, 2 * rows, chip.multiprocessors // (2 * rows) * 2))
     if not _fits_l2(problem):
         return min(panels, 6 if tile.columns == 256 else 8)
     return max(1, min(panels, 8, rows // 2, chip.multiprocessors // rows))

@@ -51,6 +51,15 @@ inline void sync_threads(int barrier, int threads) {
   emulator::pass_gate(emulator::current->block->gates[barrier], threads, "bar.sync");
 }
 inline void prefetch_map(const TensorMap&) {}
+inline void store_transposed(void* row, const u32 (&pairs)[4]) {
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i)
+    for (int r = 0; r < 8; ++r) {
+      auto* to = reinterpret_cast<u16*>(__shfl_sync(~0u, reinterpret_cast<std::uintptr_t>(row), 8 * i + r));
+      if (reinterpret_cast<std::uintptr_t>(to) % 16) emulator::fail("a row of a matrix that is not aligned to 16 bytes");
+      if (lane % 4 == r / 2) to[lane / 4] = static_cast<u16>(pairs[i] >> (r % 2 * 16));
+    }
+}
 
 inline u32 pack_finite(float low, float high) {
   const float most = element_of(0x7F7Fu, 0, bfloat16{});

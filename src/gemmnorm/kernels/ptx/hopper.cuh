@@ -62,6 +62,14 @@ __device__ __forceinline__ void fence_barrier_init() {
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
+// Four matrices of 8 × 8 elements of 16 bits, turned around on the way from registers to shared memory: lanes 8i to 8i + 7
+// give where the rows of the i-th go: #warp-level-matrix-instructions-stmatrix
+__device__ __forceinline__ void store_transposed(void* row, const u32 (&pairs)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+               "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
+
 // bar.sync on a numbered barrier: the `threads` threads that name it wait for each other.
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
