@@ -326,7 +326,7 @@ def test_rows_whose_exponent_is_guessed_wrong(training: bool, monkeypatch: pytes
         )
         for t in (torch.float64, torch.float32)
     )
-    monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (hopper.TILE_ROWS, tile.columns))
+    monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (tile.rows, tile.columns))
     plan.cached_plan.cache_clear()
     with emulated(SMALL_HOPPER), poisoned_memory():
         got = linear_scale_batch_norm(x, weight, None, None, *running, training=training, strategy="one_kernel")

@@ -11,12 +11,24 @@
 // Before that warps 2 and 3 cast or split the rows that later tiles need, where that was left to them (ahead.cuh).
 // The last tile of every block never leaves the registers before it is normalised.
 #pragma once
-#include "column_sums.cuh"
 #include "gemm_shared.cuh"
 #include "split_product.cuh"
+#include "tile_by_features.cuh"
+#include "tile_by_rows.cuh"
 #include "whole_panels.cuh"
 
 namespace gemmnorm {
+
+template <bool BY_FEATURES>
+struct Held {
+  template <class T, class Y, int TM, int TN>
+  using Tile = TileByFeatures<T, Y, TM, TN>;
+};
+template <>
+struct Held<false> {
+  template <class T, class Y, int TM, int TN>
+  using Tile = TileByRows<T, Y, TM, TN>;
+};
 
 template <class OP, class T, class Y, class L, class R, int TM, int TN, int STAGES, int SHARED_BYTES, Finish FINISH,
           class Activation>
@@ -40,22 +52,19 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already */,
     int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
-  // Of the product, or of its transpose: what the consumers share out is a tile's 128 rows, or its 128 columns.
-  constexpr bool kAcross = TN == 128 && TM == 256;
-  constexpr int BN = kAcross ? TM : TN;
-  constexpr int kAccumulators = BN / 2;
+  using Shape = TileShape<TM, TN>;
+  constexpr int kWidth = Shape::kWidth, kAccumulators = kWidth / 2;
   constexpr int kPlanes = Operand<OP>::kPlanes;
-  constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
+  constexpr bool kSplit = kPlanes == 2, kMoveRegisters = kWidth * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
   constexpr bool kSplitsToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
   constexpr int kFeeder = kSplit && !kSplitsToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
   using Element = typename Operand<OP>::Element;
-  constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
+  constexpr bool kStaged = sizeof(T) == 2 && TN >= 64;
   constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
   constexpr bool kWhole = FINISH == Finish::kWholePanels, kLater = FINISH == Finish::kPersistent || (kWhole && kStaged);
-  // Partial results in flight, and pairs of columns: as many as the registers hold.
-  constexpr int kAhead = 16, kPairs = kLater ? 2 : 4;
+  constexpr int kAhead = 16;  // partial results in flight
   constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
   using Shared = GemmShared<TM, TN, STAGES, kPlanes, kStaged, kSplitsToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
@@ -146,7 +155,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         buffer ^= 1;
         if (buffer == 0) parity ^= 1;
       }
-    } else if (warp == 1 && !kWhole) {  // stores staged tiles, sums up the squares of most, counts complete groups
+    } else if (warp == 1 && !kWhole) {  // stores staged tiles, counts complete groups
       u32 parity = 0;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
         const Tile tile = raster.at(t);
@@ -154,17 +163,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         const u64 kept = FINISH == Finish::kPersistent && later ? kEvictLast : kEvictNormal;  // until it is normalised
         for (int c = 0; c < 2; ++c) {
           barrier_wait(&shared.staged[c], parity);
-          if (kStaged && (later || keep_product) && lane == 0) {
-            for (int part = 0; part < BN / 64; ++part)
-              copy_to_global(map_product, shared.staging[c] + part * kGroupRows * kRowBytes, tile.n * BN + part * 64,
-                             tile.m * kTileRows + c * kGroupRows, kept);
-            commit_copies();
-          }
-          if constexpr (kStaged) {
-            if (later) store_squares<T, BN>(f, shared.staging[c], 2 * tile.m + c, tile.n * BN);
-          }
-          __syncwarp();
           if (lane == 0) {
+            if (kStaged && (later || keep_product))
+              store_staged<Shape>(map_product, shared.staging[c], tile, c, batch, kept);
             // Of a tile that stays in registers nobody reads the product: its statistics are all that others wait for.
             if (FINISH == Finish::kPersistent && !later) add_release(&counters[kPanels + tile.n], 1);
             if (kStaged) wait_copies_read();
@@ -180,24 +181,24 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
       }
     } else if (warp == 1 && kStaged) {  // of whole panels
-      merge_panels<BN>(f, raster, counters, stored);
+      merge_panels<TN>(f, raster, counters, stored);
     } else if (warp >= 2) {
       if constexpr (kSplitsToo) ahead.template split<TM, TN>(shared.rings[warp - 2], raster, warp - 2);
       if constexpr (sizeof(T) == 2) {
         if (makes_rows) ahead.template cast<TM, TN>(raster, warp - 2);
       }
       if constexpr (kWhole) {
-        serve_consumer<T, Y, BN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
+        serve_consumer<T, Y, TN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
                                                       keep_product);
       } else if (FINISH == Finish::kPersistent) {
-        take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+        take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
       }
     }
     if (resets && warp > 0) leave(shared.left);
   } else {
     if (kMoveRegisters) claim_registers<kConsumer>();
-    const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
-    const int own_row = warp * 16 + lane / 4;  // of the group; the thread also holds own_row + 8
+    const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32;
+    typename Held<Shape::kByFeatures>::template Tile<T, Y, TM, TN> held(consumer);
     int stage = 0;
     u32 parity = 0, staging_parity = 1;
     int buffer = 0;
@@ -209,12 +210,12 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 
     // Each consumer finishes half of a tile's columns, kLanes threads to a column. Of a narrow tile, which leaves registers
     // for it, it reads what that takes before the multiplications.
-    constexpr int kLanes = 256 / BN;
-    constexpr bool kEarly = (FINISH == Finish::kOneBlock || kWhole) && BN <= 64;
+    constexpr int kLanes = 256 / TN;
+    constexpr bool kEarly = (FINISH == Finish::kOneBlock || kWhole) && TN <= 64;
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
       typename Features<L, R>::Own early = {};
-      if (kEarly) early = f.own(min(raster.at(t).n * BN + consumer * (BN / 2) + thread / kLanes, features - 1));
+      if (kEarly) early = f.own(min(raster.at(t).n * TN + consumer * (TN / 2) + thread / kLanes, features - 1));
       if (kSplit) {
 #pragma unroll
         for (int i = 0; i < kAccumulators; ++i) acc[i] = 0.0f;
@@ -222,21 +223,23 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       for (int k = 0; k < steps; ++k) {
         barrier_wait(&shared.full[stage], parity);
         wgmma_fence();
-        const u64 a = matrix_descriptor((kAcross ? shared.weight[stage][0] : shared.x[stage][0]) + consumer * 64 * kRowBytes);
-        const u64 b = matrix_descriptor(kAcross ? shared.x[stage][0] : shared.weight[stage][0]);
+        const auto shares = [&](int plane) { return Shape::kByFeatures ? shared.weight[stage][plane] : shared.x[stage][plane]; };
+        const auto whole = [&](int plane) { return Shape::kByFeatures ? shared.x[stage][plane] : shared.weight[stage][plane]; };
+        const u64 a = matrix_descriptor(shares(0) + consumer * 64 * kRowBytes), b = matrix_descriptor(whole(0));
         if constexpr (kSplit) {
-          const u64 a_low = matrix_descriptor(shared.x[stage][1] + consumer * kGroupRows * kRowBytes);
-          const u64 b_low = matrix_descriptor(shared.weight[stage][1]);
-          multiply_stage<BN>(part, cross, a, a_low, b, b_low, k == 0);
+          const u64 a_low = matrix_descriptor(shares(1) + consumer * 64 * kRowBytes), b_low = matrix_descriptor(whole(1));
+          multiply_stage<kWidth>(part, cross, a, a_low, b, b_low, k == 0);
         } else {
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            Wgmma<Element, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
+            Wgmma<Element, kWidth>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
           wgmma_commit();
         }
-        if (kSplit && k == 0 && thread < BN) {  // `sums` is free until the statistics are taken
-          const int j = raster.at(t).n * BN + thread;
-          const PowerOfTwo p = power_of_two(j < features ? load_l2(weight_exponents + j) : 0);
+        if (kSplit && k == 0 && thread < kWidth) {  // `sums` is free until the statistics are taken
+          const Tile tile = raster.at(t);
+          const int n = (Shape::kByFeatures ? tile.m * TM : tile.n * TN) + thread;
+          const int* exponents = Shape::kByFeatures ? x_exponents : weight_exponents;
+          const PowerOfTwo p = power_of_two(n < (Shape::kByFeatures ? batch : features) ? load_l2(exponents + n) : 0);
           shared.sums[consumer][0][thread] = p.first;
           shared.sums[consumer][1][thread] = p.second;
         }
@@ -257,125 +260,67 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
 
       const Tile tile = raster.at(kSplit ? computed_anew(t) : t);
-      const int group = 2 * tile.m + consumer, rows = f.rows(group);
-      const i64 row = static_cast<i64>(group) * kGroupRows + own_row;
-      const int first_column = tile.n * TN;
       if constexpr (kSplit) {  // back to the scale of x and W
-        const PowerOfTwo low = power_of_two(row < batch ? load_l2(x_exponents + row) : 0);
-        const PowerOfTwo high = power_of_two(row + 8 < batch ? load_l2(x_exponents + row + 8) : 0);
+        const int own = (Shape::kByFeatures ? tile.n * TN : tile.m * TM) + consumer * 64 + thread / 32 * 16 + lane / 4;
+        const int end = Shape::kByFeatures ? features : batch;
+        const int* exponents = Shape::kByFeatures ? weight_exponents : x_exponents;
+        const PowerOfTwo low = power_of_two(own < end ? load_l2(exponents + own) : 0);
+        const PowerOfTwo high = power_of_two(own + 8 < end ? load_l2(exponents + own + 8) : 0);
         sync_threads(1 + consumer, 128);
 #pragma unroll
-        for (int i = 0; i < BN / 8; ++i) {
+        for (int i = 0; i < kWidth / 8; ++i) {
           const int c = i * 8 + (lane % 4) * 2;
           const float2 first = *reinterpret_cast<const float2*>(&shared.sums[consumer][0][c]);
           const float2 second = *reinterpret_cast<const float2*>(&shared.sums[consumer][1][c]);
 #pragma unroll
           for (int q = 0; q < 4; ++q) {
-            const PowerOfTwo column = {q % 2 ? first.y : first.x, q % 2 ? second.y : second.x};
-            acc[4 * i + q] = times(times(acc[4 * i + q] + kLowUnit * cross[4 * i + q], q < 2 ? low : high), column);
+            const PowerOfTwo across = {q % 2 ? first.y : first.x, q % 2 ? second.y : second.x};
+            acc[4 * i + q] = times(times(acc[4 * i + q] + kLowUnit * cross[4 * i + q], q < 2 ? low : high), across);
           }
           if (i % 4 == 3) keep_order();
         }
         sync_threads(1 + consumer, 128);
       }
 
+      constexpr bool kOneBlock = FINISH == Finish::kOneBlock;
       bool finish_here = FINISH == Finish::kEvaluate, finish_feature_here = false;
       float centre = 0.0f, squares = 0.0f;
       int at_column = 0;
       if constexpr (FINISH != Finish::kEvaluate) {
-        if ((FINISH == Finish::kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
-        // Column means of the group, then M2 about them. Rows beyond the batch are zero in the accumulators.
-        float2 mu = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
-          return acc[(i / 2) * 4 + i % 2] + acc[(i / 2) * 4 + 2 + i % 2];
-        });
-        mu.x = rows ? mu.x / rows : 0.0f;
-        mu.y = rows ? mu.y / rows : 0.0f;
-        if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = mu;
-        sync_threads(1 + consumer, 128);
-        const bool low = own_row < rows, high = own_row + 8 < rows;
-        const int j = first_column + 2 * thread;
-        const bool owner = 2 * thread < BN && j < features;
-        const i64 at_group = static_cast<i64>(group) * features + j;
-        if (owner && rows) *reinterpret_cast<float2*>(group_mean + at_group) = mu;
-        finish_here = FINISH == Finish::kOneBlock || ((kWhole || FINISH == Finish::kPersistent) && t >= stored);
-        float2 m2 = mu;
-        if (kStaged && !finish_here) {  // out of the registers at once: another warp sums up the squares
+        if ((kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
+        held.template take_means<kOneBlock>(f, shared, tile, acc);
+        finish_here = kOneBlock || ((kWhole || FINISH == Finish::kPersistent) && t >= stored);
+        // No consumer gets two tiles ahead of the warp that serves it.
+        const bool stages = kStaged && (!finish_here || keep_product);
+        if (stages) {
           barrier_wait(&shared.unstaged[consumer], staging_parity);
-          staging_parity ^= 1;
-#pragma unroll
-          for (int i0 = 0; i0 < BN / 8; i0 += kPairs) {
-            float2 m[kPairs];
-            load_pairs(&shared.slope[consumer][i0 * 8], m);
-#pragma unroll
-            for (int q = 0; q < kPairs; ++q) {
-              const int i = i0 + q;
-              stage_pairs<T>(shared.staging[consumer], own_row, i,
-                             make_float2(acc[4 * i] - m[q].x, acc[4 * i + 1] - m[q].y),
-                             make_float2(acc[4 * i + 2] - m[q].x, acc[4 * i + 3] - m[q].y));
-            }
-            keep_order();
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < BN / 8; ++i) {
-            const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
-            rounded_pair(acc[4 * i], acc[4 * i + 1], m, T{});
-            rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
-            if (i % 8 == 7) keep_order();
-          }
-          if (rows < kGroupRows) {  // rows beyond the batch count for nothing
-#pragma unroll
-            for (int i = 0; i < BN / 8; ++i) {
-              if (!low) acc[4 * i] = acc[4 * i + 1] = 0.0f;
-              if (!high) acc[4 * i + 2] = acc[4 * i + 3] = 0.0f;
-            }
-          }
-          m2 = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
-            const float a = acc[(i / 2) * 4 + i % 2], b = acc[(i / 2) * 4 + 2 + i % 2];
-            return a * a + b * b;
-          });
-          sync_threads(1 + consumer, 128);  // the sums are read before the next tile's are written
-          if (owner && rows) *reinterpret_cast<float2*>(group_m2 + at_group) = m2;
-          barrier_wait(&shared.unstaged[consumer], staging_parity);  // no consumer gets two tiles ahead of warp 1
-          staging_parity ^= 1;
-          if (!finish_here || keep_product) {
-#pragma unroll
-            for (int i = 0; i < BN / 8; ++i) {
-              if (kStaged) {
-                stage_pairs<T>(shared.staging[consumer], own_row, i, make_float2(acc[4 * i], acc[4 * i + 1]),
-                               make_float2(acc[4 * i + 2], acc[4 * i + 3]));
-              } else {
-                const int column = first_column + i * 8 + (lane % 4) * 2;
-                if (column < features) {
-                  if (low) store_pair(product + row * features + column, make_float2(acc[4 * i], acc[4 * i + 1]));
-                  if (high) store_pair(product + (row + 8) * features + column, make_float2(acc[4 * i + 2], acc[4 * i + 3]));
-                }
-              }
-            }
-          }
+          if ((kOneBlock || kWhole) && kStagedY) sync_threads(1 + consumer, 128);
         }
+        held.template take_squares<kOneBlock>(f, shared, tile, acc, stages ? shared.staging[consumer] : nullptr);
+        if (!stages) barrier_wait(&shared.unstaged[consumer], staging_parity);
+        staging_parity ^= 1;
+        if (!kStaged && (!finish_here || keep_product)) held.store_product(acc, product, tile, batch, features);
         if (kStaged) fence_async_shared();
         barrier_arrive(&shared.staged[consumer]);
 
         if (finish_here) {
-          const int finished = consumer * (BN / 2) + thread / kLanes;
-          at_column = first_column + finished;
+          const int finished = consumer * (TN / 2) + thread / kLanes;
+          at_column = tile.n * TN + finished;
           const bool mine = at_column < features, direct = !kLater || f.groups <= kDirectGroups;
           const auto own = kEarly ? early : f.own(mine ? at_column : 0);
-          if (FINISH == Finish::kOneBlock) {
-            if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
-            sync_threads(3, 256);
+          if (kOneBlock) {
+            sync_threads(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);
           } else {
             if (thread == 0) {
               if (direct) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
-              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], BN);
+              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], TN);
             }
             sync_threads(1 + consumer, 128);
           }
           float r = 0.0f;
           if (direct) {
             const auto load_group = [&](bool of_m2, int g) {
-              if (FINISH == Finish::kOneBlock) return (of_m2 ? shared.shift : shared.slope)[g][finished];
+              if (kOneBlock) return (of_m2 ? shared.shift : shared.slope)[g][finished];
               return load_l2((of_m2 ? group_m2 : group_mean) + static_cast<i64>(g) * features + (mine ? at_column : 0));
             };
             const Column merged = merge_column<kAhead>(f, thread % kLanes, kLanes, load_group);
@@ -393,90 +338,30 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             shared.finished_slope[finished] = own.slope * r;
             shared.finished_shift[finished] = own.shift;
           }
-          sync_threads(3, 256);
-          // Coefficients for values that are stored minus their group's mean.
-          if (owner) {
-            const float2 m = *reinterpret_cast<const float2*>(&shared.mean[2 * thread]);
-            const float2 slope = *reinterpret_cast<const float2*>(&shared.finished_slope[2 * thread]);
-            const float2 shift = *reinterpret_cast<const float2*>(&shared.finished_shift[2 * thread]);
-            *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = slope;
-            *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) =
-                make_float2(slope.x * (mu.x - m.x) + shift.x, slope.y * (mu.y - m.y) + shift.y);
-          }
+          sync_threads(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);
+          held.take_coefficients(shared);
           if (kStagedY) barrier_wait(&shared.unstaged[consumer], staging_parity);  // the product has left its memory
         }
       }
       if (finish_here) {
-        const int at = FINISH == Finish::kEvaluate ? buffer : consumer;
-        if (FINISH == Finish::kEvaluate) {
+        constexpr bool kEvaluate = FINISH == Finish::kEvaluate;
+        const int evaluated = buffer;
+        if (kEvaluate) {
           barrier_wait(&shared.known[buffer], known_parity);
           buffer ^= 1;
           if (buffer == 0) known_parity ^= 1;
           if (kStagedY && thread == 0) wait_copies_read();
         }
         sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
-        if constexpr (kAcross) {
-          const int column = consumer * 64 + own_row, j = first_column + column;
-          const float slope[2] = {shared.slope[at][column], shared.slope[at][column + 8]};
-          const float shift[2] = {shared.shift[at][column], shared.shift[at][column + 8]};
-          Y* to = y + static_cast<i64>(tile.m) * TM * features + j;
-          unsigned char* staged = staged_row(shared.staging[consumer], warp, lane);
-          const int left = batch - tile.m * TM;
-#pragma unroll
-          for (int i = 0; i < BN / 8; i += 2) {
-            float v[8];
-#pragma unroll
-            for (int q = 0; q < 8; ++q)
-              v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * i + q] + shift[q / 2 % 2]);
-            if constexpr (kStagedY) {
-              stage_across<Y>(staged + i * 8 * kRowBytes, v);
-            } else {
-#pragma unroll
-              for (int q = 0; q < 8; ++q) {
-                const int r = (i + q / 4) * 8 + lane % 4 * 2 + q % 2, c = q / 2 % 2 * 8;
-                if (r < left && j + c < features) from_float(v[q], to[static_cast<i64>(r) * features + c]);
-              }
-            }
-          }
-        } else {
-        const bool low = own_row < rows, high = own_row + 8 < rows;
-#pragma unroll
-        for (int i0 = 0; i0 < BN / 8; i0 += kPairs) {
-          float2 slope[kPairs], shift[kPairs];
-          load_pairs(&shared.slope[at][i0 * 8], slope);
-          load_pairs(&shared.shift[at][i0 * 8], shift);
-#pragma unroll
-          for (int q = 0; q < kPairs; ++q) {
-            const int i = i0 + q, column = first_column + i * 8 + (lane % 4) * 2;
-            const float2 a = make_float2(Activation::value(slope[q].x * acc[4 * i] + shift[q].x),
-                                         Activation::value(slope[q].y * acc[4 * i + 1] + shift[q].y));
-            const float2 b = make_float2(Activation::value(slope[q].x * acc[4 * i + 2] + shift[q].x),
-                                         Activation::value(slope[q].y * acc[4 * i + 3] + shift[q].y));
-            if (kStagedY) {
-              stage_pairs<Y>(shared.staging[consumer], own_row, i, a, b);
-            } else if (column < features) {
-              if (low) store_pair(y + row * features + column, a);
-              if (high) store_pair(y + (row + 8) * features + column, b);
-            }
-          }
-          keep_order();
-        }
-        }
+        held.template store_results<Activation, kEvaluate, kStagedY>(acc, shared, evaluated, y, tile, batch, features);
         if (kStagedY) fence_async_shared();
         sync_threads(1 + consumer, 128);
-        if (FINISH == Finish::kEvaluate && thread == 0) barrier_arrive(&shared.used[at]);
-        if (kStagedY && thread == 0) {
-          for (int part = 0; part < BN / 64; ++part) {
-            const int c = first_column + (kAcross ? consumer : part) * 64;
-            const int r = kAcross ? tile.m * TM + part * 64 : group * kGroupRows;
-            if (!kAcross || r < batch) copy_to_global(map_y, shared.staging[consumer] + part * kGroupRows * kRowBytes, c, r);
-          }
-          commit_copies();
-        }
+        if (kEvaluate && thread == 0) barrier_arrive(&shared.used[evaluated]);
+        if (kStagedY && thread == 0) store_staged<Shape>(map_y, shared.staging[consumer], tile, consumer, batch);
         if (finish_feature_here) f.finish(at_column, kEarly ? early : f.own(at_column), centre, squares);  // nobody waits
       }
     }
-    if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+    if (FINISH == Finish::kPersistent) take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
     if (resets) leave(shared.left);
     if (kStagedY && thread == 0) wait_copies_read();
   }

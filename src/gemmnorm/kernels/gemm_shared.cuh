@@ -34,12 +34,15 @@ struct Operand<split> : Operand<half> {
 
 template <int TM, int TN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
 struct GemmShared : PieceRings<AHEAD> {
+  using Shape = TileShape<TM, TN>;
   alignas(1024) unsigned char x[STAGES][PLANES][TM * kRowBytes];
   alignas(1024) unsigned char weight[STAGES][PLANES][TN * kRowBytes];
   alignas(1024) unsigned char staging[2][STAGED ? TM * TN : 1024];
-  float sums[2][4][TN];   // per consumer and warp
-  float slope[2][TN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
-  float shift[2][TN];
+  // Of a tile by rows sums of each warp; of split operands the exponents along the width. Per consumer.
+  float sums[2][Shape::kByFeatures ? 2 : 4][Shape::kWidth];
+  // Column coefficients, or a group's mean in `slope`: per consumer or group; in evaluation per tile.
+  float slope[Shape::kGroups][TN];
+  float shift[Shape::kGroups][TN];
   float mean[TN], finished_slope[TN], finished_shift[TN];  // of the tile's columns, for both consumers
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again

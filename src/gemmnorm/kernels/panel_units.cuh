@@ -9,7 +9,6 @@
 
 namespace gemmnorm {
 
-constexpr int kUnitRows = 16;     // rows that a warp normalises at a time
 constexpr int kMergeWidth = 8;    // features whose groups a warp merges at a time
 constexpr int kDirectGroups = 128;  // as many as a thread merges by itself rather than wait for somebody's merge
 constexpr int kDone = 0, kTicket = 1, kPanels = 2;  // counters: blocks done, next unit, then two numbers per panel
@@ -221,18 +220,18 @@ __device__ __forceinline__ void group_coefficients(const Features<L, R>& f, int 
   for (int i = 0; i < N; ++i) shift[i] += slope[i] * (own[i] - mean[i]);
 }
 
-// One warp normalises `kUnitRows` rows of a stored tile, ROWS in flight.
-template <class T, class Y, int BN, class Activation, int ROWS, class L, class R>
+// One warp normalises UNIT rows of a stored tile, ROWS in flight.
+template <class T, class Y, int TN, class Activation, int UNIT, int ROWS, class L, class R>
 __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T* product, Y* y, int first_row,
                                                int first_column) {
   constexpr int N = 16 / sizeof(T);
-  constexpr int kColumns = BN < 32 * N ? BN : 32 * N;  // that the warp covers at once
+  constexpr int kColumns = TN < 32 * N ? TN : 32 * N;  // that the warp covers at once
   constexpr int kLanes = 32 * N / kColumns;            // rows that it covers at once
-  constexpr int kAtOnce = kUnitRows / kLanes < ROWS ? kUnitRows / kLanes : ROWS;
+  constexpr int kAtOnce = UNIT / kLanes < ROWS ? UNIT / kLanes : ROWS;
   const int lane = threadIdx.x % 32, group = first_row / kGroupRows;
-  const int rows = min(kUnitRows, f.batch - first_row);
+  const int rows = min(UNIT, f.batch - first_row);
 #pragma unroll 1
-  for (int c = 0; c < BN; c += kColumns) {
+  for (int c = 0; c < TN; c += kColumns) {
     const int column = first_column + c + (lane % (kColumns / N)) * N;
     if (column >= f.features) continue;
     float slope[N], shift[N];
@@ -264,10 +263,11 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
 
 // A warp takes units in order, one at a time, until none is left: first the merges of a group of panels, then the rows
 // of its stored tiles. A unit waits only for tiles that come before it.
-template <class T, class Y, int BN, class Activation, int AHEAD, class L, class R>
+template <class T, class Y, int TM, int TN, class Activation, int AHEAD, class L, class R>
 __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster& raster, const T* product, Y* y,
                                            u32* counters, int stored) {
-  constexpr int kMerges = BN / kMergeWidth, kUnits = kTileRows / kUnitRows;
+  constexpr int kUnitRows = TN < 128 ? 16 : 32;  // rows that a warp normalises at a time
+  constexpr int kMerges = TN / kMergeWidth, kUnits = TM / kUnitRows;
   const int lane = threadIdx.x % 32;
   const int complete = kPanels, merged = kPanels + raster.tiles_n;  // of the counters
   const int per_panel = kMerges + kUnits * raster.tiles_m;
@@ -290,18 +290,18 @@ __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster
       if (direct && !raster.has_stored(n, stored)) continue;
       if (lane == 0) wait_until(&counters[complete + n], 2 * raster.tiles_m);
       __syncwarp();
-      merge_groups<AHEAD>(f, n * BN + (rest % kMerges) * kMergeWidth);
+      merge_groups<AHEAD>(f, n * TN + (rest % kMerges) * kMergeWidth);
       __syncwarp();
       if (lane == 0) add_release(&counters[merged + n], kMergeWidth);
     } else {
       const int t = first * raster.tiles_m + (rest - kMerges * panels) / kUnits;
       if (t >= stored) continue;
       const Tile tile = raster.at(t);
-      const int row = tile.m * kTileRows + (rest - kMerges * panels) % kUnits * kUnitRows;
+      const int row = tile.m * TM + (rest - kMerges * panels) % kUnits * kUnitRows;
       if (row >= f.batch) continue;
-      if (lane == 0) wait_until(&counters[merged + tile.n], BN);
+      if (lane == 0) wait_until(&counters[merged + tile.n], TN);
       __syncwarp();
-      normalize_unit<T, Y, BN, Activation, 2 * AHEAD>(f, product, y, row, tile.n * BN);
+      normalize_unit<T, Y, TN, Activation, kUnitRows, 2 * AHEAD>(f, product, y, row, tile.n * TN);
     }
   }
 }

@@ -4,8 +4,6 @@
 
 namespace gemmnorm {
 
-constexpr int kTileRows = 2 * kGroupRows;  // a statistics group for each of two consumer warpgroups
-
 // What happens to a tile once it is multiplied.
 enum class Finish {
   kEvaluate,     // y = φ(slope·a + shift) with the running statistics, at once
@@ -21,6 +19,23 @@ constexpr int kGemmThreads = 384;  // a warpgroup that feeds and two that multip
 
 struct Tile {
   int m, n;
+};
+
+// A tile of TM × TN. Two consumers share out its rows, or, of a wide one, its columns (tile_by_features.cuh).
+template <int TM, int TN>
+struct TileShape {
+  static constexpr bool kByFeatures = TN == 128;
+  static constexpr int kWidth = kByFeatures ? TM : TN;  // of a consumer's 64 rows or columns
+  static constexpr int kGroups = TM / kGroupRows;
+  static constexpr int kParts = kWidth / 64;  // of what a consumer holds, 64 × 64 each
+
+  // Where a consumer's part begins.
+  __device__ __forceinline__ static int row(Tile tile, int consumer, int part) {
+    return tile.m * TM + (kByFeatures ? part : consumer) * 64;
+  }
+  __device__ __forceinline__ static int column(Tile tile, int consumer, int part) {
+    return tile.n * TN + (kByFeatures ? consumer : part) * 64;
+  }
 };
 
 // Tiles in the order of their number: `group_panels` panels at a time, along them first, so that panels are complete

@@ -20,6 +20,8 @@
 
 namespace gemmnorm {
 
+constexpr int kTileRows = 2 * kGroupRows;
+
 // How a panel is shared out. The unit is what wgmma leaves in a thread of 8 columns, a float4: columns c and c + 1 of rows
 // r and r + 8.
 template <int BN, int SPLITS>

@@ -37,42 +37,23 @@ __device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row,
   }
 }
 
-// The same of a tile whose rows are features: the lane's 16 bytes of the first 16 rows of the batch, and a thread's values
-// of two features in two octets of such rows, which it stores as T, turned around.
+// Where the copy engine will fetch the first 16 rows of a tile by features: the 16 bytes that the lane names.
 __device__ __forceinline__ unsigned char* staged_row(unsigned char* staging, int warp, int lane) {
   const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
   return staging + row * kRowBytes + (chunk ^ row % 8) * 16;
 }
-template <class T>
-__device__ __forceinline__ void stage_across(unsigned char* to, const float (&v)[8]) {
-  const u32 pairs[4] = {pack(v[0], v[1], T{}), pack(v[2], v[3], T{}), pack(v[4], v[5], T{}), pack(v[6], v[7], T{})};
-  store_transposed(to, pairs);
-}
 
-// One warp sums up the squares of a staged group, column by column: M2, because its mean is taken off.
-template <class T, int BN, class L, class R>
-__device__ __forceinline__ void store_squares(const Features<L, R>& f, const unsigned char* staging, int group,
-                                              int first_column) {
-  constexpr int kLanes = BN / 8, kAtOnce = 32 / kLanes;  // lanes to a row, of eight columns each; rows at once
-  const int lane = threadIdx.x % 32, column = lane % kLanes, rows = f.rows(group);
-  const unsigned char* of_lane = staging + column / 8 * kGroupRows * kRowBytes;
-  float sum[8] = {};
-#pragma unroll 4
-  for (int row = lane / kLanes; row < rows; row += kAtOnce) {
-    const Vec<T, 8> v = *reinterpret_cast<const Vec<T, 8>*>(of_lane + row * kRowBytes + ((column ^ row) % 8) * 16);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += v.value(i) * v.value(i);
-  }
-#pragma unroll
-  for (int bit = kLanes; bit < 32; bit *= 2)
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], bit);
-  const int j = first_column + 8 * column;
-  if (lane < kLanes && j < f.features && rows) {
-    float4* to = reinterpret_cast<float4*>(f.group_m2 + static_cast<i64>(group) * f.features + j);
-    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-  }
+constexpr int kPartBytes = 64 * kRowBytes;
+
+// Asks the copy engine, as one thread, to store what a consumer has staged.
+template <class Shape>
+__device__ __forceinline__ void store_staged(const TensorMap& map, const unsigned char* staging, Tile tile, int consumer,
+                                             int batch, u64 policy = kEvictNormal) {
+  for (int part = 0; part < Shape::kParts; ++part)
+    if (Shape::row(tile, consumer, part) < batch)
+      copy_to_global(map, staging + part * kPartBytes, Shape::column(tile, consumer, part), Shape::row(tile, consumer, part),
+                     policy);
+  commit_copies();
 }
 
 // Two neighbouring results of one row, straight to global memory.

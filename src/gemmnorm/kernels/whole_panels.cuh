@@ -5,57 +5,53 @@
 
 namespace gemmnorm {
 
-// One warp normalises a staged group. A y of the product's size takes its place and leaves by the copy engine.
-template <class T, class Y, int BN, class Activation, class L, class R>
-__device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsigned char* staging, const TensorMap& map_y,
-                                                 Y* y, int group, int first_column) {
+// One warp normalises 64 × 64 staged values. A y of the product's size takes their place and leaves by the copy engine.
+template <class T, class Y, class Activation, class L, class R>
+__device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsigned char* staged, const TensorMap& map_y,
+                                                 Y* y, int first_row, int first_column) {
   constexpr int N = 16 / sizeof(T), kChunks = kRowBytes / 16;
-  const int lane = threadIdx.x % 32, chunk = lane % kChunks, rows = f.rows(group);
-#pragma unroll 1
-  for (int part = 0; part < BN / 64; ++part) {
-    unsigned char* of_part = staging + part * kGroupRows * kRowBytes;
-    const int column = first_column + part * 64 + chunk * N;
-    if (column < f.features) {
-      float slope[N], shift[N];
-      group_coefficients(f, group, column, slope, shift);
+  const int lane = threadIdx.x % 32, chunk = lane % kChunks, group = first_row / kGroupRows, rows = f.rows(group);
+  const int column = first_column + chunk * N;
+  if (column < f.features) {
+    float slope[N], shift[N];
+    group_coefficients(f, group, column, slope, shift);
 #pragma unroll 4
-      for (int row = lane / kChunks; row < rows; row += 32 / kChunks) {
-        unsigned char* at = of_part + row * kRowBytes + ((chunk ^ row) % 8) * 16;
-        const Vec<T, N> a = *reinterpret_cast<const Vec<T, N>*>(at);
-        float out[N];
+    for (int row = lane / kChunks; row < rows; row += 32 / kChunks) {
+      unsigned char* at = staged + row * kRowBytes + ((chunk ^ row) % 8) * 16;
+      const Vec<T, N> a = *reinterpret_cast<const Vec<T, N>*>(at);
+      float out[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a.value(i) + shift[i]);
-        if constexpr (sizeof(Y) == sizeof(T)) {
-          store<Y, N>(reinterpret_cast<Y*>(at), out);
-        } else {
-          store<Y, N>(y + (static_cast<i64>(group) * kGroupRows + row) * f.features + column, out);
-        }
+      for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a.value(i) + shift[i]);
+      if constexpr (sizeof(Y) == sizeof(T)) {
+        store<Y, N>(reinterpret_cast<Y*>(at), out);
+      } else {
+        store<Y, N>(y + static_cast<i64>(first_row + row) * f.features + column, out);
       }
     }
-    if constexpr (sizeof(Y) == sizeof(T)) {
-      fence_async_shared();
-      __syncwarp();
-      if (lane == 0) {
-        copy_to_global(map_y, of_part, first_column + part * 64, group * kGroupRows);
-        commit_copies();
-      }
+  }
+  if constexpr (sizeof(Y) == sizeof(T)) {
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) {
+      copy_to_global(map_y, staged, first_column, first_row);
+      commit_copies();
     }
   }
 }
 
 // One warp of each block merges its share of a panel's columns, for tiles that have left the registers by then.
-template <int BN, class L, class R>
+template <int TN, class L, class R>
 __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Raster& raster, u32* counters, int stored) {
   int lanes = 1;  // to a column: as many as leave a column or more to each block of the panel
-  while (lanes < 32 && raster.tiles_m * (32 / lanes) > BN) lanes *= 2;
+  while (lanes < 32 && raster.tiles_m * (32 / lanes) > TN) lanes *= 2;
   const int lane = threadIdx.x % 32, columns = 32 / lanes;
 #pragma unroll 1
   for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x) {
     const Tile tile = raster.at(t);
     if (!raster.has_stored(tile.n, stored) && f.groups <= kDirectGroups) continue;
 #pragma unroll 1
-    for (int c = tile.m * columns; c < BN; c += raster.tiles_m * columns) {
-      const int j = tile.n * BN + c + lane / lanes, existing = min(j, f.features - 1);
+    for (int c = tile.m * columns; c < TN; c += raster.tiles_m * columns) {
+      const int j = tile.n * TN + c + lane / lanes, existing = min(j, f.features - 1);
       const auto own = f.own(existing);
       if (lane == 0) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
       __syncwarp();
@@ -70,31 +66,25 @@ __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Rast
   }
 }
 
-// What a warp does for a consumer: it stores the product where that is kept, sums up the squares of a staged group, says
-// that its statistics are there, and normalises it when the panel is merged. Of the last tile of the block, which stays in
+// What a warp does for a consumer: it stores the product where that is kept, says that the statistics of what is staged are
+// there, and normalises it when the panel is merged. Of the last tile of the block, which stays in
 // registers, the consumer does most of that itself.
-template <class T, class Y, int BN, class Activation, bool STAGED, class Shared, class L, class R>
+template <class T, class Y, int TN, class Activation, bool STAGED, class Shared, class L, class R>
 __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Raster& raster, Shared& shared, int consumer,
                                                const TensorMap& map_product, const TensorMap& map_y, Y* y, u32* counters,
                                                int stored, int keep_product) {
+  using Shape = typename Shared::Shape;
   const int lane = threadIdx.x % 32;
   unsigned char* staging = shared.staging[consumer];
   u32 parity = 0;
 #pragma unroll 1
   for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x, parity ^= 1) {
     const Tile tile = raster.at(t);
-    const int group = 2 * tile.m + consumer, column = tile.n * BN;
     const bool later = STAGED && t < stored;
     u32* complete = &counters[kPanels + tile.n];
     barrier_wait(&shared.staged[consumer], parity);
     if constexpr (STAGED) {
-      if (keep_product && lane == 0) {
-        for (int part = 0; part < BN / 64; ++part)
-          copy_to_global(map_product, staging + part * kGroupRows * kRowBytes, column + part * 64, group * kGroupRows);
-        commit_copies();
-      }
-      if (later) store_squares<T, BN>(f, staging, group, column);
-      __syncwarp();
+      if (keep_product && lane == 0) store_staged<Shape>(map_product, staging, tile, consumer, f.batch);
     }
     if (lane == 0) {
       add_release(complete, 1);
@@ -103,9 +93,12 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
     }
     if constexpr (STAGED) {
       if (later) {
-        if (lane == 0) wait_until(complete + raster.tiles_n, BN);
+        if (lane == 0) wait_until(complete + raster.tiles_n, TN);
         __syncwarp();
-        normalize_staged<T, Y, BN, Activation>(f, staging, map_y, y, group, column);
+#pragma unroll 1
+        for (int part = 0; part < Shape::kParts && Shape::row(tile, consumer, part) < f.batch; ++part)
+          normalize_staged<T, Y, Activation>(f, staging + part * kPartBytes, map_y, y, Shape::row(tile, consumer, part),
+                                             Shape::column(tile, consumer, part));
         if (lane == 0) {
           wait_copies_read();
           barrier_arrive(&shared.unstaged[consumer]);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from . import cast, library
 from .cost import gemm_seconds, split_seconds
@@ -11,18 +11,17 @@ from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
 from .split import ALL_ROWS, PREPARED, ROW_BYTES, counters_to_recompute, recompute, split_operands, split_rows
 from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan, Step
 
-TILE_ROWS = 2 * GROUP_ROWS
-ACROSS = True
-# Bytes of an element, its parts, columns of the tile → stages of the ring.
+WIDE = 128  # columns of a tile that is multiplied as W·xᵀ
+# Bytes of an element, its parts, rows and columns of the tile → stages of the ring.
 STAGES = {
-    (2, 1, 256): 3, (2, 1, 128): 5, (2, 1, 64): 8, (2, 1, 32): 10,
-    (4, 1, 256): 4, (4, 1, 128): 6, (4, 1, 64): 8, (4, 1, 32): 10,
-    (2, 2, 128): 3, (2, 2, 64): 4, (2, 2, 32): 4,
+    (2, 1, 256, 128): 3, (2, 1, 128, 128): 5, (2, 1, 128, 64): 8, (2, 1, 128, 32): 10,
+    (4, 1, 256, 128): 4, (4, 1, 128, 128): 6, (4, 1, 128, 64): 8, (4, 1, 128, 32): 10,
+    (2, 2, 128, 128): 3, (2, 2, 128, 64): 4, (2, 2, 128, 32): 4,
 }  # fmt: skip
 MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial results
 SPLIT_FLOPS = 2e8  # of one product; below, the launches around split operands cost more than they save
 HEAVY = ("gelu", "tanh")  # activations of twenty instructions and more
-LONG_TILE = 6144  # stages × columns from where other warps can normalise a tile during the next one's main loop
+LONG_TILE = 6144  # stages × width from where other warps can normalise a tile during the next one's main loop
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
 _SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
@@ -41,6 +40,11 @@ class Tile:
     staged: bool  # the product passes through shared memory on its way out
 
     @property
+    def width(self) -> int:
+        """Of the instruction that multiplies it: columns, or rows where the two consumers share out the columns."""
+        return self.rows if self.columns == WIDE else self.columns
+
+    @property
     def k(self) -> int:
         """Elements of K in one stage."""
         return ROW_BYTES // self.size
@@ -50,7 +54,8 @@ class Tile:
         """sizeof(GemmShared): the kernel asserts at compile time that it is."""
         size = self.stages * self.planes * (self.rows + self.columns) * ROW_BYTES
         size += 2 * (self.rows * self.columns if self.staged else 1024)
-        size += (2 * 4 + 2 * 2 + 3) * self.columns * 4
+        size += 2 * (2 if self.columns == WIDE else 4) * self.width * 4
+        size += (2 * self.rows // GROUP_ROWS + 3) * self.columns * 4
         size += 2 * self.stages * 8 + 9 * 8
         return -(-size // 1024) * 1024
 
@@ -95,7 +100,7 @@ def better_served(problem: Problem) -> tuple[str, str] | None:
     several, half = rows * panels > chip.multiprocessors, tile.size == 2
     if several and half and (problem.activation or "").split("(")[0] in HEAVY:
         return "gemm_stats_apply", "the warps that normalise beside the main loop are too few for this activation"
-    if rows * 2 > MOST_GROUPS_IN_ONE_WAVE and problem.in_features <= 1024 and several == half:
+    if rows * tile.rows > GROUP_ROWS * MOST_GROUPS_IN_ONE_WAVE and problem.in_features <= 1024 and several == half:
         return "gemm_stats_apply", "K is too short to hide behind it what follows the product"
     if rows >= 8 and tile.columns == 32:
         return (
@@ -115,16 +120,15 @@ def choose_tile(problem: Problem) -> Tile:
         waves = -(-rows * panels // chip.multiprocessors)
         steps = -(-problem.in_features // tile.k)
         products = 3 if planes == 2 else 1
-        return waves * (steps * max(4.0 * products * tile.columns, 330.0 + tile.columns) + 2500 + 8 * tile.columns)
+        return waves * (steps * max(4.0 * products * tile.width, 330.0 + tile.width) + 2500 + 8 * tile.width)
 
     halved = DTYPE_BYTES[problem.dtype] == 2
     tiles = [
-        Tile(TILE_ROWS, columns, stages, size, planes, halved and columns >= 64)
-        for (bytes_, parts, columns), stages in STAGES.items()
+        Tile(rows, columns, stages, size, planes, halved and columns >= 64)
+        for (bytes_, parts, rows, columns), stages in STAGES.items()
         if (bytes_, parts) == (size, planes)
     ]
-    best = min(tiles, key=clocks)
-    return replace(best, rows=256, columns=128) if best.columns == 256 and not problem.training and ACROSS else best
+    return min(tiles, key=clocks)
 
 
 def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, int]:
@@ -224,7 +228,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
             ("x_rows", x_rows),
             ("weight_rows", weight_rows),
             ("group_panels", group_panels),
-            ("in_registers", int(finish == "kWholePanels" and problem.in_features * tile.columns < LONG_TILE * tile.k)),
+            ("in_registers", int(finish == "kWholePanels" and problem.in_features * tile.width < LONG_TILE * tile.k)),
             ("stream_x", int(group_panels < panels and not _fits_l2(problem))),
             ("keep_product", int(problem.save or strategy == "gemm_stats_apply")),
         ),
@@ -295,7 +299,7 @@ def _panels_at_once(problem: Problem, tile: Tile) -> int:
     """
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     rows, panels = tile.counts(problem)
-    few_groups = tile.staged or 2 * rows <= MOST_GROUPS_IN_ONE_WAVE
+    few_groups = tile.staged or problem.batch <= GROUP_ROWS * MOST_GROUPS_IN_ONE_WAVE
     if rows * panels <= blocks and few_groups:
         return panels
     waves = -(-rows * panels // blocks)
@@ -320,10 +324,7 @@ def _group_panels(problem: Problem, tile: Tile) -> int:
     """
     chip = problem.chip or CHIPS[90]
     rows, panels = tile.counts(problem)
-    if tile.rows == 256:
-        if not _fits_l2(problem):
-            return min(panels, 12)
-        return max(1, min(panels, 16, 2 * rows, chip.multiprocessors // (2 * rows) * 2))
     if not _fits_l2(problem):
-        return min(panels, 6 if tile.columns == 256 else 8)
-    return max(1, min(panels, 8, rows // 2, chip.multiprocessors // rows))
+        return min(panels, 12 if tile.rows == 256 else 8)
+    tall = tile.rows // 128
+    return max(1, min(panels, 8 * tall, rows * tall * tall // 2, chip.multiprocessors // (tall * rows) * tall))
