@@ -70,7 +70,7 @@ def finish(chosen: Plan) -> str:
         (70, 68, 24, "cublas_folded_bn", True, "column_statistics", BOTH),
         (70, 72, 40, "one_kernel", True, "small_panel", BOTH),
         (140, 72, 40, "one_kernel", True, "kWholePanels", BOTH),  # one wave: nothing is left to the product
-        (300, 72, 264, "one_kernel", True, "kWholePanels", BOTH),  # tiles wait in registers
+        (600, 72, 264, "one_kernel", True, "kWholePanels", BOTH),  # tiles wait in registers
         (300, 1544, 1000, "one_kernel", True, "kWholePanels", ("weight",)),  # or in shared memory
         (1200, 72, 520, "one_kernel", True, "kPersistent", BOTH),
         (1200, 200, 264, "one_kernel", True, "kPersistent", ("x",)),

@@ -206,7 +206,7 @@ def test_mean_far_larger_than_the_deviation():
 
 
 @pytest.mark.usefixtures("no_clusters")
-@pytest.mark.parametrize(("finish", "batch"), [("kOneBlock", 100), ("kPersistent", 700)])
+@pytest.mark.parametrize(("finish", "batch"), [("kOneBlock", 100), ("kPersistent", 1500)])
 def test_a_value_that_stands_out(finish, batch):
     """One row far larger than the rest: statistics are those of the product as it is stored, so that its rounding is
     normalised away and what is left is the rounding of y."""

@@ -128,7 +128,7 @@ def small(path: Path, dtype: str = "bfloat16", batch: int = 256, features: int =
     return path
 
 
-ROWS = r"\(\(batch \+ 127\) / 128\)"  # tiles of rows
+ROWS = r"\(\(batch \+ (?:127\) / 128|255\) / 256)\)"  # tiles of rows
 
 
 def hopper(folder: Path, strategy: str = "one_kernel", dtype: str = "bfloat16", batch: int = 256):
@@ -151,7 +151,7 @@ def host_function(source: str, name: str) -> str:
         (
             "_whole_panels",
             16384,
-            rf"{ROWS} == 128 && {ROWS} <= multiprocessors\(\)",
+            rf"{ROWS} == 64 && {ROWS} <= multiprocessors\(\)",
         ),
         (None, 65536, ""),
     ],

@@ -580,7 +580,9 @@ __device__ __forceinline__ bool split_loses(float x_largest, float x_total, floa
 // - evaluation: warp 1 computes the next tile's coefficients.
 // Before that warps 2 and 3 cast or split the rows that later tiles need, where that was left to them (ahead.cuh).
 // The last tile of every block never leaves the registers before it is normalised.
-// Sums over lanes, and column sums of an accumulator tile (wgmma's layout of D: 64 rows over four warps), in a fixed order.
+// What the fused GEMM keeps in shared memory, by the type of its operands.
+// Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] * B[N, 32 bytes]^T, both operands in shared
+// memory, swizzled by 128 bytes, along K or, where they are of two bytes, across it. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
 // Hopper's instructions (sm_90a), one named function each. wgmma has a file of its own.
 // PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/
 
@@ -642,6 +644,14 @@ __device__ __forceinline__ void fence_barrier_init() {
 // Orders ordinary accesses to shared memory before those of the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// Four matrices of 8 x 8 elements of 16 bits, turned around on the way from registers to shared memory: lanes 8i to 8i + 7
+// give where the rows of the i-th go: #warp-level-matrix-instructions-stmatrix
+__device__ __forceinline__ void store_transposed(void* row, const u32 (&pairs)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+               "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
 
 // bar.sync on a numbered barrier: the `threads` threads that name it wait for each other.
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
@@ -776,77 +786,6 @@ __device__ __forceinline__ void store_for_others(uint4* p, uint4 v) {
 }
 
 }  // namespace gemmnorm
-
-namespace gemmnorm {
-
-// Halves the columns that a thread holds while adding up over the 8 lanes that share them.
-template <int HALF>
-__device__ __forceinline__ void exchange(const float (&v)[2 * HALF], float (&out)[HALF], int lane, int bit) {
-  const bool upper = lane & bit;
-#pragma unroll
-  for (int i = 0; i < HALF; ++i) {
-    const float kept = upper ? v[HALF + i] : v[i], sent = upper ? v[i] : v[HALF + i];
-    out[i] = kept + __shfl_xor_sync(~0u, sent, bit);
-  }
-}
-
-// Sums of N numbers over the lanes that differ in BIT and above; each is written once.
-template <int N, int BIT>
-__device__ __forceinline__ void fold_lanes(const float (&v)[N], float* to, bool writes = true) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (BIT == 32) {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (writes) to[i] = v[i];
-  } else if constexpr (N > 1) {
-    float half[N / 2];
-    exchange<N / 2>(v, half, lane, BIT);
-    fold_lanes<N / 2, 2 * BIT>(half, to + (lane & BIT ? N / 2 : 0), writes);
-  } else {
-    const float sum[1] = {v[0] + __shfl_xor_sync(~0u, v[0], BIT)};
-    fold_lanes<1, 2 * BIT>(sum, to, writes && !(lane & BIT));
-  }
-}
-
-// Column sums of a consumer's 64 x BN values. `pair(i)` is the thread's sum over its two rows of its i-th column, which
-// is column (i / 2)*8 + (lane % 4)*2 + i % 2. Shuffles over the lanes, at most 64 columns at a time so that registers
-// suffice; shared memory over the warps; returned for columns 2*thread and 2*thread + 1.
-template <int BN, class Pair>
-__device__ __forceinline__ float2 column_sums(float (*sums)[BN], int consumer, const Pair& pair) {
-  constexpr int kPart = BN < 64 ? BN : 64;
-  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
-  const int first = ((lane & 4) ? kPart / 8 : 0) + ((lane & 8) ? kPart / 16 : 0) + ((lane & 16) ? kPart / 32 : 0);
-#pragma unroll
-  for (int part = 0; part < BN / kPart; ++part) {
-    float v[kPart / 4], half[kPart / 8], quarter[kPart / 16], eighth[kPart / 32];
-#pragma unroll
-    for (int i = 0; i < kPart / 4; ++i) v[i] = pair(part * (kPart / 4) + i);
-    exchange<kPart / 8>(v, half, lane, 4);
-    exchange<kPart / 16>(half, quarter, lane, 8);
-    exchange<kPart / 32>(quarter, eighth, lane, 16);
-#pragma unroll
-    for (int i = 0; i < kPart / 32; ++i) {
-      const int k = first + i;
-      sums[warp][part * kPart + (k / 2) * 8 + (lane % 4) * 2 + (k & 1)] = eighth[i];
-    }
-  }
-  sync_threads(1 + consumer, 128);
-  float2 total = make_float2(0.0f, 0.0f);
-  if (2 * thread < BN) {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const float2 part = *reinterpret_cast<const float2*>(&sums[w][2 * thread]);
-      total.x += part.x;
-      total.y += part.y;
-    }
-  }
-  return total;
-}
-
-}  // namespace gemmnorm
-// What the fused GEMM keeps in shared memory, by the type of its operands.
-// Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] * B[N, 32 bytes]^T, both operands in shared
-// memory, swizzled by 128 bytes, along K or, where they are of two bytes, across it. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
 
 namespace gemmnorm {
 
@@ -1019,8 +958,6 @@ __device__ __forceinline__ void cast_rows(const float* x /* [batch, in_features]
 
 namespace gemmnorm {
 
-constexpr int kTileRows = 2 * kGroupRows;  // a statistics group for each of two consumer warpgroups
-
 // What happens to a tile once it is multiplied.
 enum class Finish {
   kEvaluate,     // y = phi(slope*a + shift) with the running statistics, at once
@@ -1036,6 +973,23 @@ constexpr int kGemmThreads = 384;  // a warpgroup that feeds and two that multip
 
 struct Tile {
   int m, n;
+};
+
+// A tile of TM x TN. Two consumers share out its rows, or, of a wide one, its columns (tile_by_features.cuh).
+template <int TM, int TN>
+struct TileShape {
+  static constexpr bool kByFeatures = TN == 128;
+  static constexpr int kWidth = kByFeatures ? TM : TN;  // of a consumer's 64 rows or columns
+  static constexpr int kGroups = TM / kGroupRows;
+  static constexpr int kParts = kWidth / 64;  // of what a consumer holds, 64 x 64 each
+
+  // Where a consumer's part begins.
+  __device__ __forceinline__ static int row(Tile tile, int consumer, int part) {
+    return tile.m * TM + (kByFeatures ? part : consumer) * 64;
+  }
+  __device__ __forceinline__ static int column(Tile tile, int consumer, int part) {
+    return tile.n * TN + (kByFeatures ? consumer : part) * 64;
+  }
 };
 
 // Tiles in the order of their number: `group_panels` panels at a time, along them first, so that panels are complete
@@ -1069,26 +1023,27 @@ struct RowsAhead {
   int batch, in_features, features;
 
   // Waits until the rows of a tile are there, as the thread that will ask the copy engine for them.
-  template <int BN>
+  template <int TM, int TN>
   __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
-    const int panel_end = min((tile.n + 1) * BN, features), panel = panel_end - max(tile.n * BN, weight_rows);
-    const int rows = band_rows(raster), band = tile.m * kTileRows / rows;
+    const int panel_end = min((tile.n + 1) * TN, features), panel = panel_end - max(tile.n * TN, weight_rows);
+    const int rows = band_rows<TM>(raster), band = tile.m * TM / rows;
     const int missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
     if (panel > 0) wait_until(&ready[tile.n], panel);
     if (missing > 0) wait_until(&ready[raster.tiles_n + band], missing);
     if (panel > 0 || missing > 0) fence_async_global();
   }
 
+  template <int TM>
   __device__ __forceinline__ static int band_rows(const Raster& raster) {
-    return (raster.tiles_m + kBands - 1) / kBands * kTileRows;
+    return (raster.tiles_m + kBands - 1) / kBands * TM;
   }
 
   // Says, as a warp, that a row is there: the copy engine will read it.
-  template <int BN>
+  template <int TM, int TN>
   __device__ __forceinline__ void done(const Raster& raster, bool of_x, int row) const {
     fence_async_global();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows(raster) : row / BN], 1);
+    if (threadIdx.x % 32 == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows<TM>(raster) : row / TN], 1);
   }
 };
 
@@ -1100,7 +1055,7 @@ struct CastAhead : RowsAhead {
   T *cast_x, *cast_weight;
 
   // The warp's share of the rows that are left, x's before the weight's: every so many-th.
-  template <int BN>
+  template <int TM, int TN>
   __device__ __forceinline__ void cast(const Raster& raster, int worker) const {
     const int left_of_x = batch - x_rows, left = left_of_x + features - weight_rows;
 #pragma unroll 1
@@ -1110,7 +1065,7 @@ struct CastAhead : RowsAhead {
       const i64 first = static_cast<i64>(row) * in_features;
       cast_row<T, 32, 16>((of_x ? x : weight) + first, (of_x ? cast_x : cast_weight) + first, in_features,
                           threadIdx.x % 32);
-      done<BN>(raster, of_x, row);
+      done<TM, TN>(raster, of_x, row);
     }
   }
 };
@@ -1203,7 +1158,7 @@ struct SplitAhead : RowsAhead {
   }
 
   // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
-  template <int BN>
+  template <int TM, int TN>
   __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int worker) const {
     const int stride = kWorkers * gridDim.x, first_row = static_cast<int>(kWorkers * blockIdx.x) + worker;
     const int left_of_x = batch - x_rows, left = left_of_x + features - first_of_weight();
@@ -1218,7 +1173,7 @@ struct SplitAhead : RowsAhead {
         continue;
       }
       split_row(pieces, n, row, of_x);
-      done<BN>(raster, of_x, row);
+      done<TM, TN>(raster, of_x, row);
     }
   }
 
@@ -1363,15 +1318,18 @@ struct Operand<split> : Operand<half> {
   static constexpr int kPlanes = 2, kFeeder = 56;
 };
 
-template <int BN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
+template <int TM, int TN, int STAGES, int PLANES, bool STAGED, bool AHEAD>
 struct GemmShared : PieceRings<AHEAD> {
-  alignas(1024) unsigned char x[STAGES][PLANES][kTileRows * kRowBytes];
-  alignas(1024) unsigned char weight[STAGES][PLANES][BN * kRowBytes];
-  alignas(1024) unsigned char staging[2][STAGED ? kGroupRows * BN * 2 : 1024];
-  float sums[2][4][BN];   // per consumer and warp
-  float slope[2][BN];     // column coefficients, or the group's mean in `slope`: per consumer; in evaluation per tile
-  float shift[2][BN];
-  float mean[BN], finished_slope[BN], finished_shift[BN];  // of the tile's columns, for both consumers
+  using Shape = TileShape<TM, TN>;
+  alignas(1024) unsigned char x[STAGES][PLANES][TM * kRowBytes];
+  alignas(1024) unsigned char weight[STAGES][PLANES][TN * kRowBytes];
+  alignas(1024) unsigned char staging[2][STAGED ? TM * TN : 1024];
+  // Of a tile by rows sums of each warp; of split operands the exponents along the width. Per consumer.
+  float sums[2][Shape::kByFeatures ? 2 : 4][Shape::kWidth];
+  // Column coefficients, or a group's mean in `slope`: per consumer or group; in evaluation per tile.
+  float slope[Shape::kGroups][TN];
+  float shift[Shape::kGroups][TN];
+  float mean[TN], finished_slope[TN], finished_shift[TN];  // of the tile's columns, for both consumers
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
   u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
@@ -1410,8 +1368,9 @@ __device__ __forceinline__ void multiply_stage(float (&part)[BN / 2], float (&cr
 }
 
 }  // namespace gemmnorm
-// Tiles that wait for the rest of their panel in shared memory: all rows of a panel are worked on by one wave of blocks, so
-// the wait is short, and nothing but the result (and the product where it is kept) goes to memory.
+// What a consumer holds of a wide tile: 64 features and all TM rows, multiplied as W*x^T. A thread has two features, eight
+// apart, and a quarter of the rows, so that what belongs to a feature is in its registers, and a sum over rows takes two
+// shuffles. (Of a tile by rows a thread has two rows and a quarter of the columns, and everything per feature is shared.)
 // A tile on its way out of the accumulators: pairs of neighbouring columns, of rows that are eight apart.
 // What follows the tiles of the fused GEMM: a panel (one column of tiles) whose rows are all multiplied is merged and
 // normalised by single warps, out of the L2, while the tensor cores work on later panels.
@@ -1675,7 +1634,6 @@ __device__ __forceinline__ void merge_statistics(const float* group_mean /* [gro
 
 namespace gemmnorm {
 
-constexpr int kUnitRows = 16;     // rows that a warp normalises at a time
 constexpr int kMergeWidth = 8;    // features whose groups a warp merges at a time
 constexpr int kDirectGroups = 128;  // as many as a thread merges by itself rather than wait for somebody's merge
 constexpr int kDone = 0, kTicket = 1, kPanels = 2;  // counters: blocks done, next unit, then two numbers per panel
@@ -1887,18 +1845,18 @@ __device__ __forceinline__ void group_coefficients(const Features<L, R>& f, int 
   for (int i = 0; i < N; ++i) shift[i] += slope[i] * (own[i] - mean[i]);
 }
 
-// One warp normalises `kUnitRows` rows of a stored tile, ROWS in flight.
-template <class T, class Y, int BN, class Activation, int ROWS, class L, class R>
+// One warp normalises UNIT rows of a stored tile, ROWS in flight.
+template <class T, class Y, int TN, class Activation, int UNIT, int ROWS, class L, class R>
 __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T* product, Y* y, int first_row,
                                                int first_column) {
   constexpr int N = 16 / sizeof(T);
-  constexpr int kColumns = BN < 32 * N ? BN : 32 * N;  // that the warp covers at once
+  constexpr int kColumns = TN < 32 * N ? TN : 32 * N;  // that the warp covers at once
   constexpr int kLanes = 32 * N / kColumns;            // rows that it covers at once
-  constexpr int kAtOnce = kUnitRows / kLanes < ROWS ? kUnitRows / kLanes : ROWS;
+  constexpr int kAtOnce = UNIT / kLanes < ROWS ? UNIT / kLanes : ROWS;
   const int lane = threadIdx.x % 32, group = first_row / kGroupRows;
-  const int rows = min(kUnitRows, f.batch - first_row);
+  const int rows = min(UNIT, f.batch - first_row);
 #pragma unroll 1
-  for (int c = 0; c < BN; c += kColumns) {
+  for (int c = 0; c < TN; c += kColumns) {
     const int column = first_column + c + (lane % (kColumns / N)) * N;
     if (column >= f.features) continue;
     float slope[N], shift[N];
@@ -1930,10 +1888,11 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
 
 // A warp takes units in order, one at a time, until none is left: first the merges of a group of panels, then the rows
 // of its stored tiles. A unit waits only for tiles that come before it.
-template <class T, class Y, int BN, class Activation, int AHEAD, class L, class R>
+template <class T, class Y, int TM, int TN, class Activation, int AHEAD, class L, class R>
 __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster& raster, const T* product, Y* y,
                                            u32* counters, int stored) {
-  constexpr int kMerges = BN / kMergeWidth, kUnits = kTileRows / kUnitRows;
+  constexpr int kUnitRows = 16384 / (TN * sizeof(T)) < 64 ? 16384 / (TN * sizeof(T)) : 64;  // that a warp normalises at a time
+  constexpr int kMerges = TN / kMergeWidth, kUnits = TM / kUnitRows;
   const int lane = threadIdx.x % 32;
   const int complete = kPanels, merged = kPanels + raster.tiles_n;  // of the counters
   const int per_panel = kMerges + kUnits * raster.tiles_m;
@@ -1956,18 +1915,18 @@ __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster
       if (direct && !raster.has_stored(n, stored)) continue;
       if (lane == 0) wait_until(&counters[complete + n], 2 * raster.tiles_m);
       __syncwarp();
-      merge_groups<AHEAD>(f, n * BN + (rest % kMerges) * kMergeWidth);
+      merge_groups<AHEAD>(f, n * TN + (rest % kMerges) * kMergeWidth);
       __syncwarp();
       if (lane == 0) add_release(&counters[merged + n], kMergeWidth);
     } else {
       const int t = first * raster.tiles_m + (rest - kMerges * panels) / kUnits;
       if (t >= stored) continue;
       const Tile tile = raster.at(t);
-      const int row = tile.m * kTileRows + (rest - kMerges * panels) % kUnits * kUnitRows;
+      const int row = tile.m * TM + (rest - kMerges * panels) % kUnits * kUnitRows;
       if (row >= f.batch) continue;
-      if (lane == 0) wait_until(&counters[merged + tile.n], BN);
+      if (lane == 0) wait_until(&counters[merged + tile.n], TN);
       __syncwarp();
-      normalize_unit<T, Y, BN, Activation, 2 * AHEAD>(f, product, y, row, tile.n * BN);
+      normalize_unit<T, Y, TN, Activation, kUnitRows, 2 * AHEAD>(f, product, y, row, tile.n * TN);
     }
   }
 }
@@ -2009,30 +1968,23 @@ __device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row,
   }
 }
 
-// One warp sums up the squares of a staged group, column by column: M2, because its mean is taken off.
-template <class T, int BN, class L, class R>
-__device__ __forceinline__ void store_squares(const Features<L, R>& f, const unsigned char* staging, int group,
-                                              int first_column) {
-  constexpr int kLanes = BN / 8, kAtOnce = 32 / kLanes;  // lanes to a row, of eight columns each; rows at once
-  const int lane = threadIdx.x % 32, column = lane % kLanes, rows = f.rows(group);
-  const unsigned char* of_lane = staging + column / 8 * kGroupRows * kRowBytes;
-  float sum[8] = {};
-#pragma unroll 4
-  for (int row = lane / kLanes; row < rows; row += kAtOnce) {
-    const Vec<T, 8> v = *reinterpret_cast<const Vec<T, 8>*>(of_lane + row * kRowBytes + ((column ^ row) % 8) * 16);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += v.value(i) * v.value(i);
-  }
-#pragma unroll
-  for (int bit = kLanes; bit < 32; bit *= 2)
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], bit);
-  const int j = first_column + 8 * column;
-  if (lane < kLanes && j < f.features && rows) {
-    float4* to = reinterpret_cast<float4*>(f.group_m2 + static_cast<i64>(group) * f.features + j);
-    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-  }
+// Where the copy engine will fetch the first 16 rows of a tile by features: the 16 bytes that the lane names.
+__device__ __forceinline__ unsigned char* staged_row(unsigned char* staging, int warp, int lane) {
+  const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+  return staging + row * kRowBytes + (chunk ^ row % 8) * 16;
+}
+
+constexpr int kPartBytes = 64 * kRowBytes;
+
+// Asks the copy engine, as one thread, to store what a consumer has staged.
+template <class Shape>
+__device__ __forceinline__ void store_staged(const TensorMap& map, const unsigned char* staging, Tile tile, int consumer,
+                                             int batch, u64 policy = kEvictNormal) {
+  for (int part = 0; part < Shape::kParts; ++part)
+    if (Shape::row(tile, consumer, part) < batch)
+      copy_to_global(map, staging + part * kPartBytes, Shape::column(tile, consumer, part), Shape::row(tile, consumer, part),
+                     policy);
+  commit_copies();
 }
 
 // Two neighbouring results of one row, straight to global memory.
@@ -2046,57 +1998,415 @@ __device__ __forceinline__ void store_pair(Y* to, float2 v) {
 
 namespace gemmnorm {
 
-// One warp normalises a staged group. A y of the product's size takes its place and leaves by the copy engine.
-template <class T, class Y, int BN, class Activation, class L, class R>
-__device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsigned char* staging, const TensorMap& map_y,
-                                                 Y* y, int group, int first_column) {
-  constexpr int N = 16 / sizeof(T), kChunks = kRowBytes / 16;
-  const int lane = threadIdx.x % 32, chunk = lane % kChunks, rows = f.rows(group);
-#pragma unroll 1
-  for (int part = 0; part < BN / 64; ++part) {
-    unsigned char* of_part = staging + part * kGroupRows * kRowBytes;
-    const int column = first_column + part * 64 + chunk * N;
-    if (column < f.features) {
-      float slope[N], shift[N];
-      group_coefficients(f, group, column, slope, shift);
-#pragma unroll 4
-      for (int row = lane / kChunks; row < rows; row += 32 / kChunks) {
-        unsigned char* at = of_part + row * kRowBytes + ((chunk ^ row) % 8) * 16;
-        const Vec<T, N> a = *reinterpret_cast<const Vec<T, N>*>(at);
-        float out[N];
+// acc[4i] and acc[4i + 1] are the first feature's, of rows 8i + 2*(lane % 4) and the next; then come the second's.
+template <class T, class Y, int TM, int TN>
+struct TileByFeatures {
+  static constexpr int kGroups = TM / kGroupRows, kOctets = kGroupRows / 8;
+  static constexpr int kMeeting = 128;  // threads that finish features together
+  using Accumulators = float[TM / 2];
+
+  int consumer, lane, feature;  // the first of the two, in the tile
+  float mean[kGroups][2], slope[2], shift[kGroups][2];
+
+  __device__ __forceinline__ explicit TileByFeatures(int consumer_)
+      : consumer(consumer_), lane(threadIdx.x % 32), feature(consumer_ * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
+
+  // Over the four lanes that share two features.
+  __device__ __forceinline__ static float over_lanes(float v) {
+    v += __shfl_xor_sync(~0u, v, 1);
+    return v + __shfl_xor_sync(~0u, v, 2);
+  }
+
+  // A number for each group and feature to [groups, features], and, where the block needs them, to `own`: a group a lane.
+  template <class L, class R>
+  __device__ __forceinline__ void store_of_groups(const Features<L, R>& f, Tile tile, const float (&v)[kGroups][2],
+                                                  float* to, float (*own)[TN]) const {
+    const int g = lane % 4, group = tile.m * kGroups + g;
+    if (g >= kGroups) return;
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a.value(i) + shift[i]);
-        if constexpr (sizeof(Y) == sizeof(T)) {
-          store<Y, N>(reinterpret_cast<Y*>(at), out);
+    for (int c = 0; c < 2; ++c) {
+      const int column = feature + 8 * c, j = tile.n * TN + column;
+      float mine = v[0][c];
+#pragma unroll
+      for (int i = 1; i < kGroups; ++i) mine = g == i ? v[i][c] : mine;
+      if (j < f.features && f.rows(group)) to[static_cast<i64>(group) * f.features + j] = mine;
+      if (own) own[g][column] = mine;
+    }
+  }
+
+  // The means of the groups. Rows beyond the batch are zero in the accumulators.
+  template <bool ONE_BLOCK, class Shared, class L, class R>
+  __device__ __forceinline__ void take_means(const Features<L, R>& f, Shared& shared, Tile tile, const Accumulators& acc) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int rows = max(f.rows(tile.m * kGroups + g), 1);
+      float sum[2] = {};
+#pragma unroll
+      for (int i = g * kOctets; i < (g + 1) * kOctets; ++i) {
+        sum[0] += acc[4 * i] + acc[4 * i + 1];
+        sum[1] += acc[4 * i + 2] + acc[4 * i + 3];
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) mean[g][c] = over_lanes(sum[c]) / rows;
+    }
+    store_of_groups(f, tile, mean, f.group_mean, ONE_BLOCK ? shared.slope : nullptr);
+  }
+
+  // Takes them off, rounds to T, and sums up the squares of what is left: M2. To `staging`, where that is not null.
+  template <bool ONE_BLOCK, class Shared, class L, class R>
+  __device__ __forceinline__ void take_squares(const Features<L, R>& f, Shared& shared, Tile tile, Accumulators& acc,
+                                               unsigned char* staging) const {
+    unsigned char* to = staged_row(staging, feature / 16 % 4, lane);
+    float m2[kGroups][2];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int rows = f.rows(tile.m * kGroups + g);
+      if (rows < kGroupRows) {  // rows beyond the batch count for nothing
+#pragma unroll
+        for (int i = 0; i < 4 * kOctets; ++i)
+          if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[4 * g * kOctets + i] = mean[g][i / 2 % 2];
+      }
+      float sum[2] = {};
+#pragma unroll
+      for (int i = g * kOctets; i < (g + 1) * kOctets; i += 2) {
+        if constexpr (sizeof(T) == 2) {
+          u32 pairs[4];
+#pragma unroll
+          for (int p = 0; p < 4; ++p)
+            pairs[p] = pack(acc[4 * i + 2 * p] - mean[g][p % 2], acc[4 * i + 2 * p + 1] - mean[g][p % 2], T{});
+          if (staging) store_transposed(to + i * 8 * kRowBytes, pairs);
+#pragma unroll
+          for (int q = 0; q < 8; ++q) acc[4 * i + q] = computed_anew(element_of(pairs[q / 2], q % 2, T{}));
         } else {
-          store<Y, N>(y + (static_cast<i64>(group) * kGroupRows + row) * f.features + column, out);
+#pragma unroll
+          for (int q = 0; q < 8; ++q) acc[4 * i + q] -= mean[g][q / 2 % 2];
         }
+#pragma unroll
+        for (int q = 0; q < 8; ++q) sum[q / 2 % 2] += acc[4 * i + q] * acc[4 * i + q];
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) m2[g][c] = over_lanes(sum[c]);
+    }
+    store_of_groups(f, tile, m2, f.group_m2, ONE_BLOCK ? shared.shift : nullptr);
+  }
+
+  // Two octets of rows straight to memory.
+  template <class V>
+  __device__ __forceinline__ void store_octets(const float (&v)[8], int i, V* to, Tile tile, int batch, int features) const {
+#pragma unroll
+    for (int q = 0; q < 8; ++q) {
+      const int row = tile.m * TM + (i + q / 4) * 8 + lane % 4 * 2 + q % 2, j = tile.n * TN + feature + q / 2 % 2 * 8;
+      if (row < batch && j < features) from_float(v[q], to[static_cast<i64>(row) * features + j]);
+    }
+  }
+  __device__ __forceinline__ void store_product(const Accumulators& acc, T* product, Tile tile, int batch,
+                                                int features) const {
+#pragma unroll
+    for (int i = 0; i < TM / 8; i += 2) {
+      float v[8];
+#pragma unroll
+      for (int q = 0; q < 8; ++q) v[q] = acc[4 * i + q];
+      store_octets(v, i, product, tile, batch, features);
+    }
+  }
+
+  // Coefficients for values that are stored minus their group's mean.
+  template <class Shared>
+  __device__ __forceinline__ void take_coefficients(Shared& shared) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int j = feature + 8 * c;
+      slope[c] = shared.finished_slope[j];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g)
+        shift[g][c] = slope[c] * (mean[g][c] - shared.mean[j]) + shared.finished_shift[j];
+    }
+  }
+
+  // y, to be staged or straight to memory; in evaluation with the coefficients that lie in shared memory.
+  template <class Activation, bool EVALUATE, bool STAGED, class Shared>
+  __device__ __forceinline__ void store_results(const Accumulators& acc, Shared& shared, int buffer, Y* y, Tile tile,
+                                                int batch, int features) {
+    if constexpr (EVALUATE) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        slope[c] = shared.slope[buffer][feature + 8 * c];
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) shift[g][c] = shared.shift[buffer][feature + 8 * c];
       }
     }
-    if constexpr (sizeof(Y) == sizeof(T)) {
-      fence_async_shared();
-      __syncwarp();
-      if (lane == 0) {
-        copy_to_global(map_y, of_part, first_column + part * 64, group * kGroupRows);
-        commit_copies();
+    unsigned char* staged = staged_row(shared.staging[consumer], feature / 16 % 4, lane);
+#pragma unroll
+    for (int i = 0; i < TM / 8; i += 2) {
+      float v[8];
+#pragma unroll
+      for (int q = 0; q < 8; ++q)
+        v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * i + q] + shift[i / kOctets][q / 2 % 2]);
+      if constexpr (STAGED) {
+        const u32 pairs[4] = {pack(v[0], v[1], Y{}), pack(v[2], v[3], Y{}), pack(v[4], v[5], Y{}), pack(v[6], v[7], Y{})};
+        store_transposed(staged + i * 8 * kRowBytes, pairs);
+      } else {
+        store_octets(v, i, y, tile, batch, features);
       }
+    }
+  }
+};
+
+}  // namespace gemmnorm
+// What a consumer holds of a narrow tile: 64 rows and all TN columns, multiplied as x*W^T. A thread has rows own and own + 8,
+// and of every eight columns two.
+// Sums over lanes, and column sums of an accumulator tile (wgmma's layout of D: 64 rows over four warps), in a fixed order.
+
+namespace gemmnorm {
+
+// Halves the columns that a thread holds while adding up over the 8 lanes that share them.
+template <int HALF>
+__device__ __forceinline__ void exchange(const float (&v)[2 * HALF], float (&out)[HALF], int lane, int bit) {
+  const bool upper = lane & bit;
+#pragma unroll
+  for (int i = 0; i < HALF; ++i) {
+    const float kept = upper ? v[HALF + i] : v[i], sent = upper ? v[i] : v[HALF + i];
+    out[i] = kept + __shfl_xor_sync(~0u, sent, bit);
+  }
+}
+
+// Sums of N numbers over the lanes that differ in BIT and above; each is written once.
+template <int N, int BIT>
+__device__ __forceinline__ void fold_lanes(const float (&v)[N], float* to, bool writes = true) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (BIT == 32) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (writes) to[i] = v[i];
+  } else if constexpr (N > 1) {
+    float half[N / 2];
+    exchange<N / 2>(v, half, lane, BIT);
+    fold_lanes<N / 2, 2 * BIT>(half, to + (lane & BIT ? N / 2 : 0), writes);
+  } else {
+    const float sum[1] = {v[0] + __shfl_xor_sync(~0u, v[0], BIT)};
+    fold_lanes<1, 2 * BIT>(sum, to, writes && !(lane & BIT));
+  }
+}
+
+// Column sums of a consumer's 64 x BN values. `pair(i)` is the thread's sum over its two rows of its i-th column, which
+// is column (i / 2)*8 + (lane % 4)*2 + i % 2. Shuffles over the lanes, at most 64 columns at a time so that registers
+// suffice; shared memory over the warps; returned for columns 2*thread and 2*thread + 1.
+template <int BN, class Pair>
+__device__ __forceinline__ float2 column_sums(float (*sums)[BN], int consumer, const Pair& pair) {
+  constexpr int kPart = BN < 64 ? BN : 64;
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+  const int first = ((lane & 4) ? kPart / 8 : 0) + ((lane & 8) ? kPart / 16 : 0) + ((lane & 16) ? kPart / 32 : 0);
+#pragma unroll
+  for (int part = 0; part < BN / kPart; ++part) {
+    float v[kPart / 4], half[kPart / 8], quarter[kPart / 16], eighth[kPart / 32];
+#pragma unroll
+    for (int i = 0; i < kPart / 4; ++i) v[i] = pair(part * (kPart / 4) + i);
+    exchange<kPart / 8>(v, half, lane, 4);
+    exchange<kPart / 16>(half, quarter, lane, 8);
+    exchange<kPart / 32>(quarter, eighth, lane, 16);
+#pragma unroll
+    for (int i = 0; i < kPart / 32; ++i) {
+      const int k = first + i;
+      sums[warp][part * kPart + (k / 2) * 8 + (lane % 4) * 2 + (k & 1)] = eighth[i];
+    }
+  }
+  sync_threads(1 + consumer, 128);
+  float2 total = make_float2(0.0f, 0.0f);
+  if (2 * thread < BN) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 part = *reinterpret_cast<const float2*>(&sums[w][2 * thread]);
+      total.x += part.x;
+      total.y += part.y;
+    }
+  }
+  return total;
+}
+
+}  // namespace gemmnorm
+
+namespace gemmnorm {
+
+// acc[4i] and acc[4i + 1] are of row own and columns 8i + 2*(lane % 4) and the next; then come those of row own + 8.
+template <class T, class Y, int TM, int TN>
+struct TileByRows {
+  static_assert(TM == 2 * kGroupRows, "a group for each consumer");
+  static constexpr int kMeeting = 256;  // threads that finish features together
+  using Accumulators = float[TN / 2];
+
+  int consumer, lane, thread, own;
+  float2 mean;  // of the group, of columns 2*thread and the next
+
+  __device__ __forceinline__ explicit TileByRows(int consumer_)
+      : consumer(consumer_),
+        lane(threadIdx.x % 32),
+        thread(threadIdx.x % 128),
+        own(threadIdx.x % 128 / 32 * 16 + lane / 4) {}
+
+  template <class L, class R>
+  __device__ __forceinline__ void store_of_group(const Features<L, R>& f, Tile tile, float2 v, float* to) const {
+    const int j = tile.n * TN + 2 * thread, group = 2 * tile.m + consumer;
+    if (2 * thread < TN && j < f.features && f.rows(group))
+      *reinterpret_cast<float2*>(to + static_cast<i64>(group) * f.features + j) = v;
+  }
+
+  // The mean of the group. Rows beyond the batch are zero in the accumulators.
+  template <bool ONE_BLOCK, class Shared, class L, class R>
+  __device__ __forceinline__ void take_means(const Features<L, R>& f, Shared& shared, Tile tile, const Accumulators& acc) {
+    const int rows = max(f.rows(2 * tile.m + consumer), 1);
+    mean = column_sums<TN>(shared.sums[consumer], consumer,
+                           [&](int i) { return acc[i / 2 * 4 + i % 2] + acc[i / 2 * 4 + 2 + i % 2]; });
+    mean.x /= rows;
+    mean.y /= rows;
+    if (2 * thread < TN) *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = mean;
+    sync_threads(1 + consumer, 128);
+    store_of_group(f, tile, mean, f.group_mean);
+  }
+
+  // Takes it off, rounds to T, and sums up the squares of what is left: M2. To `staging`, where that is not null.
+  template <bool ONE_BLOCK, class Shared, class L, class R>
+  __device__ __forceinline__ void take_squares(const Features<L, R>& f, Shared& shared, Tile tile, Accumulators& acc,
+                                               unsigned char* staging) const {
+    const int rows = f.rows(2 * tile.m + consumer);
+#pragma unroll
+    for (int i = 0; i < TN / 8; ++i) {
+      const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
+      rounded_pair(acc[4 * i], acc[4 * i + 1], m, T{});
+      rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
+      if (i % 8 == 7) keep_order();
+    }
+    if (rows < kGroupRows) {  // rows beyond the batch count for nothing
+#pragma unroll
+      for (int i = 0; i < TN / 8; ++i) {
+        if (own >= rows) acc[4 * i] = acc[4 * i + 1] = 0.0f;
+        if (own + 8 >= rows) acc[4 * i + 2] = acc[4 * i + 3] = 0.0f;
+      }
+    }
+    const float2 m2 = column_sums<TN>(shared.sums[consumer], consumer, [&](int i) {
+      const float a = acc[i / 2 * 4 + i % 2], b = acc[i / 2 * 4 + 2 + i % 2];
+      return a * a + b * b;
+    });
+    sync_threads(1 + consumer, 128);  // the sums are read before the next tile's are written
+    store_of_group(f, tile, m2, f.group_m2);
+    if (ONE_BLOCK && 2 * thread < TN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
+    if (!staging) return;
+#pragma unroll
+    for (int i = 0; i < TN / 8; ++i)
+      stage_pairs<T>(staging, own, i, make_float2(acc[4 * i], acc[4 * i + 1]), make_float2(acc[4 * i + 2], acc[4 * i + 3]));
+  }
+
+  // The i-th pairs of columns straight to memory.
+  template <class V>
+  __device__ __forceinline__ void store_pairs(float2 low, float2 high, int i, V* to, Tile tile, int batch,
+                                              int features) const {
+    const int column = tile.n * TN + i * 8 + lane % 4 * 2;
+    const i64 row = static_cast<i64>(2 * tile.m + consumer) * kGroupRows + own;
+    if (column >= features) return;
+    if (row < batch) store_pair(to + row * features + column, low);
+    if (row + 8 < batch) store_pair(to + (row + 8) * features + column, high);
+  }
+  __device__ __forceinline__ void store_product(const Accumulators& acc, T* product, Tile tile, int batch,
+                                                int features) const {
+#pragma unroll
+    for (int i = 0; i < TN / 8; ++i)
+      store_pairs(make_float2(acc[4 * i], acc[4 * i + 1]), make_float2(acc[4 * i + 2], acc[4 * i + 3]), i, product, tile,
+                  batch, features);
+  }
+
+  // Coefficients for values that are stored minus their group's mean.
+  template <class Shared>
+  __device__ __forceinline__ void take_coefficients(Shared& shared) const {
+    if (2 * thread >= TN) return;
+    const float2 m = *reinterpret_cast<const float2*>(&shared.mean[2 * thread]);
+    const float2 slope = *reinterpret_cast<const float2*>(&shared.finished_slope[2 * thread]);
+    const float2 shift = *reinterpret_cast<const float2*>(&shared.finished_shift[2 * thread]);
+    *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = slope;
+    *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) =
+        make_float2(slope.x * (mean.x - m.x) + shift.x, slope.y * (mean.y - m.y) + shift.y);
+  }
+
+  // y, to be staged or straight to memory, with coefficients in shared memory: the consumer's, in evaluation the tile's.
+  template <class Activation, bool EVALUATE, bool STAGED, class Shared>
+  __device__ __forceinline__ void store_results(const Accumulators& acc, Shared& shared, int buffer, Y* y, Tile tile,
+                                                int batch, int features) const {
+    constexpr int kPairs = 4;
+    const int at = EVALUATE ? buffer : consumer;
+#pragma unroll
+    for (int i0 = 0; i0 < TN / 8; i0 += kPairs) {
+      float2 slope[kPairs], shift[kPairs];
+      load_pairs(&shared.slope[at][i0 * 8], slope);
+      load_pairs(&shared.shift[at][i0 * 8], shift);
+#pragma unroll
+      for (int q = 0; q < kPairs; ++q) {
+        const int i = i0 + q;
+        const float2 a = make_float2(Activation::value(slope[q].x * acc[4 * i] + shift[q].x),
+                                     Activation::value(slope[q].y * acc[4 * i + 1] + shift[q].y));
+        const float2 b = make_float2(Activation::value(slope[q].x * acc[4 * i + 2] + shift[q].x),
+                                     Activation::value(slope[q].y * acc[4 * i + 3] + shift[q].y));
+        if constexpr (STAGED) {
+          stage_pairs<Y>(shared.staging[consumer], own, i, a, b);
+        } else {
+          store_pairs(a, b, i, y, tile, batch, features);
+        }
+      }
+      keep_order();
+    }
+  }
+};
+
+}  // namespace gemmnorm
+// Tiles that wait for the rest of their panel in shared memory: all rows of a panel are worked on by one wave of blocks, so
+// the wait is short, and nothing but the result (and the product where it is kept) goes to memory.
+
+namespace gemmnorm {
+
+// One warp normalises 64 x 64 staged values. A y of the product's size takes their place and leaves by the copy engine.
+template <class T, class Y, class Activation, class L, class R>
+__device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsigned char* staged, const TensorMap& map_y,
+                                                 Y* y, int first_row, int first_column) {
+  constexpr int N = 16 / sizeof(T), kChunks = kRowBytes / 16;
+  const int lane = threadIdx.x % 32, chunk = lane % kChunks, group = first_row / kGroupRows, rows = f.rows(group);
+  const int column = first_column + chunk * N;
+  if (column < f.features) {
+    float slope[N], shift[N];
+    group_coefficients(f, group, column, slope, shift);
+#pragma unroll 4
+    for (int row = lane / kChunks; row < rows; row += 32 / kChunks) {
+      unsigned char* at = staged + row * kRowBytes + ((chunk ^ row) % 8) * 16;
+      const Vec<T, N> a = *reinterpret_cast<const Vec<T, N>*>(at);
+      float out[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) out[i] = Activation::value(slope[i] * a.value(i) + shift[i]);
+      if constexpr (sizeof(Y) == sizeof(T)) {
+        store<Y, N>(reinterpret_cast<Y*>(at), out);
+      } else {
+        store<Y, N>(y + static_cast<i64>(first_row + row) * f.features + column, out);
+      }
+    }
+  }
+  if constexpr (sizeof(Y) == sizeof(T)) {
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) {
+      copy_to_global(map_y, staged, first_column, first_row);
+      commit_copies();
     }
   }
 }
 
 // One warp of each block merges its share of a panel's columns, for tiles that have left the registers by then.
-template <int BN, class L, class R>
+template <int TN, class L, class R>
 __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Raster& raster, u32* counters, int stored) {
   int lanes = 1;  // to a column: as many as leave a column or more to each block of the panel
-  while (lanes < 32 && raster.tiles_m * (32 / lanes) > BN) lanes *= 2;
+  while (lanes < 32 && raster.tiles_m * (32 / lanes) > TN) lanes *= 2;
   const int lane = threadIdx.x % 32, columns = 32 / lanes;
 #pragma unroll 1
   for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x) {
     const Tile tile = raster.at(t);
     if (!raster.has_stored(tile.n, stored) && f.groups <= kDirectGroups) continue;
 #pragma unroll 1
-    for (int c = tile.m * columns; c < BN; c += raster.tiles_m * columns) {
-      const int j = tile.n * BN + c + lane / lanes, existing = min(j, f.features - 1);
+    for (int c = tile.m * columns; c < TN; c += raster.tiles_m * columns) {
+      const int j = tile.n * TN + c + lane / lanes, existing = min(j, f.features - 1);
       const auto own = f.own(existing);
       if (lane == 0) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
       __syncwarp();
@@ -2111,31 +2421,25 @@ __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Rast
   }
 }
 
-// What a warp does for a consumer: it stores the product where that is kept, sums up the squares of a staged group, says
-// that its statistics are there, and normalises it when the panel is merged. Of the last tile of the block, which stays in
+// What a warp does for a consumer: it stores the product where that is kept, says that the statistics of what is staged are
+// there, and normalises it when the panel is merged. Of the last tile of the block, which stays in
 // registers, the consumer does most of that itself.
-template <class T, class Y, int BN, class Activation, bool STAGED, class Shared, class L, class R>
+template <class T, class Y, int TN, class Activation, bool STAGED, class Shared, class L, class R>
 __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Raster& raster, Shared& shared, int consumer,
                                                const TensorMap& map_product, const TensorMap& map_y, Y* y, u32* counters,
                                                int stored, int keep_product) {
+  using Shape = typename Shared::Shape;
   const int lane = threadIdx.x % 32;
   unsigned char* staging = shared.staging[consumer];
   u32 parity = 0;
 #pragma unroll 1
   for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x, parity ^= 1) {
     const Tile tile = raster.at(t);
-    const int group = 2 * tile.m + consumer, column = tile.n * BN;
     const bool later = STAGED && t < stored;
     u32* complete = &counters[kPanels + tile.n];
     barrier_wait(&shared.staged[consumer], parity);
     if constexpr (STAGED) {
-      if (keep_product && lane == 0) {
-        for (int part = 0; part < BN / 64; ++part)
-          copy_to_global(map_product, staging + part * kGroupRows * kRowBytes, column + part * 64, group * kGroupRows);
-        commit_copies();
-      }
-      if (later) store_squares<T, BN>(f, staging, group, column);
-      __syncwarp();
+      if (keep_product && lane == 0) store_staged<Shape>(map_product, staging, tile, consumer, f.batch);
     }
     if (lane == 0) {
       add_release(complete, 1);
@@ -2144,9 +2448,12 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
     }
     if constexpr (STAGED) {
       if (later) {
-        if (lane == 0) wait_until(complete + raster.tiles_n, BN);
+        if (lane == 0) wait_until(complete + raster.tiles_n, TN);
         __syncwarp();
-        normalize_staged<T, Y, BN, Activation>(f, staging, map_y, y, group, column);
+#pragma unroll 1
+        for (int part = 0; part < Shape::kParts && Shape::row(tile, consumer, part) < f.batch; ++part)
+          normalize_staged<T, Y, Activation>(f, staging + part * kPartBytes, map_y, y, Shape::row(tile, consumer, part),
+                                             Shape::column(tile, consumer, part));
         if (lane == 0) {
           wait_copies_read();
           barrier_arrive(&shared.unstaged[consumer]);
@@ -2161,7 +2468,18 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
 
 namespace gemmnorm {
 
-template <class OP, class T, class Y, class L, class R, int BN, int STAGES, int SHARED_BYTES, Finish FINISH,
+template <bool BY_FEATURES>
+struct Held {
+  template <class T, class Y, int TM, int TN>
+  using Tile = TileByFeatures<T, Y, TM, TN>;
+};
+template <>
+struct Held<false> {
+  template <class T, class Y, int TM, int TN>
+  using Tile = TileByRows<T, Y, TM, TN>;
+};
+
+template <class OP, class T, class Y, class L, class R, int TM, int TN, int STAGES, int SHARED_BYTES, Finish FINISH,
           class Activation>
 __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_features] */,
     const TensorMap& map_weight /* [features, in_features] */, const TensorMap& map_product /* [batch, features] */,
@@ -2183,21 +2501,21 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already */,
     int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
-  constexpr int kAccumulators = BN / 2;
+  using Shape = TileShape<TM, TN>;
+  constexpr int kWidth = Shape::kWidth, kAccumulators = kWidth / 2;
   constexpr int kPlanes = Operand<OP>::kPlanes;
-  constexpr bool kSplit = kPlanes == 2, kMoveRegisters = BN * kPlanes == 256;
+  constexpr bool kSplit = kPlanes == 2, kMoveRegisters = kWidth * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
   constexpr bool kSplitsToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
   constexpr int kFeeder = kSplit && !kSplitsToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
   using Element = typename Operand<OP>::Element;
-  constexpr bool kStaged = sizeof(T) == 2 && BN >= 64;
+  constexpr bool kStaged = sizeof(T) == 2 && TN >= 64;
   constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
   constexpr bool kWhole = FINISH == Finish::kWholePanels, kLater = FINISH == Finish::kPersistent || (kWhole && kStaged);
-  // Partial results in flight, and pairs of columns: as many as the registers hold.
-  constexpr int kAhead = 16, kPairs = kLater ? 2 : 4;
+  constexpr int kAhead = 16;  // partial results in flight
   constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
-  using Shared = GemmShared<BN, STAGES, kPlanes, kStaged, kSplitsToo>;
+  using Shared = GemmShared<TM, TN, STAGES, kPlanes, kStaged, kSplitsToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -2207,7 +2525,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                             group_m2,  mean,    rstd,         merged_slope,    merged_shift,
                             {most, weight_largest, weight_total, flagged}, batch, features,
                             (batch + kGroupRows - 1) / kGroupRows};
-  const Raster raster = {(batch + kTileRows - 1) / kTileRows, (features + BN - 1) / BN, group_panels};
+  const Raster raster = {(batch + TM - 1) / TM, (features + TN - 1) / TN, group_panels};
   const RowsAhead rows_ahead = {counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features,
                                 features};
   typename Operand<OP>::Ahead ahead = {rows_ahead, x, weight, operand_x, operand_weight};
@@ -2253,21 +2571,21 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == 0 && lane == 0) {  // feeds the ring
       // Of a box of x. In training rows beyond the batch have to be zero; else nobody looks at them.
-      const int rows = FINISH == Finish::kEvaluate ? min(kTileRows, (batch + 7) / 8 * 8) : kTileRows;
+      const int rows = FINISH == Finish::kEvaluate ? min(TM, (batch + 7) / 8 * 8) : TM;
       const u64 x_policy = stream_x ? kEvictFirst : kEvictNormal;
       int stage = 0;
       u32 parity = 1;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
-        if (makes_rows) ahead.template wait_for<BN>(raster, tile);
+        if (makes_rows) ahead.template wait_for<TM, TN>(raster, tile);
         for (int k = 0; k < steps; ++k) {
           barrier_wait(&shared.empty[stage], parity);
-          barrier_expect(&shared.full[stage], kPlanes * (rows + BN) * kRowBytes);
+          barrier_expect(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);
 #pragma unroll
           for (int p = 0; p < kPlanes; ++p) {
             const int column = (k * kPlanes + p) * kTileK;
-            copy_to_shared(shared.x[stage][p], map_x, &shared.full[stage], column, tile.m * kTileRows, x_policy);
-            copy_to_shared(shared.weight[stage][p], map_weight, &shared.full[stage], column, tile.n * BN, kEvictNormal);
+            copy_to_shared(shared.x[stage][p], map_x, &shared.full[stage], column, tile.m * TM, x_policy);
+            copy_to_shared(shared.weight[stage][p], map_weight, &shared.full[stage], column, tile.n * TN, kEvictNormal);
           }
           if (++stage == STAGES) {
             stage = 0;
@@ -2281,12 +2599,12 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
         barrier_wait(&shared.used[buffer], parity);
-        evaluation_coefficients<BN>(f, tile.n * BN, tile.m == 0, shared.slope[buffer], shared.shift[buffer]);
+        evaluation_coefficients<TN>(f, tile.n * TN, tile.m == 0, shared.slope[buffer], shared.shift[buffer]);
         barrier_arrive(&shared.known[buffer]);
         buffer ^= 1;
         if (buffer == 0) parity ^= 1;
       }
-    } else if (warp == 1 && !kWhole) {  // stores staged tiles, sums up the squares of most, counts complete groups
+    } else if (warp == 1 && !kWhole) {  // stores staged tiles, counts complete groups
       u32 parity = 0;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
         const Tile tile = raster.at(t);
@@ -2294,17 +2612,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         const u64 kept = FINISH == Finish::kPersistent && later ? kEvictLast : kEvictNormal;  // until it is normalised
         for (int c = 0; c < 2; ++c) {
           barrier_wait(&shared.staged[c], parity);
-          if (kStaged && (later || keep_product) && lane == 0) {
-            for (int part = 0; part < BN / 64; ++part)
-              copy_to_global(map_product, shared.staging[c] + part * kGroupRows * kRowBytes, tile.n * BN + part * 64,
-                             tile.m * kTileRows + c * kGroupRows, kept);
-            commit_copies();
-          }
-          if constexpr (kStaged) {
-            if (later) store_squares<T, BN>(f, shared.staging[c], 2 * tile.m + c, tile.n * BN);
-          }
-          __syncwarp();
           if (lane == 0) {
+            if (kStaged && (later || keep_product))
+              store_staged<Shape>(map_product, shared.staging[c], tile, c, batch, kept);
             // Of a tile that stays in registers nobody reads the product: its statistics are all that others wait for.
             if (FINISH == Finish::kPersistent && !later) add_release(&counters[kPanels + tile.n], 1);
             if (kStaged) wait_copies_read();
@@ -2320,24 +2630,24 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
       }
     } else if (warp == 1 && kStaged) {  // of whole panels
-      merge_panels<BN>(f, raster, counters, stored);
+      merge_panels<TN>(f, raster, counters, stored);
     } else if (warp >= 2) {
-      if constexpr (kSplitsToo) ahead.template split<BN>(shared.rings[warp - 2], raster, warp - 2);
+      if constexpr (kSplitsToo) ahead.template split<TM, TN>(shared.rings[warp - 2], raster, warp - 2);
       if constexpr (sizeof(T) == 2) {
-        if (makes_rows) ahead.template cast<BN>(raster, warp - 2);
+        if (makes_rows) ahead.template cast<TM, TN>(raster, warp - 2);
       }
       if constexpr (kWhole) {
-        serve_consumer<T, Y, BN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
+        serve_consumer<T, Y, TN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
                                                       keep_product);
       } else if (FINISH == Finish::kPersistent) {
-        take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+        take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
       }
     }
     if (resets && warp > 0) leave(shared.left);
   } else {
     if (kMoveRegisters) claim_registers<kConsumer>();
-    const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
-    const int own_row = warp * 16 + lane / 4;  // of the group; the thread also holds own_row + 8
+    const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32;
+    typename Held<Shape::kByFeatures>::template Tile<T, Y, TM, TN> held(consumer);
     int stage = 0;
     u32 parity = 0, staging_parity = 1;
     int buffer = 0;
@@ -2349,12 +2659,12 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 
     // Each consumer finishes half of a tile's columns, kLanes threads to a column. Of a narrow tile, which leaves registers
     // for it, it reads what that takes before the multiplications.
-    constexpr int kLanes = 256 / BN;
-    constexpr bool kEarly = (FINISH == Finish::kOneBlock || kWhole) && BN <= 64;
+    constexpr int kLanes = 256 / TN;
+    constexpr bool kEarly = (FINISH == Finish::kOneBlock || kWhole) && TN <= 64;
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
       typename Features<L, R>::Own early = {};
-      if (kEarly) early = f.own(min(raster.at(t).n * BN + consumer * (BN / 2) + thread / kLanes, features - 1));
+      if (kEarly) early = f.own(min(raster.at(t).n * TN + consumer * (TN / 2) + thread / kLanes, features - 1));
       if (kSplit) {
 #pragma unroll
         for (int i = 0; i < kAccumulators; ++i) acc[i] = 0.0f;
@@ -2362,21 +2672,23 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       for (int k = 0; k < steps; ++k) {
         barrier_wait(&shared.full[stage], parity);
         wgmma_fence();
-        const u64 a = matrix_descriptor(shared.x[stage][0] + consumer * kGroupRows * kRowBytes);
-        const u64 b = matrix_descriptor(shared.weight[stage][0]);
+        const auto shares = [&](int plane) { return Shape::kByFeatures ? shared.weight[stage][plane] : shared.x[stage][plane]; };
+        const auto whole = [&](int plane) { return Shape::kByFeatures ? shared.x[stage][plane] : shared.weight[stage][plane]; };
+        const u64 a = matrix_descriptor(shares(0) + consumer * 64 * kRowBytes), b = matrix_descriptor(whole(0));
         if constexpr (kSplit) {
-          const u64 a_low = matrix_descriptor(shared.x[stage][1] + consumer * kGroupRows * kRowBytes);
-          const u64 b_low = matrix_descriptor(shared.weight[stage][1]);
-          multiply_stage<BN>(part, cross, a, a_low, b, b_low, k == 0);
+          const u64 a_low = matrix_descriptor(shares(1) + consumer * 64 * kRowBytes), b_low = matrix_descriptor(whole(1));
+          multiply_stage<kWidth>(part, cross, a, a_low, b, b_low, k == 0);
         } else {
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            Wgmma<Element, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
+            Wgmma<Element, kWidth>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
           wgmma_commit();
         }
-        if (kSplit && k == 0 && thread < BN) {  // `sums` is free until the statistics are taken
-          const int j = raster.at(t).n * BN + thread;
-          const PowerOfTwo p = power_of_two(j < features ? load_l2(weight_exponents + j) : 0);
+        if (kSplit && k == 0 && thread < kWidth) {  // `sums` is free until the statistics are taken
+          const Tile tile = raster.at(t);
+          const int n = (Shape::kByFeatures ? tile.m * TM : tile.n * TN) + thread;
+          const int* exponents = Shape::kByFeatures ? x_exponents : weight_exponents;
+          const PowerOfTwo p = power_of_two(n < (Shape::kByFeatures ? batch : features) ? load_l2(exponents + n) : 0);
           shared.sums[consumer][0][thread] = p.first;
           shared.sums[consumer][1][thread] = p.second;
         }
@@ -2397,125 +2709,67 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
 
       const Tile tile = raster.at(kSplit ? computed_anew(t) : t);
-      const int group = 2 * tile.m + consumer, rows = f.rows(group);
-      const i64 row = static_cast<i64>(group) * kGroupRows + own_row;
-      const int first_column = tile.n * BN;
       if constexpr (kSplit) {  // back to the scale of x and W
-        const PowerOfTwo low = power_of_two(row < batch ? load_l2(x_exponents + row) : 0);
-        const PowerOfTwo high = power_of_two(row + 8 < batch ? load_l2(x_exponents + row + 8) : 0);
+        const int own = (Shape::kByFeatures ? tile.n * TN : tile.m * TM) + consumer * 64 + thread / 32 * 16 + lane / 4;
+        const int end = Shape::kByFeatures ? features : batch;
+        const int* exponents = Shape::kByFeatures ? weight_exponents : x_exponents;
+        const PowerOfTwo low = power_of_two(own < end ? load_l2(exponents + own) : 0);
+        const PowerOfTwo high = power_of_two(own + 8 < end ? load_l2(exponents + own + 8) : 0);
         sync_threads(1 + consumer, 128);
 #pragma unroll
-        for (int i = 0; i < BN / 8; ++i) {
+        for (int i = 0; i < kWidth / 8; ++i) {
           const int c = i * 8 + (lane % 4) * 2;
           const float2 first = *reinterpret_cast<const float2*>(&shared.sums[consumer][0][c]);
           const float2 second = *reinterpret_cast<const float2*>(&shared.sums[consumer][1][c]);
 #pragma unroll
           for (int q = 0; q < 4; ++q) {
-            const PowerOfTwo column = {q % 2 ? first.y : first.x, q % 2 ? second.y : second.x};
-            acc[4 * i + q] = times(times(acc[4 * i + q] + kLowUnit * cross[4 * i + q], q < 2 ? low : high), column);
+            const PowerOfTwo across = {q % 2 ? first.y : first.x, q % 2 ? second.y : second.x};
+            acc[4 * i + q] = times(times(acc[4 * i + q] + kLowUnit * cross[4 * i + q], q < 2 ? low : high), across);
           }
           if (i % 4 == 3) keep_order();
         }
         sync_threads(1 + consumer, 128);
       }
 
+      constexpr bool kOneBlock = FINISH == Finish::kOneBlock;
       bool finish_here = FINISH == Finish::kEvaluate, finish_feature_here = false;
       float centre = 0.0f, squares = 0.0f;
       int at_column = 0;
-      if (FINISH != Finish::kEvaluate) {
-        if ((FINISH == Finish::kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
-        // Column means of the group, then M2 about them. Rows beyond the batch are zero in the accumulators.
-        float2 mu = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
-          return acc[(i / 2) * 4 + i % 2] + acc[(i / 2) * 4 + 2 + i % 2];
-        });
-        mu.x = rows ? mu.x / rows : 0.0f;
-        mu.y = rows ? mu.y / rows : 0.0f;
-        if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = mu;
-        sync_threads(1 + consumer, 128);
-        const bool low = own_row < rows, high = own_row + 8 < rows;
-        const int j = first_column + 2 * thread;
-        const bool owner = 2 * thread < BN && j < features;
-        const i64 at_group = static_cast<i64>(group) * features + j;
-        if (owner && rows) *reinterpret_cast<float2*>(group_mean + at_group) = mu;
-        finish_here = FINISH == Finish::kOneBlock || ((kWhole || FINISH == Finish::kPersistent) && t >= stored);
-        float2 m2 = mu;
-        if (kStaged && !finish_here) {  // out of the registers at once: another warp sums up the squares
+      if constexpr (FINISH != Finish::kEvaluate) {
+        if ((kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
+        held.template take_means<kOneBlock>(f, shared, tile, acc);
+        finish_here = kOneBlock || ((kWhole || FINISH == Finish::kPersistent) && t >= stored);
+        // No consumer gets two tiles ahead of the warp that serves it.
+        const bool stages = kStaged && (!finish_here || keep_product);
+        if (stages) {
           barrier_wait(&shared.unstaged[consumer], staging_parity);
-          staging_parity ^= 1;
-#pragma unroll
-          for (int i0 = 0; i0 < BN / 8; i0 += kPairs) {
-            float2 m[kPairs];
-            load_pairs(&shared.slope[consumer][i0 * 8], m);
-#pragma unroll
-            for (int q = 0; q < kPairs; ++q) {
-              const int i = i0 + q;
-              stage_pairs<T>(shared.staging[consumer], own_row, i,
-                             make_float2(acc[4 * i] - m[q].x, acc[4 * i + 1] - m[q].y),
-                             make_float2(acc[4 * i + 2] - m[q].x, acc[4 * i + 3] - m[q].y));
-            }
-            keep_order();
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < BN / 8; ++i) {
-            const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
-            rounded_pair(acc[4 * i], acc[4 * i + 1], m, T{});
-            rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
-            if (i % 8 == 7) keep_order();
-          }
-          if (rows < kGroupRows) {  // rows beyond the batch count for nothing
-#pragma unroll
-            for (int i = 0; i < BN / 8; ++i) {
-              if (!low) acc[4 * i] = acc[4 * i + 1] = 0.0f;
-              if (!high) acc[4 * i + 2] = acc[4 * i + 3] = 0.0f;
-            }
-          }
-          m2 = column_sums<BN>(shared.sums[consumer], consumer, [&](int i) {
-            const float a = acc[(i / 2) * 4 + i % 2], b = acc[(i / 2) * 4 + 2 + i % 2];
-            return a * a + b * b;
-          });
-          sync_threads(1 + consumer, 128);  // the sums are read before the next tile's are written
-          if (owner && rows) *reinterpret_cast<float2*>(group_m2 + at_group) = m2;
-          barrier_wait(&shared.unstaged[consumer], staging_parity);  // no consumer gets two tiles ahead of warp 1
-          staging_parity ^= 1;
-          if (!finish_here || keep_product) {
-#pragma unroll
-            for (int i = 0; i < BN / 8; ++i) {
-              if (kStaged) {
-                stage_pairs<T>(shared.staging[consumer], own_row, i, make_float2(acc[4 * i], acc[4 * i + 1]),
-                               make_float2(acc[4 * i + 2], acc[4 * i + 3]));
-              } else {
-                const int column = first_column + i * 8 + (lane % 4) * 2;
-                if (column < features) {
-                  if (low) store_pair(product + row * features + column, make_float2(acc[4 * i], acc[4 * i + 1]));
-                  if (high) store_pair(product + (row + 8) * features + column, make_float2(acc[4 * i + 2], acc[4 * i + 3]));
-                }
-              }
-            }
-          }
+          if ((kOneBlock || kWhole) && kStagedY) sync_threads(1 + consumer, 128);
         }
+        held.template take_squares<kOneBlock>(f, shared, tile, acc, stages ? shared.staging[consumer] : nullptr);
+        if (!stages) barrier_wait(&shared.unstaged[consumer], staging_parity);
+        staging_parity ^= 1;
+        if (!kStaged && (!finish_here || keep_product)) held.store_product(acc, product, tile, batch, features);
         if (kStaged) fence_async_shared();
         barrier_arrive(&shared.staged[consumer]);
 
         if (finish_here) {
-          const int finished = consumer * (BN / 2) + thread / kLanes;
-          at_column = first_column + finished;
+          const int finished = consumer * (TN / 2) + thread / kLanes;
+          at_column = tile.n * TN + finished;
           const bool mine = at_column < features, direct = !kLater || f.groups <= kDirectGroups;
           const auto own = kEarly ? early : f.own(mine ? at_column : 0);
-          if (FINISH == Finish::kOneBlock) {
-            if (2 * thread < BN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
-            sync_threads(3, 256);
+          if (kOneBlock) {
+            sync_threads(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);
           } else {
             if (thread == 0) {
               if (direct) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
-              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], BN);
+              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], TN);
             }
             sync_threads(1 + consumer, 128);
           }
           float r = 0.0f;
           if (direct) {
             const auto load_group = [&](bool of_m2, int g) {
-              if (FINISH == Finish::kOneBlock) return (of_m2 ? shared.shift : shared.slope)[g][finished];
+              if (kOneBlock) return (of_m2 ? shared.shift : shared.slope)[g][finished];
               return load_l2((of_m2 ? group_m2 : group_mean) + static_cast<i64>(g) * features + (mine ? at_column : 0));
             };
             const Column merged = merge_column<kAhead>(f, thread % kLanes, kLanes, load_group);
@@ -2533,63 +2787,30 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             shared.finished_slope[finished] = own.slope * r;
             shared.finished_shift[finished] = own.shift;
           }
-          sync_threads(3, 256);
-          // Coefficients for values that are stored minus their group's mean.
-          if (owner) {
-            const float2 m = *reinterpret_cast<const float2*>(&shared.mean[2 * thread]);
-            const float2 slope = *reinterpret_cast<const float2*>(&shared.finished_slope[2 * thread]);
-            const float2 shift = *reinterpret_cast<const float2*>(&shared.finished_shift[2 * thread]);
-            *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = slope;
-            *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) =
-                make_float2(slope.x * (mu.x - m.x) + shift.x, slope.y * (mu.y - m.y) + shift.y);
-          }
+          sync_threads(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);
+          held.take_coefficients(shared);
           if (kStagedY) barrier_wait(&shared.unstaged[consumer], staging_parity);  // the product has left its memory
         }
       }
       if (finish_here) {
-        const int at = FINISH == Finish::kEvaluate ? buffer : consumer;
-        if (FINISH == Finish::kEvaluate) {
+        constexpr bool kEvaluate = FINISH == Finish::kEvaluate;
+        const int evaluated = buffer;
+        if (kEvaluate) {
           barrier_wait(&shared.known[buffer], known_parity);
           buffer ^= 1;
           if (buffer == 0) known_parity ^= 1;
           if (kStagedY && thread == 0) wait_copies_read();
         }
         sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
-        const bool low = own_row < rows, high = own_row + 8 < rows;
-#pragma unroll
-        for (int i0 = 0; i0 < BN / 8; i0 += kPairs) {
-          float2 slope[kPairs], shift[kPairs];
-          load_pairs(&shared.slope[at][i0 * 8], slope);
-          load_pairs(&shared.shift[at][i0 * 8], shift);
-#pragma unroll
-          for (int q = 0; q < kPairs; ++q) {
-            const int i = i0 + q, column = first_column + i * 8 + (lane % 4) * 2;
-            const float2 a = make_float2(Activation::value(slope[q].x * acc[4 * i] + shift[q].x),
-                                         Activation::value(slope[q].y * acc[4 * i + 1] + shift[q].y));
-            const float2 b = make_float2(Activation::value(slope[q].x * acc[4 * i + 2] + shift[q].x),
-                                         Activation::value(slope[q].y * acc[4 * i + 3] + shift[q].y));
-            if (kStagedY) {
-              stage_pairs<Y>(shared.staging[consumer], own_row, i, a, b);
-            } else if (column < features) {
-              if (low) store_pair(y + row * features + column, a);
-              if (high) store_pair(y + (row + 8) * features + column, b);
-            }
-          }
-          keep_order();
-        }
+        held.template store_results<Activation, kEvaluate, kStagedY>(acc, shared, evaluated, y, tile, batch, features);
         if (kStagedY) fence_async_shared();
         sync_threads(1 + consumer, 128);
-        if (FINISH == Finish::kEvaluate && thread == 0) barrier_arrive(&shared.used[at]);
-        if (kStagedY && thread == 0) {
-          for (int part = 0; part < BN / 64; ++part)
-            copy_to_global(map_y, shared.staging[consumer] + part * kGroupRows * kRowBytes, first_column + part * 64,
-                           group * kGroupRows);
-          commit_copies();
-        }
+        if (kEvaluate && thread == 0) barrier_arrive(&shared.used[evaluated]);
+        if (kStagedY && thread == 0) store_staged<Shape>(map_y, shared.staging[consumer], tile, consumer, batch);
         if (finish_feature_here) f.finish(at_column, kEarly ? early : f.own(at_column), centre, squares);  // nobody waits
       }
     }
-    if (FINISH == Finish::kPersistent) take_units<T, Y, BN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+    if (FINISH == Finish::kPersistent) take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
     if (resets) leave(shared.left);
     if (kStagedY && thread == 0) wait_copies_read();
   }
@@ -2602,6 +2823,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     barrier_wait(&shared.left, 0);
     __threadfence();
     if (atomicAdd(&counters[kDone], 1u) == gridDim.x - 1) {
+      __threadfence();
       const int used = kPanels + 2 * raster.tiles_n + (makes_rows ? raster.tiles_n + kBands : 0);
       for (int i = 0; i < used; ++i) counters[i] = 0;
       if (kTrains && batches_tracked) *batches_tracked += 1;
@@ -3284,6 +3506,7 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
       __syncthreads();
       if (warp >= 2) {
         if (warp == 2) wait_for_merged();
+        __syncwarp();
         sync_threads(1, kThreads - 64);
       } else {
         if (round < panels) {
@@ -3351,8 +3574,10 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
   __syncthreads();  // the last block to get here leaves the counters as it found them
   if (threadIdx.x == 0) {
     __threadfence();
-    if (atomicAdd(&counters[kLeft], 1u) == gridDim.x - 1)
+    if (atomicAdd(&counters[kLeft], 1u) == gridDim.x - 1) {
+      __threadfence();
       for (int i = 0; i < kTurnPanels + 2 * panels; ++i) counters[i] = 0;
+    }
   }
 }
 
@@ -3550,7 +3775,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
     int batch,
     int in_features,
     int features) {
-  gemmnorm::fused_gemm<gemmnorm::split, float, float, float, float, 128, 3, 232448, gemmnorm::Finish::kPersistent, Identity>(
+  gemmnorm::fused_gemm<gemmnorm::split, float, float, float, float, 128, 128, 3, 230400, gemmnorm::Finish::kPersistent, Identity>(
       map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
       running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
       rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
@@ -3633,7 +3858,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
     int batch,
     int in_features,
     int features) {
-  gemmnorm::fused_gemm<gemmnorm::split, float, float, float, float, 128, 3, 232448, gemmnorm::Finish::kEvaluate, Identity>(
+  gemmnorm::fused_gemm<gemmnorm::split, float, float, float, float, 128, 128, 3, 230400, gemmnorm::Finish::kEvaluate, Identity>(
       map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
       running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
       rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
@@ -4095,7 +4320,7 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 4096] */,
          pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
          pointer<unsigned int>(counters) + 226, 2048 /* weight_rows */, 4096);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
-                232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
+                230400 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
                 tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
@@ -4107,7 +4332,7 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 4096] */,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 226,
                 flagged, 3584 /* x_rows */, 2048 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */,
-                1 /* stream_x */, 0 /* keep_product */, batch, 4096, 4096);
+                0 /* stream_x */, 0 /* keep_product */, batch, 4096, 4096);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 226, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
          pointer<float>(scale), scale_stride, scale_value, pointer<float>(running_mean),
@@ -4154,7 +4379,7 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 4096] */,
          pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
          pointer<unsigned int>(counters) + 226, 2048 /* weight_rows */, 4096);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
-                232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
+                230400 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
                 tensor_map(pointer<float>(product), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
@@ -4166,7 +4391,7 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 4096] */,
                 merged_slope, merged_shift, pointer<unsigned int>(counters), pointer<float>(x),
                 pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest,
                 weight_total, pointer<unsigned int>(counters) + 226, flagged, 3584 /* x_rows */,
-                2048 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */, 1 /* stream_x */,
+                2048 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */, 0 /* stream_x */,
                 1 /* keep_product */, batch, 4096, 4096);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 226, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
@@ -4220,7 +4445,7 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 4096] */,
          pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
          pointer<unsigned int>(counters) + 226, 2048 /* weight_rows */, 4096);
   launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
-                232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
+                230400 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, std::min<int64_t>(128, (batch + 7) / 8 * 8), 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
                 tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
@@ -4233,7 +4458,7 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 4096] */,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 226,
                 flagged, 3584 /* x_rows */, 2048 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */,
-                1 /* stream_x */, 0 /* keep_product */, batch, 4096, 4096);
+                0 /* stream_x */, 0 /* keep_product */, batch, 4096, 4096);
   launch(fused_gemm_scale_bn_find, 16, 256, stream, weight_largest, weight_total,
          pointer<unsigned int>(counters) + 226, flagged, pointer<float>(scale), scale_stride, scale_value,
          pointer<float>(running_var), eps, 4096);

@@ -374,6 +374,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     barrier_wait(&shared.left, 0);
     __threadfence();
     if (atomicAdd(&counters[kDone], 1u) == gridDim.x - 1) {
+      __threadfence();
       const int used = kPanels + 2 * raster.tiles_n + (makes_rows ? raster.tiles_n + kBands : 0);
       for (int i = 0; i < used; ++i) counters[i] = 0;
       if (kTrains && batches_tracked) *batches_tracked += 1;

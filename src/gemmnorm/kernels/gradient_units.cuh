@@ -210,6 +210,7 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
       __syncthreads();
       if (warp >= 2) {
         if (warp == 2) wait_for_merged();
+        __syncwarp();
         sync_threads(1, kThreads - 64);
       } else {
         if (round < panels) {
@@ -277,8 +278,10 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
   __syncthreads();  // the last block to get here leaves the counters as it found them
   if (threadIdx.x == 0) {
     __threadfence();
-    if (atomicAdd(&counters[kLeft], 1u) == gridDim.x - 1)
+    if (atomicAdd(&counters[kLeft], 1u) == gridDim.x - 1) {
+      __threadfence();
       for (int i = 0; i < kTurnPanels + 2 * panels; ++i) counters[i] = 0;
+    }
   }
 }
 

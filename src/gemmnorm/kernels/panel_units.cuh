@@ -266,7 +266,7 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
 template <class T, class Y, int TM, int TN, class Activation, int AHEAD, class L, class R>
 __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster& raster, const T* product, Y* y,
                                            u32* counters, int stored) {
-  constexpr int kUnitRows = TN < 128 ? 16 : 32;  // rows that a warp normalises at a time
+  constexpr int kUnitRows = 16384 / (TN * sizeof(T)) < 64 ? 16384 / (TN * sizeof(T)) : 64;  // that a warp normalises at a time
   constexpr int kMerges = TN / kMergeWidth, kUnits = TM / kUnitRows;
   const int lane = threadIdx.x % 32;
   const int complete = kPanels, merged = kPanels + raster.tiles_n;  // of the counters

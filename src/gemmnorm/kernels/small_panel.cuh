@@ -240,6 +240,7 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
       if (lane == 0) {
         __threadfence();
         if (atomicAdd(&counters[kDone], 1u) == gridDim.x - 1) {
+          __threadfence();
           counters[kDone] = 0;
           *batches_tracked += 1;
         }

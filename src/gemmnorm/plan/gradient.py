@@ -38,13 +38,17 @@ def launches(problem: Problem, exponents: tuple[str, str]) -> tuple[tuple[Launch
     return _three_launches(problem, exponents), (*_between(problem), product), 0
 
 
+def _in_one_launch(problem: Problem) -> Chip | None:
+    """The GPU, where one launch can serve: Hopper's, in training, rows of whole 16 bytes."""
+    chip, whole = problem.chip, problem.out_features * DTYPE_BYTES[problem.dtype] % 16 == 0
+    return chip if chip and chip.arch == 90 and problem.training and whole else None
+
+
 def panel_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
     """A cluster for each panel of columns, which reads the product and y's gradient once; None if none can."""
-    width, chip = 16 // DTYPE_BYTES[problem.dtype], problem.chip
-    if chip is None or chip.arch != 90 or not problem.training or problem.out_features % width:
-        return None
-    shape = _shape(problem, chip)
-    if shape is None:
+    chip = _in_one_launch(problem)
+    shape = _shape(problem, chip) if chip else None
+    if chip is None or shape is None:
         return None
     panels, cluster = -(-problem.out_features // shape.columns), shape.cluster
     cheap = (problem.activation or "relu").split("(")[0] in _CHEAP  # few registers
@@ -115,12 +119,10 @@ def _shape(problem: Problem, chip: Chip) -> Shape | None:
 
 def unit_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
     """Blocks that take turns, and read what they need again out of the L2; None if that cannot keep it."""
-    size, out_size, chip = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype], problem.chip
-    columns = _unit_columns(problem)
-    panels, panel = -(-problem.out_features // columns), columns * problem.batch * (size + out_size)
-    if chip is None or chip.arch != 90 or not problem.training:
-        return None
-    if problem.out_features * size % 16 or panel > LARGEST_PANEL:
+    chip, columns = _in_one_launch(problem), _unit_columns(problem)
+    row = columns * (DTYPE_BYTES[problem.dtype] + DTYPE_BYTES[problem.out_dtype])
+    panels, panel = -(-problem.out_features // columns), row * problem.batch
+    if chip is None or panel > LARGEST_PANEL:
         return None
     shared = (WARPS * 2 + 1) * columns * 4 + 16
     return Launch(

@@ -14,13 +14,13 @@ from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan, Step
 WIDE = 128  # columns of a tile that is multiplied as W·xᵀ
 # Bytes of an element, its parts, rows and columns of the tile → stages of the ring.
 STAGES = {
-    (2, 1, 256, 128): 3, (2, 1, 128, 128): 5, (2, 1, 128, 64): 8, (2, 1, 128, 32): 10,
-    (4, 1, 256, 128): 4, (4, 1, 128, 128): 6, (4, 1, 128, 64): 8, (4, 1, 128, 32): 10,
-    (2, 2, 128, 128): 3, (2, 2, 128, 64): 4, (2, 2, 128, 32): 4,
+    (2, 1, 256, 128): 3, (2, 1, 128, 128): 5, (2, 1, 64, 128): 8, (2, 1, 128, 64): 8, (2, 1, 128, 32): 10,
+    (4, 1, 256, 128): 4, (4, 1, 128, 128): 6, (4, 1, 64, 128): 8, (4, 1, 128, 64): 8, (4, 1, 128, 32): 10,
+    (2, 2, 128, 128): 3, (2, 2, 64, 128): 4, (2, 2, 128, 64): 4, (2, 2, 128, 32): 4,
 }  # fmt: skip
 MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial results
 SPLIT_FLOPS = 2e8  # of one product; below, the launches around split operands cost more than they save
-HEAVY = ("gelu", "tanh")  # activations of twenty instructions and more
+LARGE_X = 1e8  # bytes from where reading x again costs more than stored tiles that leave the L2
 LONG_TILE = 6144  # stages × width from where other warps can normalise a tile during the next one's main loop
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
@@ -97,11 +97,6 @@ def better_served(problem: Problem) -> tuple[str, str] | None:
         return "cublas_folded_bn", "few tiles with a long K leave most multiprocessors idle; the library splits K"
     if not problem.training:
         return None
-    several, half = rows * panels > chip.multiprocessors, tile.size == 2
-    if several and half and (problem.activation or "").split("(")[0] in HEAVY:
-        return "gemm_stats_apply", "the warps that normalise beside the main loop are too few for this activation"
-    if rows * tile.rows > GROUP_ROWS * MOST_GROUPS_IN_ONE_WAVE and problem.in_features <= 1024 and several == half:
-        return "gemm_stats_apply", "K is too short to hide behind it what follows the product"
     if rows >= 8 and tile.columns == 32:
         return (
             "gemm_stats_apply",
@@ -123,10 +118,12 @@ def choose_tile(problem: Problem) -> Tile:
         return waves * (steps * max(4.0 * products * tile.width, 330.0 + tile.width) + 2500 + 8 * tile.width)
 
     halved = DTYPE_BYTES[problem.dtype] == 2
+    # Of the same size; the faster one, but the other has all rows of such a batch.
+    worse = (64, WIDE) if problem.training and 64 < problem.batch <= 128 else (128, 64)
     tiles = [
         Tile(rows, columns, stages, size, planes, halved and columns >= 64)
         for (bytes_, parts, rows, columns), stages in STAGES.items()
-        if (bytes_, parts) == (size, planes)
+        if (bytes_, parts) == (size, planes) and (rows, columns) != worse
     ]
     return min(tiles, key=clocks)
 
@@ -229,7 +226,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
             ("weight_rows", weight_rows),
             ("group_panels", group_panels),
             ("in_registers", int(finish == "kWholePanels" and problem.in_features * tile.width < LONG_TILE * tile.k)),
-            ("stream_x", int(group_panels < panels and not _fits_l2(problem))),
+            ("stream_x", int(finish != "kWholePanels" and half and _bytes_of_x(problem) > LARGE_X)),
             ("keep_product", int(problem.save or strategy == "gemm_stats_apply")),
         ),
     )  # fmt: skip
@@ -286,9 +283,13 @@ def _split_roles(problem: Problem) -> tuple[str, ...]:
     return _SPLIT if problem.prepared else tuple(NOTHING if role == "weight_checksums" else role for role in _SPLIT)
 
 
+def _bytes_of_x(problem: Problem) -> int:
+    return problem.batch * problem.in_features * DTYPE_BYTES[problem.dtype]
+
+
 def _fits_l2(problem: Problem) -> bool:
     """Whether x stays in the L2 while all panels use it."""
-    return problem.batch * problem.in_features * DTYPE_BYTES[problem.dtype] <= 30e6
+    return _bytes_of_x(problem) <= 30e6
 
 
 def _panels_at_once(problem: Problem, tile: Tile) -> int:
@@ -320,11 +321,12 @@ def _multiple(number: int, of: int) -> int:
 def _group_panels(problem: Problem, tile: Tile) -> int:
     """Panels that are worked on together: as many as one wave completes; more where x is too large to be read again.
 
-    Measured (lab/README.md): 4 at kb33, 8 at projector, 6 panels of 256 columns or 8 of 128 at kb39.
+    Measured (lab/README.md).
     """
     chip = problem.chip or CHIPS[90]
     rows, panels = tile.counts(problem)
     if not _fits_l2(problem):
-        return min(panels, 12 if tile.rows == 256 else 8)
-    tall = tile.rows // 128
-    return max(1, min(panels, 8 * tall, rows * tall * tall // 2, chip.multiprocessors // (tall * rows) * tall))
+        most = 8 if tile.rows < 256 else 12 if _bytes_of_x(problem) > LARGE_X else 4 if problem.training else 8
+        groups = -(-panels // most)
+        return _multiple(-(-panels // groups), 2)  # groups of about the same size
+    return max(1, min(panels, 8, rows * tile.rows // 256, chip.multiprocessors // rows))

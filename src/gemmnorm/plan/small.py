@@ -42,9 +42,10 @@ class Shape:
         return -(-size // 1024) * 1024
 
 
-# Of split operands: columns whose fragments fit the registers, and stages of K beyond which the library is faster in
-# training, and with few rows.
-SPLIT_COLUMNS, MOST_SPLIT_STEPS = 32, 112
+# Of split operands: columns whose fragments fit the registers, and stages of K for a block beyond which the library is
+# faster in training, and with few rows.
+SPLIT_COLUMNS, MOST_SPLIT_STEPS = 32, 28
+VERY_FEW = 4  # rows that the library multiplies by vectors, about: faster from K = 1024 on where few blocks share K out
 # In the order of preference, by the times of lab/README.md; none of them: the kernel is not used.
 SHAPES = (Shape(64, 8, 4, least=64), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32, 1, 8, most=16))
 
@@ -57,8 +58,6 @@ def shape(problem: Problem) -> Shape | None:
     if problem.batch == 1 and problem.dtype == "float32" and problem.in_features >= (1024 if problem.split else 4096):
         return None  # a vector: the library multiplies those without tensor cores
     steps = -(-problem.in_features * DTYPE_BYTES[problem.dtype] // ROW_BYTES)
-    if problem.split and steps > MOST_SPLIT_STEPS and (problem.training or problem.batch <= GROUP_ROWS):
-        return None
     for found in SHAPES:
         if problem.split and found.columns > SPLIT_COLUMNS:
             continue
@@ -67,8 +66,14 @@ def shape(problem: Problem) -> Shape | None:
         if found.blocks > 2:
             groups = blocks // NEIGHBOURS * (NEIGHBOURS // found.blocks)
         if max(found.blocks, found.least) <= steps <= found.most and panels <= found.resident * groups:
-            return found
+            return None if problem.split and _library_is_faster(problem, steps, found.blocks) else found
     return None
+
+
+def _library_is_faster(problem: Problem, steps: int, blocks: int) -> bool:
+    """For float32, by the times of lab/README.md."""
+    long = steps > MOST_SPLIT_STEPS * blocks and (problem.training or problem.batch <= GROUP_ROWS)
+    return long or (problem.batch <= VERY_FEW and blocks <= 2 and problem.in_features >= 1024)
 
 
 def forward(problem: Problem, strategy: str) -> Plan:
