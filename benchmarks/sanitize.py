@@ -26,13 +26,15 @@ import gemmnorm
 from gemmnorm import binding, plan, runtime
 from gemmnorm.plan import OWN_GEMM, STRATEGIES, Problem, gradient, split
 
+# Batch, features, and multiprocessors: on few of them small problems take several waves.
 SIZES = {
-    "one tile": (70, 72, 40),
-    "one wave": (300, 136, 264),
-    "waves": (1500, 64, 5136),
-    "whole panels": (260, 1600, 12296),
-    "many groups": (2200, 64, 2568),
-    "tall": (17000, 64, 520),
+    "one tile": (70, 72, 40, 132),
+    "one block": (200, 72, 1096, 6),
+    "one wave": (300, 136, 264, 16),
+    "waves": (900, 64, 600, 6),
+    "whole panels": (760, 1600, 600, 6),
+    "many groups": (9000, 64, 264, 36),
+    "tall": (17000, 64, 520, 132),
 }
 
 
@@ -80,11 +82,12 @@ def main() -> None:
             continue
         cast = torch.autocast("cuda", torch.bfloat16, enabled=arithmetic == "autocast")
         torch.backends.cuda.matmul.fp32_precision = arithmetic if arithmetic == "tf32" else "none"
-        batch, inner, features = SIZES[name]
+        batch, inner, features, blocks = SIZES[name]
+        runtime.chip = lambda _, blocks=blocks: plan.chip_for(90, blocks)
         module = gemmnorm.LinearScaleBatchNorm1d(inner, features, activation="relu", device="cuda", dtype=dtype)
         module.train(training)
         x = torch.randn(batch, inner, device="cuda", dtype=dtype)
-        with gemmnorm.set_strategy(strategy):
+        with gemmnorm.set_strategy(strategy), runtime.recording() as plans:
             if not forward:
                 with cast:
                     y = module(x)
@@ -93,14 +96,21 @@ def main() -> None:
                 y = module(x)
                 if not training:
                     y = gemmnorm.prepare(module)(x)
+        ways = {
+            f"{launch.function} {'×'.join(launch.constants[5:7])} {launch.constants[9].rpartition('::k')[2]}"
+            for found in plans
+            for launch in found.launches
+            if launch.function in ("fused_gemm", "small_panel")
+        }
+        what = f"{name}, {', '.join(sorted(ways)) or strategy}, {dtype}, {arithmetic}"
         if forward:
-            print(f"{name}, {strategy}, {dtype}, {arithmetic}", flush=True)
+            print(what, flush=True)
             continue
         with gemmnorm.set_strategy("reference"), torch.no_grad():
             expected = module(x)
         worst = float((y - expected).abs().max())
         print(
-            f"{name}, {strategy}, {dtype}, {arithmetic}, {'training' if training else 'evaluation'}: {worst:.3g}",
+            f"{what}, {'training' if training else 'evaluation'}: {worst:.3g}",
             flush=True,
         )
         assert worst < 0.1, "wrong under the tool"

@@ -29,7 +29,7 @@ def rows_for(share):
         m_first = min(m_tiles, -(-blocks // group_panels))
         n_first = max(1, blocks // (m_first * group_panels)) * group_panels
         return (
-            (m_first + int(share * (m_tiles - m_first))) * hopper.TILE_ROWS,
+            (m_first + int(share * (m_tiles - m_first))) * tile.rows,
             min(problem.out_features, (n_first + int(share * (n_tiles - n_first))) * tile.columns),
         )
 

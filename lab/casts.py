@@ -23,7 +23,7 @@ def rows_for(tenths):
         if rows * group_panels < blocks:
             m, n = rows, blocks // (rows * group_panels) * group_panels
         m, n = m + (rows - m) * tenths // 10, n + (panels - n) * tenths // 10
-        return hopper.ALL_ROWS if m == rows else m * hopper.choose_tile(problem).rows, min(problem.out_features, n * tile.columns)
+        return hopper.ALL_ROWS if m == rows else m * tile.rows, min(problem.out_features, n * tile.columns)
 
     return rows_ahead
 

@@ -15,7 +15,7 @@ from device_check import CASES, Timer
 from gemmnorm import binding, driver, plan, runtime, sources
 from gemmnorm.plan import Problem
 
-MARKS = ("wait for data", "main loop", "statistics", "staging", "panel complete", "merged", "finished")
+MARKS = ("wait for data", "main loop", "means", "squares, staging", "panel complete", "merged", "finished")
 MOST = 40  # tiles of a block
 
 HEADER = f"""
@@ -40,15 +40,15 @@ VARIANTS = {
     "": (),
     "copies only": (
         (
-            "            Wgmma<Element, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);",
+            "            Wgmma<Element, kWidth>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);",
             "            ;",
         ),
     ),
     "multiplications only": (
         (
-            "          barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);",
+            "          barrier_expect(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);",
             "          const bool first = t == blockIdx.x && k < STAGES;\n"
-            "          if (first) barrier_expect(&shared.full[stage], kPlanes * (kTileRows + BN) * kRowBytes);\n"
+            "          if (first) barrier_expect(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);\n"
             "          else barrier_arrive(&shared.full[stage]);",
         ),
         (
@@ -62,10 +62,10 @@ PLACES = (
     (0, "before", "      for (int k = 0; k < steps; ++k) {\n        barrier_wait(&shared.full[stage], parity);"),
     (1, "after", "        barrier_wait(&shared.full[stage], parity);\n        wgmma_fence();\n"),
     (2, "before", "const Tile tile = raster.at(kSplit"),
-    (3, "before", "        finish_here = FINISH == Finish::kOneBlock"),
+    (3, "before", "        finish_here = kOneBlock ||"),
     (4, "after", "        barrier_arrive(&shared.staged[consumer]);\n"),
     (5, "before", "          float r = 0.0f;\n          if (direct) {\n"),
-    (6, "before", "      if (finish_here) {\n        const int at = "),
+    (6, "before", "      if (finish_here) {\n        constexpr bool kEvaluate"),
 )
 
 
@@ -79,12 +79,13 @@ def instrumented(text):
         if index == 1:
             mark = "if (k == 0) " + mark
         text = text.replace(anchor, anchor + mark if where == "after" else mark + anchor)
-    last = "    __syncthreads();\n    if (threadIdx.x == 0) {\n      __threadfence();\n"
-    assert text.count(last) == 1
-    text = text.replace(last, last + f"      timeline[(blockIdx.x * 2 + 1) * {MOST * 8} - 1] = now();\n")
-    end = "    if (kStagedY && thread == 0) wait_copies();\n    if (FINISH == Finish::kPersistent) take_units"
+    end = "    if (FINISH == Finish::kPersistent) take_units"
     assert text.count("      }\n    }\n" + end) == 1
-    return text.replace("      }\n    }\n" + end, "      }\n" + MARK.format(7) + "    }\n" + end)
+    text = text.replace("      }\n    }\n" + end, "      }\n" + MARK.format(7) + "    }\n" + end)
+    last = "    if (resets) leave(shared.left);\n    if (kStagedY"
+    assert text.count(last) == 1
+    at_end = f"    if (thread == 0 && consumer == 0) timeline[(blockIdx.x * 2 + 1) * {MOST * 8} - 1] = now();\n"
+    return text.replace(last, at_end + last)
 
 
 def build(problem, strategy, variant):

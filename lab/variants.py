@@ -16,20 +16,20 @@ from gemmnorm import binding, plan, runtime, sources
 from gemmnorm.plan import Problem, hopper
 
 GEMM, UNITS = "fused_gemm.cuh", "panel_units.cuh"
+NO_UNITS = [  # wrong results; every tile merges for itself, or it would wait for ever
+    (UNITS, "  for (;;) {\n    int unit = 0;", "  for (;;) {\n    return;\n    int unit = 0;"),
+    (UNITS, "kDirectGroups = 128", "kDirectGroups = 1 << 20"),
+]
 VARIANTS = {
     "as it is": [],
-    "consumers sum squares": [
-        (GEMM, "if (kStaged && !finish_here) {", "if (false) {"),
-        (GEMM, "if (later) store_squares", "if (false) store_squares"),
-    ],
+    "x stays in the L2": [(GEMM, "stream_x ? kEvictFirst : kEvictNormal", "kEvictNormal")],
+    "x leaves it": [(GEMM, "stream_x ? kEvictFirst : kEvictNormal", "kEvictFirst")],
     "2 rows in flight": [(UNITS, "2 * AHEAD>(f, product", "AHEAD / 2>(f, product")],
-    "no units": [
-        (UNITS, "  for (;;) {\n    int unit = 0;", "  for (;;) {\n    return;\n    int unit = 0;")
-    ],  # wrong results
+    "no units": NO_UNITS,
 }
 OF_SPLIT = {  # float32 by split operands
     "as it is": [],
-    "no units": [(UNITS, "  for (;;) {\n    int unit = 0;", "  for (;;) {\n    return;\n    int unit = 0;")],
+    "no units": NO_UNITS,
     "all split before": [],
 }
 ONLY_TRAINING = ("2 rows in flight", "no units")

@@ -1,5 +1,5 @@
 """What tests share: a clean strategy, one seed, the marker for what needs a GPU, a spy on the operator,
-and the backward of large batches at small sizes."""
+a single tile for the planner, and the backward of large batches at small sizes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import gemmnorm
-from gemmnorm import plan
-from gemmnorm.plan import gradient
+from gemmnorm import plan, runtime
+from gemmnorm.plan import gradient, hopper
 from gemmnorm.tools import fuse as fusing
 
 
@@ -51,6 +51,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(fusing, "linear_scale_batch_norm", spy)
     return made
+
+
+@pytest.fixture
+def one_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+    """The only tile (rows, columns) that the planner has."""
+    monkeypatch.setattr(hopper, "STAGES", {key: n for key, n in hopper.STAGES.items() if key[2:] == request.param})
+    plan.cached_plan.cache_clear()
+    runtime.forget()
+    yield request.param
+    monkeypatch.undo()
+    plan.cached_plan.cache_clear()
+    runtime.forget()
 
 
 @pytest.fixture

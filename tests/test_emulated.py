@@ -30,16 +30,6 @@ def no_clusters(monkeypatch):
     plan.cached_plan.cache_clear()
 
 
-@pytest.fixture
-def one_tile(request, monkeypatch):
-    """The only tile (rows, columns) that the planner has."""
-    tile = request.param
-    monkeypatch.setattr(hopper, "STAGES", {key: stages for key, stages in hopper.STAGES.items() if key[2:] == tile})
-    plan.cached_plan.cache_clear()
-    yield tile
-    plan.cached_plan.cache_clear()
-
-
 SMALL_HOPPER = plan.chip_for(90, 3)  # so few multiprocessors that a small problem takes many waves
 
 
@@ -100,7 +90,7 @@ def test_one_kernel(finish, name, batch, in_features, out_features):
     [
         ((128, 64), 4, 200, 456),  # four waves
         ((128, 128), 3, 300, 264),  # a panel is a wave, and the last is not filled
-        ((256, 128), 4, 450, 600),  # the last tiles of some blocks lie in a panel whose other tiles wait in shared memory
+        ((256, 128), 4, 450, 600),  # the last tiles of some blocks lie in a panel whose others wait in shared memory
     ],
     indirect=["one_tile"],
 )
@@ -123,7 +113,9 @@ def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, featur
         assert error(y.detach(), exact) < 6e-3
 
 
-@pytest.mark.parametrize(("one_tile", "features"), [((128, 64), 40), ((128, 64), 72), ((256, 128), 136)], indirect=["one_tile"])
+@pytest.mark.parametrize(
+    ("one_tile", "features"), [((128, 64), 40), ((128, 64), 72), ((256, 128), 136)], indirect=["one_tile"]
+)
 def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(one_tile, features, monkeypatch):
     monkeypatch.setattr(hopper, "LONG_TILE", 0)
     check(plan.chip_for(90, 66), "one_kernel", "bf16", 8290, 16, features, finish="kWholePanels")
@@ -151,9 +143,10 @@ def test_every_tile_that_passes_through_shared_memory(one_tile):
 def test_wide_tiles_in_evaluation(name, one_tile):
     if name == "fp32" and one_tile[0] == 256:
         pytest.skip("of split operands there is no such tile")
+    options = {"training": False, "finish": "kEvaluate", "activation": "relu"}
     for batch, features in ((129, 264), (600, 136)):
         with precision(name):
-            check(SMALL_HOPPER, "one_kernel", name, batch, 72, features, training=False, finish="kEvaluate", activation="relu")
+            check(SMALL_HOPPER, "one_kernel", name, batch, 72, features, **options)
 
 
 @pytest.mark.usefixtures("no_clusters")

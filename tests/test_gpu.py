@@ -13,7 +13,7 @@ from support import step, twin
 from torch import nn
 
 import gemmnorm
-from gemmnorm import LinearScaleBatchNorm1d, activations, linear_scale_batch_norm, runtime
+from gemmnorm import LinearScaleBatchNorm1d, activations, linear_scale_batch_norm, plan, runtime
 from gemmnorm.plan import STRATEGIES
 
 pytestmark = pytest.mark.gpu
@@ -90,6 +90,23 @@ def test_large_sizes(strategy, name, training):
 def test_batches_whose_backward_takes_turns(name):
     check("one_kernel", name, 9000, 128, 1032, True, scale_shape=(1032,), activation=SMOOTH)
     check("one_kernel", name, 40001, 64, 520, True, bias=False)
+
+
+@pytest.mark.parametrize("one_tile", [(256, 128), (128, 128), (64, 128), (128, 64), (128, 32)], indirect=True)
+@pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
+def test_every_tile_in_one_wave_of_blocks_and_in_several(one_tile, name, monkeypatch):
+    if runtime.chip(torch.device("cuda", 0)).arch != 90:
+        pytest.skip("not Hopper")
+    if name == "fp32" and one_tile[0] == 256:
+        pytest.skip("of split operands there is no such tile")
+    for blocks, batch in (132, 100 if one_tile == (128, 64) else 200), (12, 700), (12, 3000):
+        chip = plan.chip_for(90, blocks)
+        monkeypatch.setattr(runtime, "chip", lambda _, chip=chip: chip)
+        runtime.forget()
+        check("one_kernel", name, batch, 200, 1032, True, scale_shape=(1032,))
+        check("one_kernel", name, batch, 200, 1032, False, bias=False, activation=SMOOTH)
+        if name != "fp32":
+            check("gemm_stats_apply", name, batch, 200, 1032, True, activation=SMOOTH)
 
 
 @pytest.mark.parametrize("name", ["fp32", "amp"])

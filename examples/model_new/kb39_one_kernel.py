@@ -2553,7 +2553,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       barrier_init(&shared.staged[c], 128);
       barrier_init(&shared.unstaged[c], 1);
       barrier_init(&shared.known[c], 32);
-      barrier_init(&shared.used[c], 2);
+      barrier_init(&shared.used[c], 256);
     }
     barrier_init(&shared.left, kGemmThreads / 32 - 1);
     if constexpr (kSplitsToo)
@@ -2803,9 +2803,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
         sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
         held.template store_results<Activation, kEvaluate, kStagedY>(acc, shared, evaluated, y, tile, batch, features);
+        if (kEvaluate) barrier_arrive(&shared.used[evaluated]);
         if (kStagedY) fence_async_shared();
         sync_threads(1 + consumer, 128);
-        if (kEvaluate && thread == 0) barrier_arrive(&shared.used[evaluated]);
         if (kStagedY && thread == 0) store_staged<Shape>(map_y, shared.staging[consumer], tile, consumer, batch);
         if (finish_feature_here) f.finish(at_column, kEarly ? early : f.own(at_column), centre, squares);  // nobody waits
       }

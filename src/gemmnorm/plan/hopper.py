@@ -118,13 +118,14 @@ def choose_tile(problem: Problem) -> Tile:
         return waves * (steps * max(4.0 * products * tile.width, 330.0 + tile.width) + 2500 + 8 * tile.width)
 
     halved = DTYPE_BYTES[problem.dtype] == 2
-    # Of the same size; the faster one, but the other has all rows of such a batch.
-    worse = (64, WIDE) if problem.training and 64 < problem.batch <= 128 else (128, 64)
     tiles = [
         Tile(rows, columns, stages, size, planes, halved and columns >= 64)
         for (bytes_, parts, rows, columns), stages in STAGES.items()
-        if (bytes_, parts) == (size, planes) and (rows, columns) != worse
+        if (bytes_, parts) == (size, planes)
     ]
+    # Of two that are as large: the faster one, but in training the one that has all rows of such a batch.
+    worse = (64, WIDE) if problem.training and 64 < problem.batch <= 128 else (128, 64)
+    tiles = [tile for tile in tiles if (tile.rows, tile.columns) != worse] or tiles
     return min(tiles, key=clocks)
 
 
