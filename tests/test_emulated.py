@@ -130,7 +130,7 @@ def test_gemm_stats_apply(name):
     check(SMALL_HOPPER, "gemm_stats_apply", name, 300, 72, 136, finish="kStatistics", scale_shape=(136,))
 
 
-@pytest.mark.parametrize("one_tile", [(128, 64), (128, 128), (256, 128)], indirect=True)
+@pytest.mark.parametrize("one_tile", [(128, 64), (64, 128), (128, 128), (256, 128)], indirect=True)
 def test_every_tile_that_passes_through_shared_memory(one_tile):
     """By rows and by features; the last group is not full, and the last tile of 256 rows has groups without rows."""
     columns = one_tile[1]
@@ -138,9 +138,9 @@ def test_every_tile_that_passes_through_shared_memory(one_tile):
     check(SMALL_HOPPER, "gemm_stats_apply", "fp16", 300, 72, columns + 8, finish="kStatistics", bias=False)
 
 
-@pytest.mark.parametrize("one_tile", [(128, 128), (256, 128)], indirect=True)
+@pytest.mark.parametrize("one_tile", [(64, 128), (128, 128), (256, 128), (128, 32)], indirect=True)
 @pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "fp32"])
-def test_wide_tiles_in_evaluation(name, one_tile):
+def test_every_tile_in_evaluation(name, one_tile):
     if name == "fp32" and one_tile[0] == 256:
         pytest.skip("of split operands there is no such tile")
     options = {"training": False, "finish": "kEvaluate", "activation": "relu"}

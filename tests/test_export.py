@@ -151,7 +151,7 @@ def host_function(source: str, name: str) -> str:
         (
             "_whole_panels",
             16384,
-            rf"{ROWS} == 64 && {ROWS} <= multiprocessors\(\)",
+            rf"{ROWS} == 64 && 2 \* {ROWS} <= multiprocessors\(\)",
         ),
         (None, 65536, ""),
     ],

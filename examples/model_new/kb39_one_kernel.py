@@ -1327,8 +1327,8 @@ struct GemmShared : PieceRings<AHEAD> {
   // Of a tile by rows sums of each warp; of split operands the exponents along the width. Per consumer.
   float sums[2][Shape::kByFeatures ? 2 : 4][Shape::kWidth];
   // Column coefficients, or a group's mean in `slope`: per consumer or group; in evaluation per tile.
-  float slope[Shape::kGroups][TN];
-  float shift[Shape::kGroups][TN];
+  float slope[Shape::kGroups < 2 ? 2 : Shape::kGroups][TN];
+  float shift[Shape::kGroups < 2 ? 2 : Shape::kGroups][TN];
   float mean[TN], finished_slope[TN], finished_shift[TN];  // of the tile's columns, for both consumers
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again

@@ -55,7 +55,7 @@ class Tile:
         size = self.stages * self.planes * (self.rows + self.columns) * ROW_BYTES
         size += 2 * (self.rows * self.columns if self.staged else 1024)
         size += 2 * (2 if self.columns == WIDE else 4) * self.width * 4
-        size += (2 * self.rows // GROUP_ROWS + 3) * self.columns * 4
+        size += (2 * max(2, self.rows // GROUP_ROWS) + 3) * self.columns * 4
         size += 2 * self.stages * 8 + 9 * 8
         return -(-size // 1024) * 1024
 
