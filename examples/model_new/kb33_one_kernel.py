@@ -571,12 +571,13 @@ __device__ __forceinline__ bool split_loses(float x_largest, float x_total, floa
 // The whole chain in one Hopper kernel: GEMM -> scale -> BatchNorm -> activation (sm_90a).
 //
 // A persistent block is one warpgroup that feeds and two that multiply. Warp 0 copies tiles of x and W into a ring of
-// shared-memory stages; each consumer warpgroup multiplies 64 of the tile's 128 rows by all of its BN columns, takes
-// their means from the accumulators (a statistics group) and stores the product minus them. The other warps, by Finish:
+// shared-memory stages; each consumer warpgroup multiplies its half of a tile: 64 features by all rows (tile_by_features.cuh),
+// or of a narrow tile 64 rows by all features (tile_by_rows.cuh). It takes the statistics of every group of 64 rows from the
+// accumulators, and stores the product minus the group's mean. The other warps, by Finish:
 // - whole panels (a panel is a column of tiles): warps 2 and 3 serve a consumer each, while it multiplies the next tile,
 //   and warp 1 merges statistics (whole_panels.cuh);
-// - persistent: warp 1 sums up the squares of staged tiles, stores them and counts what is complete; warps 2 and 3
-//   normalise complete panels out of the L2 (panel_units.cuh);
+// - persistent: warp 1 stores staged tiles and counts what is complete; warps 2 and 3 normalise complete panels out of the
+//   L2 (panel_units.cuh);
 // - evaluation: warp 1 computes the next tile's coefficients.
 // Before that warps 2 and 3 cast or split the rows that later tiles need, where that was left to them (ahead.cuh).
 // The last tile of every block never leaves the registers before it is normalised.
@@ -1370,7 +1371,7 @@ __device__ __forceinline__ void multiply_stage(float (&part)[BN / 2], float (&cr
 }  // namespace gemmnorm
 // What a consumer holds of a wide tile: 64 features and all TM rows, multiplied as W*x^T. A thread has two features, eight
 // apart, and a quarter of the rows, so that what belongs to a feature is in its registers, and a sum over rows takes two
-// shuffles. (Of a tile by rows a thread has two rows and a quarter of the columns, and everything per feature is shared.)
+// shuffles. (Of a tile by rows a thread has two rows, and every number of a feature comes from shared memory.)
 // A tile on its way out of the accumulators: pairs of neighbouring columns, of rows that are eight apart.
 // What follows the tiles of the fused GEMM: a panel (one column of tiles) whose rows are all multiplied is merged and
 // normalised by single warps, out of the L2, while the tensor cores work on later panels.
@@ -2468,6 +2469,7 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
 
 namespace gemmnorm {
 
+// What a consumer holds of a tile.
 template <bool BY_FEATURES>
 struct Held {
   template <class T, class Y, int TM, int TN>

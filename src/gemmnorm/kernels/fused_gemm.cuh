@@ -1,12 +1,13 @@
 // The whole chain in one Hopper kernel: GEMM → scale → BatchNorm → activation (sm_90a).
 //
 // A persistent block is one warpgroup that feeds and two that multiply. Warp 0 copies tiles of x and W into a ring of
-// shared-memory stages; each consumer warpgroup multiplies 64 of the tile's 128 rows by all of its BN columns, takes
-// their means from the accumulators (a statistics group) and stores the product minus them. The other warps, by Finish:
+// shared-memory stages; each consumer warpgroup multiplies its half of a tile: 64 features by all rows (tile_by_features.cuh),
+// or of a narrow tile 64 rows by all features (tile_by_rows.cuh). It takes the statistics of every group of 64 rows from the
+// accumulators, and stores the product minus the group's mean. The other warps, by Finish:
 // - whole panels (a panel is a column of tiles): warps 2 and 3 serve a consumer each, while it multiplies the next tile,
 //   and warp 1 merges statistics (whole_panels.cuh);
-// - persistent: warp 1 sums up the squares of staged tiles, stores them and counts what is complete; warps 2 and 3
-//   normalise complete panels out of the L2 (panel_units.cuh);
+// - persistent: warp 1 stores staged tiles and counts what is complete; warps 2 and 3 normalise complete panels out of the
+//   L2 (panel_units.cuh);
 // - evaluation: warp 1 computes the next tile's coefficients.
 // Before that warps 2 and 3 cast or split the rows that later tiles need, where that was left to them (ahead.cuh).
 // The last tile of every block never leaves the registers before it is normalised.
@@ -19,6 +20,7 @@
 
 namespace gemmnorm {
 
+// What a consumer holds of a tile.
 template <bool BY_FEATURES>
 struct Held {
   template <class T, class Y, int TM, int TN>

@@ -1,6 +1,6 @@
 // What a consumer holds of a wide tile: 64 features and all TM rows, multiplied as W·xᵀ. A thread has two features, eight
 // apart, and a quarter of the rows, so that what belongs to a feature is in its registers, and a sum over rows takes two
-// shuffles. (Of a tile by rows a thread has two rows and a quarter of the columns, and everything per feature is shared.)
+// shuffles. (Of a tile by rows a thread has two rows, and every number of a feature comes from shared memory.)
 #pragma once
 #include "staging.cuh"
 
