@@ -15,7 +15,7 @@ from device_check import CASES, Timer
 from gemmnorm import binding, plan, runtime, sources
 from gemmnorm.plan import Problem, hopper
 
-GEMM, UNITS = "fused_gemm.cuh", "panel_units.cuh"
+GEMM, UNITS, BY_FEATURES = "fused_gemm.cuh", "panel_units.cuh", "tile_by_features.cuh"
 NO_UNITS = [  # wrong results; every tile merges for itself, or it would wait for ever
     (UNITS, "  for (;;) {\n    int unit = 0;", "  for (;;) {\n    return;\n    int unit = 0;"),
     (UNITS, "kDirectGroups = 128", "kDirectGroups = 1 << 20"),
@@ -24,6 +24,13 @@ VARIANTS = {
     "as it is": [],
     "x stays in the L2": [(GEMM, "stream_x ? kEvictFirst : kEvictNormal", "kEvictNormal")],
     "x leaves it": [(GEMM, "stream_x ? kEvictFirst : kEvictNormal", "kEvictFirst")],
+    "means by a factor": [
+        (
+            BY_FEATURES,
+            "over_lanes(sum[c]) / rows;",
+            "over_lanes(sum[c]) * (rows == kGroupRows ? 1.0f / kGroupRows : 1.0f / rows);",
+        )
+    ],
     "2 rows in flight": [(UNITS, "2 * AHEAD>(f, product", "AHEAD / 2>(f, product")],
     "no units": NO_UNITS,
 }
