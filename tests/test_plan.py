@@ -302,6 +302,26 @@ def test_the_measured_best_is_chosen(precision, batch, in_features, features, tr
     assert make_plan(problem).strategy == strategy
 
 
+@pytest.mark.parametrize(
+    ("batch", "features", "training", "tile", "finish"),
+    [
+        (128, 8192, True, (128, 64), "kOneBlock"),
+        (128, 8192, False, (64, 128), "kEvaluate"),
+        (200, 4096, True, (64, 128), "kWholePanels"),
+        (200, 16384, True, (256, 128), "kOneBlock"),
+        (1024, 8192, True, (256, 128), "kWholePanels"),
+        (16384, 4096, True, (256, 128), "kPersistent"),
+    ],
+)
+def test_tiles(batch, features, training, tile, finish):
+    """A block that holds all rows of its features waits for nobody; else rows are cut up first."""
+    problem = Problem(batch, 4096, features, "bfloat16", "bfloat16", training=training, chip=plan.chip_for(90))
+    (launch,) = (found for found in make_plan(problem, "one_kernel").launches if found.function == "fused_gemm")
+    assert (launch.constants[5:7], launch.constants[9]) == (tuple(map(str, tile)), f"gemmnorm::Finish::{finish}")
+    box = launch.maps[0].box(batch)
+    assert box == (tile[0] if training else min(tile[0], batch), 64)
+
+
 @pytest.mark.parametrize("in_features", [512, 4096, 8192])
 @pytest.mark.parametrize("features", [2048, 10240, 40960])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
