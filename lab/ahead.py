@@ -14,10 +14,10 @@ from gemmnorm import plan, runtime, sources
 from gemmnorm.plan import hopper
 
 SHARES = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
-STORE = "if (c < padded) store_scaled(target, c, v[i], scale);"
+STORE = "if (column + i * 128 < padded) store_scaled"
 VARIANTS = {
     "as it is": ("", ""),
-    "2 at once": ("kAtOnce = 1", "kAtOnce = 2"),
+    "1 at once": ("kAtOnce = 2", "kAtOnce = 1"),
     "no store": (STORE, STORE.replace("padded)", "padded && v[i].at[0] == 1e30f)")),  # wrong results
 }
 read = sources._read

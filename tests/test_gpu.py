@@ -14,7 +14,7 @@ from torch import nn
 
 import gemmnorm
 from gemmnorm import LinearScaleBatchNorm1d, activations, linear_scale_batch_norm, plan, runtime
-from gemmnorm.plan import STRATEGIES
+from gemmnorm.plan import STRATEGIES, hopper, small
 
 pytestmark = pytest.mark.gpu
 
@@ -92,21 +92,46 @@ def test_batches_whose_backward_takes_turns(name):
     check("one_kernel", name, 40001, 64, 520, True, bias=False)
 
 
+def check_evaluation(name, batch, in_features, out_features):
+    """Without gradients, for which the own product would have to be kept."""
+    with precision(name) as dtype, torch.no_grad():
+        module = model(dtype, in_features, out_features, False, bias=False, activation=SMOOTH)
+        x = torch.randn(batch, in_features, device="cuda", dtype=dtype)
+        exact, eager = twin(module).double()(x.double()), module(x)
+        with poisoned_memory():
+            got = fused(module, "one_kernel")(x)
+    assert error(got, exact) <= 1.25 * error(eager, exact) + 2 * OPERAND_ROUNDING[name]
+
+
 @pytest.mark.parametrize("one_tile", [(256, 128), (128, 128), (64, 128), (128, 64), (128, 32)], indirect=True)
 @pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
-def test_every_tile_in_one_wave_of_blocks_and_in_several(one_tile, name, monkeypatch):
+def test_every_tile_in_every_way_to_finish(one_tile, name, monkeypatch):
+    """One block, one wave of blocks, and on few multiprocessors several; half precision then waits in shared memory."""
     if runtime.chip(torch.device("cuda", 0)).arch != 90:
         pytest.skip("not Hopper")
     if name == "fp32" and one_tile[0] == 256:
         pytest.skip("of split operands there is no such tile")
-    for blocks, batch in (132, 100 if one_tile == (128, 64) else 200), (12, 700), (12, 3000):
+    monkeypatch.setattr(small, "SHAPES", ())
+    monkeypatch.setattr(hopper, "LONG_TILE", 0)
+    seen = set()
+    for blocks, batch in (132, 60), (132, 100), (132, 200), (12, 700), (12, 4000):
         chip = plan.chip_for(90, blocks)
         monkeypatch.setattr(runtime, "chip", lambda _, chip=chip: chip)
         runtime.forget()
-        check("one_kernel", name, batch, 200, 1032, True, scale_shape=(1032,))
-        check("one_kernel", name, batch, 200, 1032, False, bias=False, activation=SMOOTH)
-        if name != "fp32":
-            check("gemm_stats_apply", name, batch, 200, 1032, True, activation=SMOOTH)
+        with runtime.recording() as plans:
+            check("one_kernel", name, batch, 200, 1032, True, scale_shape=(1032,))
+            check_evaluation(name, batch, 200, 1032)
+            if name != "fp32":
+                check("gemm_stats_apply", name, batch, 200, 1032, True, activation=SMOOTH)
+            if name == "bf16":
+                check_autocast("one_kernel", batch, 200, 1032, True, True, torch.bfloat16)
+        launches = [launch for found in plans for launch in found.launches if launch.function == "fused_gemm"]
+        assert all(launch.constants[5:7] == tuple(map(str, one_tile)) for launch in launches)
+        seen |= {launch.constants[9].rpartition("::k")[2] for launch in launches}
+    expected = {"OneBlock", "Persistent", "Evaluate"}
+    expected |= {"Statistics"} if name != "fp32" else set()
+    expected |= {"WholePanels"} if name != "tf32" or one_tile[0] < 256 else set()
+    assert seen == expected
 
 
 @pytest.mark.parametrize("name", ["fp32", "amp"])

@@ -2439,6 +2439,7 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
     const bool later = STAGED && t < stored;
     u32* complete = &counters[kPanels + tile.n];
     barrier_wait(&shared.staged[consumer], parity);
+    __syncwarp();  // nobody waits for this phase any more
     if constexpr (STAGED) {
       if (keep_product && lane == 0) store_staged<Shape>(map_product, staging, tile, consumer, f.batch);
     }
@@ -2455,6 +2456,7 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
         for (int part = 0; part < Shape::kParts && Shape::row(tile, consumer, part) < f.batch; ++part)
           normalize_staged<T, Y, Activation>(f, staging + part * kPartBytes, map_y, y, Shape::row(tile, consumer, part),
                                              Shape::column(tile, consumer, part));
+        __syncwarp();  // all have read what is staged
         if (lane == 0) {
           wait_copies_read();
           barrier_arrive(&shared.unstaged[consumer]);
@@ -2614,6 +2616,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         const u64 kept = FINISH == Finish::kPersistent && later ? kEvictLast : kEvictNormal;  // until it is normalised
         for (int c = 0; c < 2; ++c) {
           barrier_wait(&shared.staged[c], parity);
+          __syncwarp();  // nobody waits for this phase any more
           if (lane == 0) {
             if (kStaged && (later || keep_product))
               store_staged<Shape>(map_product, shared.staging[c], tile, c, batch, kept);

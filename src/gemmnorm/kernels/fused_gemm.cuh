@@ -165,6 +165,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         const u64 kept = FINISH == Finish::kPersistent && later ? kEvictLast : kEvictNormal;  // until it is normalised
         for (int c = 0; c < 2; ++c) {
           barrier_wait(&shared.staged[c], parity);
+          __syncwarp();  // nobody waits for this phase any more
           if (lane == 0) {
             if (kStaged && (later || keep_product))
               store_staged<Shape>(map_product, shared.staging[c], tile, c, batch, kept);

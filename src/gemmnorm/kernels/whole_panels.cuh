@@ -83,6 +83,7 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
     const bool later = STAGED && t < stored;
     u32* complete = &counters[kPanels + tile.n];
     barrier_wait(&shared.staged[consumer], parity);
+    __syncwarp();  // nobody waits for this phase any more
     if constexpr (STAGED) {
       if (keep_product && lane == 0) store_staged<Shape>(map_product, staging, tile, consumer, f.batch);
     }
@@ -99,6 +100,7 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
         for (int part = 0; part < Shape::kParts && Shape::row(tile, consumer, part) < f.batch; ++part)
           normalize_staged<T, Y, Activation>(f, staging + part * kPartBytes, map_y, y, Shape::row(tile, consumer, part),
                                              Shape::column(tile, consumer, part));
+        __syncwarp();  // all have read what is staged
         if (lane == 0) {
           wait_copies_read();
           barrier_arrive(&shared.unstaged[consumer]);
