@@ -38,10 +38,10 @@ _BATCHES = (2, 1024, 2048, 4096, 16384, 65536)
 _FEATURES = (8192, 4096, 512, 8196, 516, 8194, 514, 8193, 513)
 _IN_FEATURES = (64, 100, 8192)
 # Likewise: one tile of rows by clusters of one, two, four and eight blocks (plan/small.py), gradients of panels by
-# clusters of one and of two (plan/gradient.py), and wide tiles of 64, 128 and 256 rows, one of them in all.
+# clusters of one and of two (plan/gradient.py), and wide tiles of 64, 128 and 256 rows, one for all rows or many.
 _SMALL = (
     (100, 512, 32), (100, 512, 192), (100, 512, 1024), (100, 512, 8192), (256, 8192, 8192), (512, 8192, 8192),
-    (64, 16384, 4096), (100, 16384, 4096), (256, 16384, 4096),
+    (64, 16384, 4096), (100, 16384, 4096), (256, 16384, 4096), (5000, 2048, 8192), (3000, 200, 8192),
 )  # fmt: skip
 
 
