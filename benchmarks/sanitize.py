@@ -69,6 +69,7 @@ def main() -> None:
     split.SPLIT_BACKWARD_FLOPS = 0.0  # small products of split operands too
     plain, forward = "--plain" in sys.argv, "--forward" in sys.argv
     names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(SIZES)
+    gpu = runtime.chip(torch.device("cuda", 0))
     for dtype in () if forward else (torch.bfloat16, torch.float32):
         a, b = torch.randn(300, 136, device="cuda", dtype=dtype), torch.randn(264, 136, device="cuda", dtype=dtype)
         print(f"control, {dtype}: {float((a @ b.t()).relu().sum()):.3g}", flush=True)
@@ -83,7 +84,8 @@ def main() -> None:
         cast = torch.autocast("cuda", torch.bfloat16, enabled=arithmetic == "autocast")
         torch.backends.cuda.matmul.fp32_precision = arithmetic if arithmetic == "tf32" else "none"
         batch, inner, features, blocks = SIZES[name]
-        runtime.chip = lambda _, blocks=blocks: plan.chip_for(90, blocks)
+        part = replace(gpu, multiprocessors=min(blocks, gpu.multiprocessors))
+        runtime.chip = lambda _, part=part: part
         module = gemmnorm.LinearScaleBatchNorm1d(inner, features, activation="relu", device="cuda", dtype=dtype)
         module.train(training)
         x = torch.randn(batch, inner, device="cuda", dtype=dtype)

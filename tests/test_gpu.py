@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import test_split
@@ -13,7 +14,7 @@ from support import step, twin
 from torch import nn
 
 import gemmnorm
-from gemmnorm import LinearScaleBatchNorm1d, activations, linear_scale_batch_norm, plan, runtime
+from gemmnorm import LinearScaleBatchNorm1d, activations, linear_scale_batch_norm, runtime
 from gemmnorm.plan import STRATEGIES, hopper, small
 
 pytestmark = pytest.mark.gpu
@@ -107,7 +108,8 @@ def check_evaluation(name, batch, in_features, out_features):
 @pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
 def test_every_tile_in_every_way_to_finish(one_tile, name, monkeypatch):
     """One block, one wave of blocks, and on few multiprocessors several; half precision then waits in shared memory."""
-    if runtime.chip(torch.device("cuda", 0)).arch != 90:
+    gpu = runtime.chip(torch.device("cuda", 0))
+    if gpu.arch != 90:
         pytest.skip("not Hopper")
     if name == "fp32" and one_tile[0] == 256:
         pytest.skip("of split operands there is no such tile")
@@ -115,8 +117,8 @@ def test_every_tile_in_every_way_to_finish(one_tile, name, monkeypatch):
     monkeypatch.setattr(hopper, "LONG_TILE", 0)
     seen = set()
     for blocks, batch in (132, 60), (132, 100), (132, 200), (12, 700), (12, 4000):
-        chip = plan.chip_for(90, blocks)
-        monkeypatch.setattr(runtime, "chip", lambda _, chip=chip: chip)
+        part = replace(gpu, multiprocessors=min(blocks, gpu.multiprocessors))
+        monkeypatch.setattr(runtime, "chip", lambda _, part=part: part)
         runtime.forget()
         with runtime.recording() as plans:
             check("one_kernel", name, batch, 200, 1032, True, scale_shape=(1032,))
