@@ -2,8 +2,10 @@
 
 Writes the clock at marks in the consumers and prints, tile by tile, microseconds between marks: the mean over all blocks and
 both consumers, and beside it the largest. One launch each, behind an emptied L2; the marks themselves cost about a percent.
+`precision=bf16,tf32,amp` (amp: bfloat16 operands and float32 y).
 """
 
+import itertools
 import sys
 from dataclasses import replace
 
@@ -125,19 +127,24 @@ RUNS = (
 def main():
     timer = Timer()
     everything = "--all" in sys.argv
-    for case in [a for a in sys.argv[1:] if a in CASES] or ["kb33", "projector", "kb39"]:
+    kinds = dict(a.split("=") for a in sys.argv[1:] if "=" in a).get("precision", "bf16").split(",")
+    cases = [a for a in sys.argv[1:] if a in CASES] or ["kb33", "projector", "kb39"]
+    for case, kind in itertools.product(cases, kinds):
         batch, wide, out, _, _, _ = CASES[case]
-        x = torch.randn(batch, wide, device="cuda").bfloat16()
-        w = (torch.randn(out, wide, device="cuda") / wide**0.5).bfloat16()
+        operand, result = (torch.float32 if kind in of else torch.bfloat16 for of in (("tf32",), ("tf32", "amp")))
+        x = torch.randn(batch, wide, device="cuda").to(operand)
+        w = (torch.randn(out, wide, device="cuda") / wide**0.5).to(operand)
         names = ("bias", "scale", "bn_weight", "bn_bias", "running_mean")
-        tensors = {name: torch.randn(out, device="cuda").bfloat16() for name in names}
-        tensors |= {"x": x, "weight": w, "running_var": torch.rand(out, device="cuda").bfloat16() + 0.1}
+        tensors = {name: torch.randn(out, device="cuda").to(result) for name in names}
+        tensors |= {"x": x, "weight": w, "running_var": torch.rand(out, device="cuda").to(result) + 0.1}
         tensors["num_batches_tracked"] = torch.zeros((), dtype=torch.int64, device="cuda")
         for training, strategy, variant in RUNS:
             if variant and not everything:
                 continue
+            dtypes = [str(operand)[6:], *[str(result)[6:]] * 3]
+            arithmetic = "tf32" if kind == "tf32" else "native"
             problem = Problem(
-                batch, wide, out, *["bfloat16"] * 4, "native", None, training, False, True, runtime.chip(x.device)
+                batch, wide, out, *dtypes, arithmetic, None, training, False, True, runtime.chip(x.device)
             )
             p, bound, address, size = build(problem, strategy, variant)
             inputs = tuple(tensors.get(role) for role in binding.INPUTS["forward"])
@@ -170,7 +177,7 @@ def main():
             end, stamps[:, -1, 7] = np.nanmax(stamps[:, -1, 7]), np.nan
             tiles = int((~np.isnan(stamps[:, :, 0])).any(axis=0).sum())
             print(
-                f"{case} {'train' if training else 'eval'} {strategy} {variant}: {np.nanmax(stamps):.1f} us from first mark to last, {end:.1f} to the end, {rate:.3f} GHz, {tiles} tiles"
+                f"{case} {kind} {'train' if training else 'eval'} {strategy} {variant}: {np.nanmax(stamps):.1f} us from first mark to last, {end:.1f} to the end, {rate:.3f} GHz, {tiles} tiles"
             )
             print("   tile  begins", *(f"{mark:>18}" for mark in MARKS))
             for t in range(tiles):

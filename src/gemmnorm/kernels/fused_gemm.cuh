@@ -63,10 +63,12 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   constexpr int kFeeder = kSplit && !kSplitsToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
   using Element = typename Operand<OP>::Element;
-  constexpr bool kStaged = sizeof(T) == 2 && TN >= 64;
-  constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
-  constexpr bool kWhole = FINISH == Finish::kWholePanels, kLater = FINISH == Finish::kPersistent || (kWhole && kStaged);
-  constexpr int kAhead = 16;  // partial results in flight
+  constexpr bool kStaged = !kSplit && (Shape::kByFeatures || (sizeof(T) == 2 && TN >= 64));  // on the way out
+  constexpr bool kStagedY = kStaged && (Shape::kByFeatures || sizeof(Y) == 2);
+  constexpr int kPasses = kStaged ? Shape::template kPasses<T> : 1, kPassesY = kStagedY ? Shape::template kPasses<Y> : 1;
+  constexpr bool kWaits = kStaged && sizeof(T) == 2;  // a tile has room to wait in shared memory
+  constexpr bool kWhole = FINISH == Finish::kWholePanels, kLater = FINISH == Finish::kPersistent || (kWhole && kWaits);
+  constexpr int kAhead = 4;  // partial results in flight
   constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
   using Shared = GemmShared<TM, TN, STAGES, kPlanes, kStaged, kSplitsToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
@@ -77,7 +79,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                             bn_weight, bn_bias, batches_tracked, momentum,     eps,          group_mean,
                             group_m2,  mean,    rstd,         merged_slope,    merged_shift,
                             {most, weight_largest, weight_total, flagged}, batch, features,
-                            (batch + kGroupRows - 1) / kGroupRows};
+                            (batch + Shape::kMeanRows - 1) / Shape::kMeanRows, Shape::kMeanRows};
   const Raster raster = {(batch + TM - 1) / TM, (features + TN - 1) / TN, group_panels};
   const RowsAhead rows_ahead = {counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features,
                                 features};
@@ -159,21 +161,21 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       }
     } else if (warp == 1 && !kWhole) {  // stores staged tiles, counts complete groups
       u32 parity = 0;
-      for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
-        const bool later = FINISH == Finish::kStatistics || t < stored;
+        const bool later = FINISH == Finish::kStatistics || t < stored, leaves = later || keep_product;
         const u64 kept = FINISH == Finish::kPersistent && later ? kEvictLast : kEvictNormal;  // until it is normalised
-        for (int c = 0; c < 2; ++c) {
-          barrier_wait(&shared.staged[c], parity);
-          __syncwarp();  // nobody waits for this phase any more
-          if (lane == 0) {
-            if (kStaged && (later || keep_product))
-              store_staged<Shape>(map_product, shared.staging[c], tile, c, batch, kept);
+        for (int pass = 0; pass < (leaves ? kPasses : 1); ++pass, parity ^= 1) {
+          for (int c = 0; c < 2; ++c) {
+            barrier_wait(&shared.staged[c], parity);
+            __syncwarp();  // nobody waits for this phase any more
+            if (lane > 0) continue;
+            if (kStaged && leaves) store_staged<Shape, T>(map_product, shared.staging[c], tile, c, pass, batch, kept);
             // Of a tile that stays in registers nobody reads the product: its statistics are all that others wait for.
-            if (FINISH == Finish::kPersistent && !later) add_release(&counters[kPanels + tile.n], 1);
+            if (FINISH == Finish::kPersistent && !later && pass == 0) add_release(&counters[kPanels + tile.n], 1);
             if (kStaged) wait_copies_read();
             barrier_arrive(&shared.unstaged[c]);
-            if (FINISH == Finish::kPersistent && later) {
+            if (FINISH == Finish::kPersistent && later && pass == kPasses - 1) {
               if (kStaged) {
                 wait_copies();
                 fence_async_global();
@@ -183,7 +185,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
         }
       }
-    } else if (warp == 1 && kStaged) {  // of whole panels
+    } else if (warp == 1 && kWaits) {  // of whole panels
       merge_panels<TN>(f, raster, counters, stored);
     } else if (warp >= 2) {
       if constexpr (kSplitsToo) ahead.template split<TM, TN>(shared.rings[warp - 2], raster, warp - 2);
@@ -191,8 +193,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (makes_rows) ahead.template cast<TM, TN>(raster, warp - 2);
       }
       if constexpr (kWhole) {
-        serve_consumer<T, Y, TN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
-                                                      keep_product);
+        serve_consumer<T, Y, TN, Activation, kStaged, kWaits>(f, raster, shared, warp - 2, map_product, map_y, y, counters,
+                                                              stored, keep_product);
       } else if (FINISH == Finish::kPersistent) {
         take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
       }
@@ -287,28 +289,33 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 
       constexpr bool kOneBlock = FINISH == Finish::kOneBlock;
       bool finish_here = FINISH == Finish::kEvaluate, finish_feature_here = false;
-      float centre = 0.0f, squares = 0.0f;
-      int at_column = 0;
+      // Each consumer finishes half of a tile's columns, kLanes threads to a column.
+      const int finished = consumer * (TN / 2) + thread / kLanes, at_column = tile.n * TN + finished;
       if constexpr (FINISH != Finish::kEvaluate) {
         if ((kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
         held.template take_means<kOneBlock>(f, shared, tile, acc);
         finish_here = kOneBlock || ((kWhole || FINISH == Finish::kPersistent) && t >= stored);
-        // No consumer gets two tiles ahead of the warp that serves it.
-        const bool stages = kStaged && (!finish_here || keep_product);
-        if (stages) {
+        const bool leaves = !finish_here || keep_product, stages = kStaged && leaves;  // the product
+        unsigned char* staging = shared.staging[consumer];
+        // The staging memory is free. No consumer gets two tiles ahead of the warp that serves it.
+        const auto wait_for_staging = [&] {
           barrier_wait(&shared.unstaged[consumer], staging_parity);
-          if ((kOneBlock || kWhole) && kStagedY) sync_threads(1 + consumer, 128);
+          if (stages && (kOneBlock || kWhole) && kStagedY) sync_threads(1 + consumer, 128);
+        };
+        if (kWaits && stages) wait_for_staging();
+        held.template take_squares<kOneBlock>(f, shared, tile, acc, kWaits && stages ? staging : nullptr);
+        if (!(kWaits && stages)) wait_for_staging();
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+          if (pass > 0 && !leaves) break;
+          if (pass > 0) barrier_wait(&shared.unstaged[consumer], staging_parity);
+          staging_parity ^= 1;
+          if (!kWaits && leaves) held.template store_product<kStaged>(acc, pass, staging, product, tile, batch, features);
+          if (kStaged) fence_async_shared();
+          barrier_arrive(&shared.staged[consumer]);
         }
-        held.template take_squares<kOneBlock>(f, shared, tile, acc, stages ? shared.staging[consumer] : nullptr);
-        if (!stages) barrier_wait(&shared.unstaged[consumer], staging_parity);
-        staging_parity ^= 1;
-        if (!kStaged && (!finish_here || keep_product)) held.store_product(acc, product, tile, batch, features);
-        if (kStaged) fence_async_shared();
-        barrier_arrive(&shared.staged[consumer]);
 
         if (finish_here) {
-          const int finished = consumer * (TN / 2) + thread / kLanes;
-          at_column = tile.n * TN + finished;
           const bool mine = at_column < features, direct = !kLater || f.groups <= kDirectGroups;
           const auto own = kEarly ? early : f.own(mine ? at_column : 0);
           if (kOneBlock) {
@@ -320,16 +327,18 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             }
             sync_threads(1 + consumer, 128);
           }
-          float r = 0.0f;
+          float centre = 0.0f, r = 0.0f;
           if (direct) {
             const auto load_group = [&](bool of_m2, int g) {
               if (kOneBlock) return (of_m2 ? shared.shift : shared.slope)[g][finished];
-              return load_l2((of_m2 ? group_m2 : group_mean) + static_cast<i64>(g) * features + (mine ? at_column : 0));
+              return load_l2((of_m2 ? group_m2 : group_mean) + f.at(g, mine ? at_column : 0));
             };
-            const Column merged = merge_column<kAhead>(f, thread % kLanes, kLanes, load_group);
+            Column merged;
+            if constexpr (kOneBlock && Shape::kByFeatures) merged = {load_group(false, 0), load_group(true, 0)};
+            else merged = merge_column<kAhead>(f, computed_anew(thread % kLanes), kLanes, load_group);
             centre = merged.mean;
-            squares = merged.m2;
-            r = 1.0f / sqrtf(own.s * own.s * squares / batch + eps);
+            r = 1.0f / sqrtf(own.s * own.s * merged.m2 / batch + eps);
+            shared.squares[finished] = merged.m2;
             const bool mine_to_finish = !kLater || !raster.has_stored(tile.n, stored);
             finish_feature_here = mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish;
           } else if (mine) {
@@ -353,15 +362,20 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           barrier_wait(&shared.known[buffer], known_parity);
           buffer ^= 1;
           if (buffer == 0) known_parity ^= 1;
-          if (kStagedY && thread == 0) wait_copies_read();
         }
-        sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
-        held.template store_results<Activation, kEvaluate, kStagedY>(acc, shared, evaluated, y, tile, batch, features);
-        if (kEvaluate) barrier_arrive(&shared.used[evaluated]);
-        if (kStagedY) fence_async_shared();
-        sync_threads(1 + consumer, 128);
-        if (kStagedY && thread == 0) store_staged<Shape>(map_y, shared.staging[consumer], tile, consumer, batch);
-        if (finish_feature_here) f.finish(at_column, kEarly ? early : f.own(at_column), centre, squares);  // nobody waits
+#pragma unroll
+        for (int pass = 0; pass < kPassesY; ++pass) {
+          if (kStagedY && (kEvaluate || pass > 0) && thread == 0) wait_copies_read();
+          sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
+          held.template store_results<Activation, kEvaluate, kStagedY>(acc, pass, shared, evaluated, y, tile, batch, features);
+          if (kEvaluate && pass == kPassesY - 1) barrier_arrive(&shared.used[evaluated]);
+          if (kStagedY) fence_async_shared();
+          sync_threads(1 + consumer, 128);
+          if (kStagedY && thread == 0)
+            store_staged<Shape, Y>(map_y, shared.staging[consumer], tile, consumer, pass, batch);
+        }
+        if (finish_feature_here)  // nobody waits
+          f.finish(at_column, kEarly ? early : f.own(at_column), shared.mean[finished], shared.squares[finished]);
       }
     }
     if (FINISH == Finish::kPersistent) take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);

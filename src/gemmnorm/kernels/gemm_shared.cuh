@@ -37,13 +37,12 @@ struct GemmShared : PieceRings<AHEAD> {
   using Shape = TileShape<TM, TN>;
   alignas(1024) unsigned char x[STAGES][PLANES][TM * kRowBytes];
   alignas(1024) unsigned char weight[STAGES][PLANES][TN * kRowBytes];
-  alignas(1024) unsigned char staging[2][STAGED ? TM * TN : 1024];
+  alignas(1024) unsigned char staging[2][STAGED ? Shape::kStagingBytes : 1024];
   // Of a tile by rows sums of each warp; of split operands the exponents along the width. Per consumer.
   float sums[2][Shape::kByFeatures ? 2 : 4][Shape::kWidth];
-  // Column coefficients, or a group's mean in `slope`: per consumer or group; in evaluation per tile.
-  float slope[Shape::kGroups < 2 ? 2 : Shape::kGroups][TN];
-  float shift[Shape::kGroups < 2 ? 2 : Shape::kGroups][TN];
-  float mean[TN], finished_slope[TN], finished_shift[TN];  // of the tile's columns, for both consumers
+  // Column coefficients, or a group's mean in `slope` and its M2 in `shift`: per consumer; in evaluation per tile.
+  float slope[2][TN], shift[2][TN];
+  float mean[TN], squares[TN], finished_slope[TN], finished_shift[TN];  // of the tile's columns, for both consumers
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
   u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten

@@ -44,7 +44,7 @@ struct Features {
   float momentum, eps;
   float *group_mean, *group_m2, *mean, *rstd, *merged_slope, *merged_shift;
   Guard guard;
-  int batch, features, groups;
+  int batch, features, groups, group_rows;  // as they are merged
 
   __device__ __forceinline__ float s(int j) const { return scale_of(scale, scale_stride, scale_value, j); }
   __device__ __forceinline__ float b(int j) const { return value_or(bias, j, 0.0f); }
@@ -54,8 +54,12 @@ struct Features {
   }
   __device__ __forceinline__ float shift(int j) const { return value_or(bn_bias, j, 0.0f); }
   __device__ __forceinline__ int rows(int group) const {
-    const int left = batch - group * kGroupRows;
-    return left < 0 ? 0 : left < kGroupRows ? left : kGroupRows;
+    const int left = batch - group * group_rows;
+    return left < 0 ? 0 : left < group_rows ? left : group_rows;
+  }
+  // Where a group's number for feature j is in group_mean and group_m2, which have a row for every kGroupRows rows.
+  __device__ __forceinline__ i64 at(int group, int j) const {
+    return static_cast<i64>(group * (group_rows / kGroupRows)) * features + j;
   }
   // What the last step for feature j reads, all of it in flight at once.
   struct Own {
@@ -86,7 +90,7 @@ struct Column {
 template <int AHEAD, class L, class R, class Load>
 __device__ __forceinline__ Column merge_column(const Features<L, R>& f, int lane, int lanes, const Load& load) {
   constexpr int kSpread = 4;
-  const int full = max(f.batch / kGroupRows, 1);
+  const int full = max(f.batch / f.group_rows, 1);
   float near = 0.0f, sum = 0.0f, squares = 0.0f, spread[kSpread];
 #pragma unroll
   for (int q = 0; q < kSpread; ++q) spread[q] = load(false, q * full / kSpread);
@@ -144,7 +148,7 @@ __device__ __forceinline__ void merge_groups(const Features<L, R>& f, int first_
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
       const int g = g0 + 16 * i;
-      const i64 at = static_cast<i64>(g < f.groups ? g : 0) * f.features + (inside ? j : 0);
+      const i64 at = f.at(g < f.groups ? g : 0, inside ? j : 0);
       mean[i] = load_l2(reinterpret_cast<const float4*>(f.group_mean + at));
       m2[i] = load_l2(reinterpret_cast<const float4*>(f.group_m2 + at));
     }

@@ -162,7 +162,7 @@ __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_
   const Features<L, R> f = {bias,    scale,   scale_stride, scale_value,     running_mean, running_var,
                             bn_weight, bn_bias, batches_tracked, momentum,   eps,          group_mean,
                             nullptr, mean,    rstd,         nullptr,         nullptr,      {},
-                            batch,   features, (batch + kGroupRows - 1) / kGroupRows};
+                            batch,   features, (batch + kGroupRows - 1) / kGroupRows, kGroupRows};
   allow_next();
   wait_for_previous();
   if (threadIdx.x == 0) {

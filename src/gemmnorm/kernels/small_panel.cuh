@@ -143,7 +143,7 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
   const Features<L, R> f = {bias,      scale,   scale_stride,    scale_value, running_mean, running_var,
                             bn_weight, bn_bias, batches_tracked, momentum,    eps,          group_mean,
                             nullptr,   mean,    rstd,            nullptr,     nullptr,      {},
-                            batch, features, (batch + kGroupRows - 1) / kGroupRows};
+                            batch, features, (batch + kGroupRows - 1) / kGroupRows, kGroupRows};
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int rank = SPLITS > 1 ? cluster_rank() : 0, panel = static_cast<int>(blockIdx.x) / SPLITS;
   const int steps = (in_features + kTileK - 1) / kTileK, from = rank * steps / SPLITS, until = (rank + 1) * steps / SPLITS;

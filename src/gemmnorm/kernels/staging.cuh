@@ -37,22 +37,20 @@ __device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row,
   }
 }
 
-// Where the copy engine will fetch the first 16 rows of a tile by features: the 16 bytes that the lane names.
-__device__ __forceinline__ unsigned char* staged_row(unsigned char* staging, int warp, int lane) {
-  const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-  return staging + row * kRowBytes + (chunk ^ row % 8) * 16;
-}
+constexpr int kPartBytes = 64 * kRowBytes;  // of a box that the copy engine stores
 
-constexpr int kPartBytes = 64 * kRowBytes;
-
-// Asks the copy engine, as one thread, to store what a consumer has staged.
-template <class Shape>
+// Asks the copy engine, as one thread, to store what a consumer has staged in one pass.
+template <class Shape, class V>
 __device__ __forceinline__ void store_staged(const TensorMap& map, const unsigned char* staging, Tile tile, int consumer,
-                                             int batch, u64 policy = kEvictNormal) {
-  for (int part = 0; part < Shape::kParts; ++part)
-    if (Shape::row(tile, consumer, part) < batch)
-      copy_to_global(map, staging + part * kPartBytes, Shape::column(tile, consumer, part), Shape::row(tile, consumer, part),
+                                             int pass, int batch, u64 policy = kEvictNormal) {
+  constexpr int kParts = Shape::kParts / Shape::template kPasses<V>, kColumns = kRowBytes / sizeof(V);  // kColumns: of a box
+  for (int i = 0; i < kParts; ++i) {
+    const int part = pass * kParts + i, row = Shape::row(tile, consumer, part);
+    if (row >= batch) continue;
+    for (int c = 0; c < 64; c += kColumns)
+      copy_to_global(map, staging + (c / kColumns * kParts + i) * kPartBytes, Shape::column(tile, consumer, part) + c, row,
                      policy);
+  }
   commit_copies();
 }
 

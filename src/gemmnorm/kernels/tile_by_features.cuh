@@ -9,15 +9,31 @@ namespace gemmnorm {
 // acc[4i] and acc[4i + 1] are the first feature's, of rows 8i + 2·(lane % 4) and the next; then come the second's.
 template <class T, class Y, int TM, int TN>
 struct TileByFeatures {
-  static constexpr int kGroups = TM / kGroupRows, kOctets = kGroupRows / 8;
   static constexpr int kMeeting = 128;  // threads that finish features together
+  static constexpr int kOctets = 8;     // of rows, whose sums are taken together
+  using Shape = TileShape<TM, TN>;
   using Accumulators = float[TM / 2];
 
   int consumer, lane, feature;  // the first of the two, in the tile
-  float mean[kGroups][2], slope[2], shift[kGroups][2];
+  float mean[2], slope[2], shift[2];
 
   __device__ __forceinline__ explicit TileByFeatures(int consumer_)
       : consumer(consumer_), lane(threadIdx.x % 32), feature(consumer_ * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
+
+  // Where the lane begins to stage: the 16 bytes of one of 16 rows that it names for its warp, or a float of its own. Warps 0
+  // and 1 have the first 32 features, which is a box of float32, the others the second.
+  template <class V>
+  __device__ __forceinline__ int staged_at() const {
+    const int warp = feature / 16 % 4;
+    if constexpr (sizeof(V) == 2) {
+      const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+      return row * kRowBytes + (chunk ^ row % 8) * 16;
+    } else {
+      const int row = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
+      const int box = warp / 2 * (Shape::kParts / Shape::template kPasses<V>)*kPartBytes;
+      return computed_anew(box + row * kRowBytes + (chunk ^ row) * 16 + lane / 4 % 4 * 4);
+    }
+  }
 
   // Over the four lanes that share two features.
   __device__ __forceinline__ static float over_lanes(float v) {
@@ -25,80 +41,84 @@ struct TileByFeatures {
     return v + __shfl_xor_sync(~0u, v, 2);
   }
 
-  // A number for each group and feature to [groups, features], and, where the block needs them, to `own`: a group a lane.
-  template <class L, class R>
-  __device__ __forceinline__ void store_of_groups(const Features<L, R>& f, Tile tile, const float (&v)[kGroups][2],
-                                                  float* to, float (*own)[TN]) const {
-    const int g = lane % 4, group = tile.m * kGroups + g;
-    if (g >= kGroups) return;
+  // The tile's number for each feature to `own`, where the block needs it, and to [groups, features]: to the row of the first
+  // kGroupRows rows, and zero or, of a mean, the number again to those of the others.
+  template <bool MEAN, class L, class R>
+  __device__ __forceinline__ void store_of_tile(const Features<L, R>& f, Tile tile, const float (&v)[2], float* to,
+                                                float* own) const {
+    const int part = lane % 4, row = tile.m * TM + part * kGroupRows;
+    if (part * kGroupRows >= TM) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int column = feature + 8 * c, j = tile.n * TN + column;
-      float mine = v[0][c];
-#pragma unroll
-      for (int i = 1; i < kGroups; ++i) mine = g == i ? v[i][c] : mine;
-      if (j < f.features && f.rows(group)) to[static_cast<i64>(group) * f.features + j] = mine;
-      if (own) own[g][column] = mine;
+      if (j < f.features && row < f.batch)
+        to[static_cast<i64>(row / kGroupRows) * f.features + j] = MEAN || part == 0 ? v[c] : 0.0f;
+      if (own && part == 0) own[column] = v[c];
     }
   }
 
-  // The means of the groups. Rows beyond the batch are zero in the accumulators.
+  // The means of the tile's rows. Rows beyond the batch are zero in the accumulators.
   template <bool ONE_BLOCK, class Shared, class L, class R>
   __device__ __forceinline__ void take_means(const Features<L, R>& f, Shared& shared, Tile tile, const Accumulators& acc) {
+    const int rows = f.batch - tile.m * TM;  // or more than the tile has
+    float sum[2] = {};
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int rows = max(f.rows(tile.m * kGroups + g), 1);
-      float sum[2] = {};
+    for (int i = 0; i < TM / 8; i += kOctets) {  // short sums round less
+      float part[2] = {};
 #pragma unroll
-      for (int i = g * kOctets; i < (g + 1) * kOctets; ++i) {
-        sum[0] += acc[4 * i] + acc[4 * i + 1];
-        sum[1] += acc[4 * i + 2] + acc[4 * i + 3];
+      for (int o = i; o < i + kOctets; ++o) {
+        part[0] += acc[4 * o] + acc[4 * o + 1];
+        part[1] += acc[4 * o + 2] + acc[4 * o + 3];
       }
-#pragma unroll
-      for (int c = 0; c < 2; ++c) mean[g][c] = over_lanes(sum[c]) / rows;
+      sum[0] += part[0];
+      sum[1] += part[1];
     }
-    store_of_groups(f, tile, mean, f.group_mean, ONE_BLOCK ? shared.slope : nullptr);
+    const float share = rows < TM ? 1.0f / rows : 1.0f / TM;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) * share;
+    store_of_tile<true>(f, tile, mean, f.group_mean, ONE_BLOCK ? shared.slope[0] : nullptr);
   }
 
   // Takes them off, rounds to T, and sums up the squares of what is left: M2. To `staging`, where that is not null.
   template <bool ONE_BLOCK, class Shared, class L, class R>
   __device__ __forceinline__ void take_squares(const Features<L, R>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
-    unsigned char* to = staged_row(staging, feature / 16 % 4, lane);
-    float m2[kGroups][2];
+    const int rows = f.batch - tile.m * TM, at = staged_at<T>();
+    if (rows < TM) {  // rows beyond the batch count for nothing
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int rows = f.rows(tile.m * kGroups + g);
-      if (rows < kGroupRows) {  // rows beyond the batch count for nothing
+      for (int i = 0; i < TM / 2; ++i)
+        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[i] = mean[i / 2 % 2];
+    }
+    float m2[2] = {};
 #pragma unroll
-        for (int i = 0; i < 4 * kOctets; ++i)
-          if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[4 * g * kOctets + i] = mean[g][i / 2 % 2];
-      }
+    for (int i = 0; i < TM / 8; i += kOctets) {
       float sum[2] = {};
 #pragma unroll
-      for (int i = g * kOctets; i < (g + 1) * kOctets; i += 2) {
+      for (int o = i; o < i + kOctets; o += 2) {
         if constexpr (sizeof(T) == 2) {
           u32 pairs[4];
 #pragma unroll
           for (int p = 0; p < 4; ++p)
-            pairs[p] = pack(acc[4 * i + 2 * p] - mean[g][p % 2], acc[4 * i + 2 * p + 1] - mean[g][p % 2], T{});
-          if (staging) store_transposed(to + i * 8 * kRowBytes, pairs);
+            pairs[p] = pack(acc[4 * o + 2 * p] - mean[p % 2], acc[4 * o + 2 * p + 1] - mean[p % 2], T{});
+          if (staging) store_transposed(staging + o * 8 * kRowBytes + at, pairs);
 #pragma unroll
-          for (int q = 0; q < 8; ++q) acc[4 * i + q] = computed_anew(element_of(pairs[q / 2], q % 2, T{}));
+          for (int q = 0; q < 8; ++q) acc[4 * o + q] = computed_anew(element_of(pairs[q / 2], q % 2, T{}));
         } else {
 #pragma unroll
-          for (int q = 0; q < 8; ++q) acc[4 * i + q] -= mean[g][q / 2 % 2];
+          for (int q = 0; q < 8; ++q) acc[4 * o + q] -= mean[q / 2 % 2];
         }
 #pragma unroll
-        for (int q = 0; q < 8; ++q) sum[q / 2 % 2] += acc[4 * i + q] * acc[4 * i + q];
+        for (int q = 0; q < 8; ++q) sum[q / 2 % 2] += acc[4 * o + q] * acc[4 * o + q];
       }
-#pragma unroll
-      for (int c = 0; c < 2; ++c) m2[g][c] = over_lanes(sum[c]);
+      m2[0] += sum[0];
+      m2[1] += sum[1];
     }
-    store_of_groups(f, tile, m2, f.group_m2, ONE_BLOCK ? shared.shift : nullptr);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) m2[c] = over_lanes(m2[c]);
+    store_of_tile<false>(f, tile, m2, f.group_m2, ONE_BLOCK ? shared.shift[0] : nullptr);
   }
 
-  // Two octets of rows straight to memory.
+  // Two octets of rows, straight to memory.
   template <class V>
   __device__ __forceinline__ void store_octets(const float (&v)[8], int i, V* to, Tile tile, int batch, int features) const {
 #pragma unroll
@@ -107,55 +127,65 @@ struct TileByFeatures {
       if (row < batch && j < features) from_float(v[q], to[static_cast<i64>(row) * features + j]);
     }
   }
-  __device__ __forceinline__ void store_product(const Accumulators& acc, T* product, Tile tile, int batch,
-                                                int features) const {
+  // The same to where the copy engine will fetch them as V: `at` is the lane's place in the first octets of the pass.
+  template <class V>
+  __device__ __forceinline__ static void stage_octets(const float (&v)[8], unsigned char* octets, int at) {
+    if constexpr (sizeof(V) == 2) {
+      const u32 pairs[4] = {pack(v[0], v[1], V{}), pack(v[2], v[3], V{}), pack(v[4], v[5], V{}), pack(v[6], v[7], V{})};
+      store_transposed(octets + at, pairs);
+    } else {
 #pragma unroll
-    for (int i = 0; i < TM / 8; i += 2) {
+      for (int q = 0; q < 8; ++q)
+        *reinterpret_cast<float*>(octets + (at ^ q / 2 % 2 * 32 ^ q % 2 * 16) + (q / 4 * 8 + q % 2) * kRowBytes) = v[q];
+    }
+  }
+  template <bool STAGED>
+  __device__ __forceinline__ void store_product(const Accumulators& acc, int pass, unsigned char* staging, T* product,
+                                                Tile tile, int batch, int features) const {
+    constexpr int kOfPass = TM / 8 / (STAGED ? Shape::template kPasses<T> : 1);
+    const int at = staged_at<T>();
+#pragma unroll
+    for (int i = 0; i < kOfPass; i += 2) {
       float v[8];
 #pragma unroll
-      for (int q = 0; q < 8; ++q) v[q] = acc[4 * i + q];
-      store_octets(v, i, product, tile, batch, features);
+      for (int q = 0; q < 8; ++q) v[q] = acc[4 * (pass * kOfPass + i) + q];
+      if constexpr (STAGED) stage_octets<T>(v, staging + i * 8 * kRowBytes, at);
+      else store_octets(v, i, product, tile, batch, features);
     }
   }
 
-  // Coefficients for values that are stored minus their group's mean.
+  // Coefficients for values that are stored minus the mean of the tile's rows.
   template <class Shared>
   __device__ __forceinline__ void take_coefficients(Shared& shared) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int j = feature + 8 * c;
       slope[c] = shared.finished_slope[j];
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g)
-        shift[g][c] = slope[c] * (mean[g][c] - shared.mean[j]) + shared.finished_shift[j];
+      shift[c] = slope[c] * (mean[c] - shared.mean[j]) + shared.finished_shift[j];
     }
   }
 
-  // y, to be staged or straight to memory; in evaluation with the coefficients that lie in shared memory.
+  // y, to be staged, in passes, or straight to memory; in evaluation with the coefficients that lie in shared memory.
   template <class Activation, bool EVALUATE, bool STAGED, class Shared>
-  __device__ __forceinline__ void store_results(const Accumulators& acc, Shared& shared, int buffer, Y* y, Tile tile,
-                                                int batch, int features) {
+  __device__ __forceinline__ void store_results(const Accumulators& acc, int pass, Shared& shared, int buffer, Y* y,
+                                                Tile tile, int batch, int features) {
     if constexpr (EVALUATE) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         slope[c] = shared.slope[buffer][feature + 8 * c];
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) shift[g][c] = shared.shift[buffer][feature + 8 * c];
+        shift[c] = shared.shift[buffer][feature + 8 * c];
       }
     }
-    unsigned char* staged = staged_row(shared.staging[consumer], feature / 16 % 4, lane);
+    constexpr int kOfPass = TM / 8 / (STAGED ? Shape::template kPasses<Y> : 1);
+    const int at = staged_at<Y>();
 #pragma unroll
-    for (int i = 0; i < TM / 8; i += 2) {
+    for (int i = 0; i < kOfPass; i += 2) {
       float v[8];
 #pragma unroll
       for (int q = 0; q < 8; ++q)
-        v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * i + q] + shift[i / kOctets][q / 2 % 2]);
-      if constexpr (STAGED) {
-        const u32 pairs[4] = {pack(v[0], v[1], Y{}), pack(v[2], v[3], Y{}), pack(v[4], v[5], Y{}), pack(v[6], v[7], Y{})};
-        store_transposed(staged + i * 8 * kRowBytes, pairs);
-      } else {
-        store_octets(v, i, y, tile, batch, features);
-      }
+        v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * (pass * kOfPass + i) + q] + shift[q / 2 % 2]);
+      if constexpr (STAGED) stage_octets<Y>(v, shared.staging[consumer] + i * 8 * kRowBytes, at);
+      else store_octets(v, i, y, tile, batch, features);
     }
   }
 };

@@ -84,8 +84,9 @@ struct TileByRows {
     if (row < batch) store_pair(to + row * features + column, low);
     if (row + 8 < batch) store_pair(to + (row + 8) * features + column, high);
   }
-  __device__ __forceinline__ void store_product(const Accumulators& acc, T* product, Tile tile, int batch,
-                                                int features) const {
+  template <bool STAGED>
+  __device__ __forceinline__ void store_product(const Accumulators& acc, int, unsigned char*, T* product, Tile tile,
+                                                int batch, int features) const {
 #pragma unroll
     for (int i = 0; i < TN / 8; ++i)
       store_pairs(make_float2(acc[4 * i], acc[4 * i + 1]), make_float2(acc[4 * i + 2], acc[4 * i + 3]), i, product, tile,
@@ -106,7 +107,7 @@ struct TileByRows {
 
   // y, to be staged or straight to memory, with coefficients in shared memory: the consumer's, in evaluation the tile's.
   template <class Activation, bool EVALUATE, bool STAGED, class Shared>
-  __device__ __forceinline__ void store_results(const Accumulators& acc, Shared& shared, int buffer, Y* y, Tile tile,
+  __device__ __forceinline__ void store_results(const Accumulators& acc, int, Shared& shared, int buffer, Y* y, Tile tile,
                                                 int batch, int features) const {
     constexpr int kPairs = 4;
     const int at = EVALUATE ? buffer : consumer;

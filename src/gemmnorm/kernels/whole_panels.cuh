@@ -10,7 +10,8 @@ template <class T, class Y, class Activation, class L, class R>
 __device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsigned char* staged, const TensorMap& map_y,
                                                  Y* y, int first_row, int first_column) {
   constexpr int N = 16 / sizeof(T), kChunks = kRowBytes / 16;
-  const int lane = threadIdx.x % 32, chunk = lane % kChunks, group = first_row / kGroupRows, rows = f.rows(group);
+  const int lane = threadIdx.x % 32, chunk = lane % kChunks, group = first_row / kGroupRows;
+  const int rows = min(f.batch - first_row, kGroupRows);
   const int column = first_column + chunk * N;
   if (column < f.features) {
     float slope[N], shift[N];
@@ -56,9 +57,9 @@ __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Rast
       if (lane == 0) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
       __syncwarp();
       const auto load = [&](bool of_m2, int g) {
-        return load_l2((of_m2 ? f.group_m2 : f.group_mean) + static_cast<i64>(g) * f.features + existing);
+        return load_l2((of_m2 ? f.group_m2 : f.group_mean) + f.at(g, existing));
       };
-      const Column merged = merge_column<16>(f, lane % lanes, lanes, load);
+      const Column merged = merge_column<8>(f, lane % lanes, lanes, load);
       if (lane % lanes == 0 && j < f.features) f.finish(j, own, merged.mean, merged.m2);
       __syncwarp();
       if (lane == 0) add_release(&counters[kPanels + raster.tiles_n + tile.n], columns);
@@ -69,7 +70,7 @@ __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Rast
 // What a warp does for a consumer: it stores the product where that is kept, says that the statistics of what is staged are
 // there, and normalises it when the panel is merged. Of the last tile of the block, which stays in
 // registers, the consumer does most of that itself.
-template <class T, class Y, int TN, class Activation, bool STAGED, class Shared, class L, class R>
+template <class T, class Y, int TN, class Activation, bool STAGED, bool WAITS, class Shared, class L, class R>
 __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Raster& raster, Shared& shared, int consumer,
                                                const TensorMap& map_product, const TensorMap& map_y, Y* y, u32* counters,
                                                int stored, int keep_product) {
@@ -78,21 +79,22 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
   unsigned char* staging = shared.staging[consumer];
   u32 parity = 0;
 #pragma unroll 1
-  for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x, parity ^= 1) {
+  for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x) {
     const Tile tile = raster.at(t);
-    const bool later = STAGED && t < stored;
+    const bool later = WAITS && t < stored;
     u32* complete = &counters[kPanels + tile.n];
-    barrier_wait(&shared.staged[consumer], parity);
-    __syncwarp();  // nobody waits for this phase any more
-    if constexpr (STAGED) {
-      if (keep_product && lane == 0) store_staged<Shape>(map_product, staging, tile, consumer, f.batch);
-    }
-    if (lane == 0) {
-      add_release(complete, 1);
+    const int passes = STAGED && keep_product ? Shape::template kPasses<T> : 1;
+#pragma unroll 1
+    for (int pass = 0; pass < passes; ++pass, parity ^= 1) {
+      barrier_wait(&shared.staged[consumer], parity);
+      __syncwarp();  // nobody waits for this phase any more
+      if (lane > 0) continue;
+      if (STAGED && keep_product) store_staged<Shape, T>(map_product, staging, tile, consumer, pass, f.batch);
+      if (pass == 0) add_release(complete, 1);
       if (STAGED) wait_copies_read();
       if (!later) barrier_arrive(&shared.unstaged[consumer]);
     }
-    if constexpr (STAGED) {
+    if constexpr (WAITS) {
       if (later) {
         if (lane == 0) wait_until(complete + raster.tiles_n, TN);
         __syncwarp();

@@ -14,8 +14,8 @@ from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan, Step
 WIDE = 128  # columns of a tile that is multiplied as W·xᵀ
 # Bytes of an element, its parts, rows and columns of the tile → stages of the ring.
 STAGES = {
-    (2, 1, 256, 128): 3, (2, 1, 128, 128): 5, (2, 1, 64, 128): 8, (2, 1, 128, 64): 8, (2, 1, 128, 32): 10,
-    (4, 1, 256, 128): 4, (4, 1, 128, 128): 6, (4, 1, 64, 128): 8, (4, 1, 128, 64): 8, (4, 1, 128, 32): 10,
+    (2, 1, 256, 128): 3, (2, 1, 128, 128): 5, (2, 1, 64, 128): 7, (2, 1, 128, 64): 8, (2, 1, 128, 32): 10,
+    (4, 1, 256, 128): 3, (4, 1, 128, 128): 5, (4, 1, 64, 128): 7, (4, 1, 128, 64): 8, (4, 1, 128, 32): 10,
     (2, 2, 128, 128): 3, (2, 2, 64, 128): 4, (2, 2, 128, 64): 4, (2, 2, 128, 32): 4,
 }  # fmt: skip
 MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial results
@@ -45,6 +45,11 @@ class Tile:
         return self.rows if self.columns == WIDE else self.columns
 
     @property
+    def waits(self) -> bool:
+        """Whether a finished tile has room to wait in shared memory."""
+        return self.staged and self.size == 2
+
+    @property
     def k(self) -> int:
         """Elements of K in one stage."""
         return ROW_BYTES // self.size
@@ -53,9 +58,9 @@ class Tile:
     def shared(self) -> int:
         """sizeof(GemmShared): the kernel asserts at compile time that it is."""
         size = self.stages * self.planes * (self.rows + self.columns) * ROW_BYTES
-        size += 2 * (self.rows * self.columns if self.staged else 1024)
+        size += 2 * (max(self.rows, 128) * self.columns if self.staged else 1024)
         size += 2 * (2 if self.columns == WIDE else 4) * self.width * 4
-        size += (2 * max(2, self.rows // GROUP_ROWS) + 3) * self.columns * 4
+        size += (2 * 2 + 4) * self.columns * 4
         size += 2 * self.stages * 8 + 9 * 8
         return -(-size // 1024) * 1024
 
@@ -119,7 +124,7 @@ def choose_tile(problem: Problem) -> Tile:
 
     halved = DTYPE_BYTES[problem.dtype] == 2
     tiles = [
-        Tile(rows, columns, stages, size, planes, halved and columns >= 64)
+        Tile(rows, columns, stages, size, planes, planes == 1 and (columns == WIDE or (halved and columns >= 64)))
         for (bytes_, parts, rows, columns), stages in STAGES.items()
         if (bytes_, parts) == (size, planes)
     ]
@@ -236,7 +241,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
     y = Buffer("y", problem.out_dtype, (ROWS, features))
     partial = [Buffer(role, "float32", (GROUPS, features)) for role in ("group_mean", "group_m2")]
     vectors = [Buffer(role, "float32", (features,)) for role in ("mean", "rstd")]
-    merges = finish == "kPersistent" or (finish == "kWholePanels" and tile.staged)
+    merges = finish == "kPersistent" or (finish == "kWholePanels" and tile.waits)
     merged = ("merged_slope", "merged_shift") if merges else ()
     workspace = [Buffer(role, "float32", (features,)) for role in merged]
     aliases: tuple[tuple[str, str], ...] = ()
@@ -301,14 +306,14 @@ def _panels_at_once(problem: Problem, tile: Tile) -> int:
     """
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     rows, panels = tile.counts(problem)
-    few_groups = tile.staged or problem.batch <= GROUP_ROWS * MOST_GROUPS_IN_ONE_WAVE
+    few_groups = tile.waits or problem.batch <= GROUP_ROWS * MOST_GROUPS_IN_ONE_WAVE
     if rows * panels <= blocks and few_groups:
         return panels
     waves = -(-rows * panels // blocks)
     at_once = -(-panels // waves)
     if rows * at_once > blocks or problem.split or not few_groups or not (_fits_l2(problem) or at_once >= 4):
         return 0
-    if not tile.staged and problem.in_features < 64 * tile.k:
+    if not tile.waits and problem.in_features < 64 * tile.k:
         return 0
     together = (_multiple(at_once, most) for most in range(_group_panels(problem, tile), 0, -1))
     return next(n for n in together if n * rows <= blocks)
