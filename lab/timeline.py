@@ -66,7 +66,7 @@ PLACES = (
     (2, "before", "const Tile tile = raster.at(kSplit"),
     (3, "before", "        finish_here = kOneBlock ||"),
     (4, "after", "        barrier_arrive(&shared.staged[consumer]);\n"),
-    (5, "before", "          float r = 0.0f;\n          if (direct) {\n"),
+    (5, "before", "          float centre = 0.0f, r = 0.0f;\n          if (direct) {\n"),
     (6, "before", "      if (finish_here) {\n        constexpr bool kEvaluate"),
 )
 

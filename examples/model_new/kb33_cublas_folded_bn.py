@@ -450,7 +450,7 @@ __device__ __forceinline__ void finish_feature(int j, float mean_a, float varian
   if (!running_mean) return;
   const float m = momentum >= 0.0f ? momentum : 1.0f / batches;
   from_float((1.0f - m) * old_mean + m * (s * (mean_a + b)), running_mean[j]);
-  const float unbiased = variance * (static_cast<float>(batch) / (batch - 1));
+  const float unbiased = variance * (static_cast<float>(batch) / (computed_anew(batch) - 1));  // the factor needs no register
   from_float((1.0f - m) * old_var + m * unbiased, running_var[j]);
 }
 

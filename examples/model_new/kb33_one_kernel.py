@@ -981,8 +981,12 @@ template <int TM, int TN>
 struct TileShape {
   static constexpr bool kByFeatures = TN == 128;
   static constexpr int kWidth = kByFeatures ? TM : TN;  // of a consumer's 64 rows or columns
-  static constexpr int kGroups = TM / kGroupRows;
+  static constexpr int kMeanRows = kByFeatures ? TM : kGroupRows;  // whose mean is taken off, and whose M2 is taken
   static constexpr int kParts = kWidth / 64;  // of what a consumer holds, 64 x 64 each
+  static constexpr int kStagingBytes = (TM < 128 ? 128 : TM) * TN;  // of a consumer, on their way to memory
+  // What it holds leaves as V in so many trips, each of some of its parts.
+  template <class V>
+  static constexpr int kTrips = kWidth * 64 * sizeof(V) > kStagingBytes ? kWidth * 64 * sizeof(V) / kStagingBytes : 1;
 
   // Where a consumer's part begins.
   __device__ __forceinline__ static int row(Tile tile, int consumer, int part) {
@@ -1324,13 +1328,12 @@ struct GemmShared : PieceRings<AHEAD> {
   using Shape = TileShape<TM, TN>;
   alignas(1024) unsigned char x[STAGES][PLANES][TM * kRowBytes];
   alignas(1024) unsigned char weight[STAGES][PLANES][TN * kRowBytes];
-  alignas(1024) unsigned char staging[2][STAGED ? TM * TN : 1024];
+  alignas(1024) unsigned char staging[2][STAGED ? Shape::kStagingBytes : 1024];
   // Of a tile by rows sums of each warp; of split operands the exponents along the width. Per consumer.
   float sums[2][Shape::kByFeatures ? 2 : 4][Shape::kWidth];
-  // Column coefficients, or a group's mean in `slope`: per consumer or group; in evaluation per tile.
-  float slope[Shape::kGroups < 2 ? 2 : Shape::kGroups][TN];
-  float shift[Shape::kGroups < 2 ? 2 : Shape::kGroups][TN];
-  float mean[TN], finished_slope[TN], finished_shift[TN];  // of the tile's columns, for both consumers
+  // Column coefficients, or a group's mean in `slope` and its M2 in `shift`: per consumer; in evaluation per tile.
+  float slope[2][TN], shift[2][TN];
+  float mean[TN], squares[TN], finished_slope[TN], finished_shift[TN];  // of the tile's columns, for both consumers
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
   u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
@@ -1579,7 +1582,7 @@ __device__ __forceinline__ void finish_feature(int j, float mean_a, float varian
   if (!running_mean) return;
   const float m = momentum >= 0.0f ? momentum : 1.0f / batches;
   from_float((1.0f - m) * old_mean + m * (s * (mean_a + b)), running_mean[j]);
-  const float unbiased = variance * (static_cast<float>(batch) / (batch - 1));
+  const float unbiased = variance * (static_cast<float>(batch) / (computed_anew(batch) - 1));  // the factor needs no register
   from_float((1.0f - m) * old_var + m * unbiased, running_var[j]);
 }
 
@@ -1670,7 +1673,7 @@ struct Features {
   float momentum, eps;
   float *group_mean, *group_m2, *mean, *rstd, *merged_slope, *merged_shift;
   Guard guard;
-  int batch, features, groups;
+  int batch, features, groups, group_rows;  // as they are merged
 
   __device__ __forceinline__ float s(int j) const { return scale_of(scale, scale_stride, scale_value, j); }
   __device__ __forceinline__ float b(int j) const { return value_or(bias, j, 0.0f); }
@@ -1680,8 +1683,12 @@ struct Features {
   }
   __device__ __forceinline__ float shift(int j) const { return value_or(bn_bias, j, 0.0f); }
   __device__ __forceinline__ int rows(int group) const {
-    const int left = batch - group * kGroupRows;
-    return left < 0 ? 0 : left < kGroupRows ? left : kGroupRows;
+    const int left = batch - group * group_rows;
+    return left < 0 ? 0 : left < group_rows ? left : group_rows;
+  }
+  // Where a group's number for feature j is in group_mean and group_m2, which have a row for every kGroupRows rows.
+  __device__ __forceinline__ i64 at(int group, int j) const {
+    return static_cast<i64>(group * (group_rows / kGroupRows)) * features + j;
   }
   // What the last step for feature j reads, all of it in flight at once.
   struct Own {
@@ -1712,7 +1719,7 @@ struct Column {
 template <int AHEAD, class L, class R, class Load>
 __device__ __forceinline__ Column merge_column(const Features<L, R>& f, int lane, int lanes, const Load& load) {
   constexpr int kSpread = 4;
-  const int full = max(f.batch / kGroupRows, 1);
+  const int full = max(f.batch / f.group_rows, 1);
   float near = 0.0f, sum = 0.0f, squares = 0.0f, spread[kSpread];
 #pragma unroll
   for (int q = 0; q < kSpread; ++q) spread[q] = load(false, q * full / kSpread);
@@ -1770,7 +1777,7 @@ __device__ __forceinline__ void merge_groups(const Features<L, R>& f, int first_
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
       const int g = g0 + 16 * i;
-      const i64 at = static_cast<i64>(g < f.groups ? g : 0) * f.features + (inside ? j : 0);
+      const i64 at = f.at(g < f.groups ? g : 0, inside ? j : 0);
       mean[i] = load_l2(reinterpret_cast<const float4*>(f.group_mean + at));
       m2[i] = load_l2(reinterpret_cast<const float4*>(f.group_m2 + at));
     }
@@ -1969,22 +1976,20 @@ __device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row,
   }
 }
 
-// Where the copy engine will fetch the first 16 rows of a tile by features: the 16 bytes that the lane names.
-__device__ __forceinline__ unsigned char* staged_row(unsigned char* staging, int warp, int lane) {
-  const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-  return staging + row * kRowBytes + (chunk ^ row % 8) * 16;
-}
+constexpr int kPartBytes = 64 * kRowBytes;  // of a box that the copy engine stores
 
-constexpr int kPartBytes = 64 * kRowBytes;
-
-// Asks the copy engine, as one thread, to store what a consumer has staged.
-template <class Shape>
+// Asks the copy engine, as one thread, to store what a consumer has staged in one trip.
+template <class Shape, class V>
 __device__ __forceinline__ void store_staged(const TensorMap& map, const unsigned char* staging, Tile tile, int consumer,
-                                             int batch, u64 policy = kEvictNormal) {
-  for (int part = 0; part < Shape::kParts; ++part)
-    if (Shape::row(tile, consumer, part) < batch)
-      copy_to_global(map, staging + part * kPartBytes, Shape::column(tile, consumer, part), Shape::row(tile, consumer, part),
+                                             int trip, int batch, u64 policy = kEvictNormal) {
+  constexpr int kParts = Shape::kParts / Shape::template kTrips<V>, kColumns = kRowBytes / sizeof(V);  // kColumns: of a box
+  for (int i = 0; i < kParts; ++i) {
+    const int part = trip * kParts + i, row = Shape::row(tile, consumer, part);
+    if (row >= batch) continue;
+    for (int c = 0; c < 64; c += kColumns)
+      copy_to_global(map, staging + (c / kColumns * kParts + i) * kPartBytes, Shape::column(tile, consumer, part) + c, row,
                      policy);
+  }
   commit_copies();
 }
 
@@ -2002,15 +2007,31 @@ namespace gemmnorm {
 // acc[4i] and acc[4i + 1] are the first feature's, of rows 8i + 2*(lane % 4) and the next; then come the second's.
 template <class T, class Y, int TM, int TN>
 struct TileByFeatures {
-  static constexpr int kGroups = TM / kGroupRows, kOctets = kGroupRows / 8;
   static constexpr int kMeeting = 128;  // threads that finish features together
+  static constexpr int kOctets = 8;     // of rows, whose sums are taken together
+  using Shape = TileShape<TM, TN>;
   using Accumulators = float[TM / 2];
 
   int consumer, lane, feature;  // the first of the two, in the tile
-  float mean[kGroups][2], slope[2], shift[kGroups][2];
+  float mean[2], slope[2], shift[2];
 
   __device__ __forceinline__ explicit TileByFeatures(int consumer_)
       : consumer(consumer_), lane(threadIdx.x % 32), feature(consumer_ * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
+
+  // Where the lane begins to stage: the 16 bytes of one of 16 rows that it names for its warp, or a float of its own. Warps 0
+  // and 1 have the first 32 features, which is a box of float32, the others the second.
+  template <class V>
+  __device__ __forceinline__ int staged_at() const {
+    const int warp = feature / 16 % 4;
+    if constexpr (sizeof(V) == 2) {
+      const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+      return row * kRowBytes + (chunk ^ row % 8) * 16;
+    } else {
+      const int row = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
+      const int box = warp / 2 * (Shape::kParts / Shape::template kTrips<V>)*kPartBytes;
+      return computed_anew(box + row * kRowBytes + (chunk ^ row) * 16 + lane / 4 % 4 * 4);
+    }
+  }
 
   // Over the four lanes that share two features.
   __device__ __forceinline__ static float over_lanes(float v) {
@@ -2018,80 +2039,84 @@ struct TileByFeatures {
     return v + __shfl_xor_sync(~0u, v, 2);
   }
 
-  // A number for each group and feature to [groups, features], and, where the block needs them, to `own`: a group a lane.
-  template <class L, class R>
-  __device__ __forceinline__ void store_of_groups(const Features<L, R>& f, Tile tile, const float (&v)[kGroups][2],
-                                                  float* to, float (*own)[TN]) const {
-    const int g = lane % 4, group = tile.m * kGroups + g;
-    if (g >= kGroups) return;
+  // The tile's number for each feature to `own`, where the block needs it, and to [groups, features]: to the row of the first
+  // kGroupRows rows, and zero or, of a mean, the number again to those of the others.
+  template <bool MEAN, class L, class R>
+  __device__ __forceinline__ void store_of_tile(const Features<L, R>& f, Tile tile, const float (&v)[2], float* to,
+                                                float* own) const {
+    const int part = lane % 4, row = tile.m * TM + part * kGroupRows;
+    if (part * kGroupRows >= TM) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int column = feature + 8 * c, j = tile.n * TN + column;
-      float mine = v[0][c];
-#pragma unroll
-      for (int i = 1; i < kGroups; ++i) mine = g == i ? v[i][c] : mine;
-      if (j < f.features && f.rows(group)) to[static_cast<i64>(group) * f.features + j] = mine;
-      if (own) own[g][column] = mine;
+      if (j < f.features && row < f.batch)
+        to[static_cast<i64>(row / kGroupRows) * f.features + j] = MEAN || part == 0 ? v[c] : 0.0f;
+      if (own && part == 0) own[column] = v[c];
     }
   }
 
-  // The means of the groups. Rows beyond the batch are zero in the accumulators.
+  // The means of the tile's rows. Rows beyond the batch are zero in the accumulators.
   template <bool ONE_BLOCK, class Shared, class L, class R>
   __device__ __forceinline__ void take_means(const Features<L, R>& f, Shared& shared, Tile tile, const Accumulators& acc) {
+    const int rows = f.batch - tile.m * TM;  // or more than the tile has
+    float sum[2] = {};
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int rows = max(f.rows(tile.m * kGroups + g), 1);
-      float sum[2] = {};
+    for (int i = 0; i < TM / 8; i += kOctets) {  // short sums round less
+      float part[2] = {};
 #pragma unroll
-      for (int i = g * kOctets; i < (g + 1) * kOctets; ++i) {
-        sum[0] += acc[4 * i] + acc[4 * i + 1];
-        sum[1] += acc[4 * i + 2] + acc[4 * i + 3];
+      for (int o = i; o < i + kOctets; ++o) {
+        part[0] += acc[4 * o] + acc[4 * o + 1];
+        part[1] += acc[4 * o + 2] + acc[4 * o + 3];
       }
-#pragma unroll
-      for (int c = 0; c < 2; ++c) mean[g][c] = over_lanes(sum[c]) / rows;
+      sum[0] += part[0];
+      sum[1] += part[1];
     }
-    store_of_groups(f, tile, mean, f.group_mean, ONE_BLOCK ? shared.slope : nullptr);
+    const float share = rows < TM ? 1.0f / rows : 1.0f / TM;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) * share;
+    store_of_tile<true>(f, tile, mean, f.group_mean, ONE_BLOCK ? shared.slope[0] : nullptr);
   }
 
   // Takes them off, rounds to T, and sums up the squares of what is left: M2. To `staging`, where that is not null.
   template <bool ONE_BLOCK, class Shared, class L, class R>
   __device__ __forceinline__ void take_squares(const Features<L, R>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
-    unsigned char* to = staged_row(staging, feature / 16 % 4, lane);
-    float m2[kGroups][2];
+    const int rows = f.batch - tile.m * TM, at = staged_at<T>();
+    if (rows < TM) {  // rows beyond the batch count for nothing
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int rows = f.rows(tile.m * kGroups + g);
-      if (rows < kGroupRows) {  // rows beyond the batch count for nothing
+      for (int i = 0; i < TM / 2; ++i)
+        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[i] = mean[i / 2 % 2];
+    }
+    float m2[2] = {};
 #pragma unroll
-        for (int i = 0; i < 4 * kOctets; ++i)
-          if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[4 * g * kOctets + i] = mean[g][i / 2 % 2];
-      }
+    for (int i = 0; i < TM / 8; i += kOctets) {
       float sum[2] = {};
 #pragma unroll
-      for (int i = g * kOctets; i < (g + 1) * kOctets; i += 2) {
+      for (int o = i; o < i + kOctets; o += 2) {
         if constexpr (sizeof(T) == 2) {
           u32 pairs[4];
 #pragma unroll
           for (int p = 0; p < 4; ++p)
-            pairs[p] = pack(acc[4 * i + 2 * p] - mean[g][p % 2], acc[4 * i + 2 * p + 1] - mean[g][p % 2], T{});
-          if (staging) store_transposed(to + i * 8 * kRowBytes, pairs);
+            pairs[p] = pack(acc[4 * o + 2 * p] - mean[p % 2], acc[4 * o + 2 * p + 1] - mean[p % 2], T{});
+          if (staging) store_transposed(staging + o * 8 * kRowBytes + at, pairs);
 #pragma unroll
-          for (int q = 0; q < 8; ++q) acc[4 * i + q] = computed_anew(element_of(pairs[q / 2], q % 2, T{}));
+          for (int q = 0; q < 8; ++q) acc[4 * o + q] = computed_anew(element_of(pairs[q / 2], q % 2, T{}));
         } else {
 #pragma unroll
-          for (int q = 0; q < 8; ++q) acc[4 * i + q] -= mean[g][q / 2 % 2];
+          for (int q = 0; q < 8; ++q) acc[4 * o + q] -= mean[q / 2 % 2];
         }
 #pragma unroll
-        for (int q = 0; q < 8; ++q) sum[q / 2 % 2] += acc[4 * i + q] * acc[4 * i + q];
+        for (int q = 0; q < 8; ++q) sum[q / 2 % 2] += acc[4 * o + q] * acc[4 * o + q];
       }
-#pragma unroll
-      for (int c = 0; c < 2; ++c) m2[g][c] = over_lanes(sum[c]);
+      m2[0] += sum[0];
+      m2[1] += sum[1];
     }
-    store_of_groups(f, tile, m2, f.group_m2, ONE_BLOCK ? shared.shift : nullptr);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) m2[c] = over_lanes(m2[c]);
+    store_of_tile<false>(f, tile, m2, f.group_m2, ONE_BLOCK ? shared.shift[0] : nullptr);
   }
 
-  // Two octets of rows straight to memory.
+  // Two octets of rows, straight to memory.
   template <class V>
   __device__ __forceinline__ void store_octets(const float (&v)[8], int i, V* to, Tile tile, int batch, int features) const {
 #pragma unroll
@@ -2100,55 +2125,65 @@ struct TileByFeatures {
       if (row < batch && j < features) from_float(v[q], to[static_cast<i64>(row) * features + j]);
     }
   }
-  __device__ __forceinline__ void store_product(const Accumulators& acc, T* product, Tile tile, int batch,
-                                                int features) const {
+  // The same to where the copy engine will fetch them as V: `at` is the lane's place in the first octets of the trip.
+  template <class V>
+  __device__ __forceinline__ static void stage_octets(const float (&v)[8], unsigned char* octets, int at) {
+    if constexpr (sizeof(V) == 2) {
+      const u32 pairs[4] = {pack(v[0], v[1], V{}), pack(v[2], v[3], V{}), pack(v[4], v[5], V{}), pack(v[6], v[7], V{})};
+      store_transposed(octets + at, pairs);
+    } else {
 #pragma unroll
-    for (int i = 0; i < TM / 8; i += 2) {
+      for (int q = 0; q < 8; ++q)
+        *reinterpret_cast<float*>(octets + (at ^ q / 2 % 2 * 32 ^ q % 2 * 16) + (q / 4 * 8 + q % 2) * kRowBytes) = v[q];
+    }
+  }
+  template <bool STAGED>
+  __device__ __forceinline__ void store_product(const Accumulators& acc, int trip, unsigned char* staging, T* product,
+                                                Tile tile, int batch, int features) const {
+    constexpr int kOfTrip = TM / 8 / (STAGED ? Shape::template kTrips<T> : 1);
+    const int at = staged_at<T>();
+#pragma unroll
+    for (int i = 0; i < kOfTrip; i += 2) {
       float v[8];
 #pragma unroll
-      for (int q = 0; q < 8; ++q) v[q] = acc[4 * i + q];
-      store_octets(v, i, product, tile, batch, features);
+      for (int q = 0; q < 8; ++q) v[q] = acc[4 * (trip * kOfTrip + i) + q];
+      if constexpr (STAGED) stage_octets<T>(v, staging + i * 8 * kRowBytes, at);
+      else store_octets(v, i, product, tile, batch, features);
     }
   }
 
-  // Coefficients for values that are stored minus their group's mean.
+  // Coefficients for values that are stored minus the mean of the tile's rows.
   template <class Shared>
   __device__ __forceinline__ void take_coefficients(Shared& shared) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int j = feature + 8 * c;
       slope[c] = shared.finished_slope[j];
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g)
-        shift[g][c] = slope[c] * (mean[g][c] - shared.mean[j]) + shared.finished_shift[j];
+      shift[c] = slope[c] * (mean[c] - shared.mean[j]) + shared.finished_shift[j];
     }
   }
 
-  // y, to be staged or straight to memory; in evaluation with the coefficients that lie in shared memory.
+  // y, to be staged, in trips, or straight to memory; in evaluation with the coefficients that lie in shared memory.
   template <class Activation, bool EVALUATE, bool STAGED, class Shared>
-  __device__ __forceinline__ void store_results(const Accumulators& acc, Shared& shared, int buffer, Y* y, Tile tile,
-                                                int batch, int features) {
+  __device__ __forceinline__ void store_results(const Accumulators& acc, int trip, Shared& shared, int buffer, Y* y,
+                                                Tile tile, int batch, int features) {
     if constexpr (EVALUATE) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         slope[c] = shared.slope[buffer][feature + 8 * c];
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) shift[g][c] = shared.shift[buffer][feature + 8 * c];
+        shift[c] = shared.shift[buffer][feature + 8 * c];
       }
     }
-    unsigned char* staged = staged_row(shared.staging[consumer], feature / 16 % 4, lane);
+    constexpr int kOfTrip = TM / 8 / (STAGED ? Shape::template kTrips<Y> : 1);
+    const int at = staged_at<Y>();
 #pragma unroll
-    for (int i = 0; i < TM / 8; i += 2) {
+    for (int i = 0; i < kOfTrip; i += 2) {
       float v[8];
 #pragma unroll
       for (int q = 0; q < 8; ++q)
-        v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * i + q] + shift[i / kOctets][q / 2 % 2]);
-      if constexpr (STAGED) {
-        const u32 pairs[4] = {pack(v[0], v[1], Y{}), pack(v[2], v[3], Y{}), pack(v[4], v[5], Y{}), pack(v[6], v[7], Y{})};
-        store_transposed(staged + i * 8 * kRowBytes, pairs);
-      } else {
-        store_octets(v, i, y, tile, batch, features);
-      }
+        v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * (trip * kOfTrip + i) + q] + shift[q / 2 % 2]);
+      if constexpr (STAGED) stage_octets<Y>(v, shared.staging[consumer] + i * 8 * kRowBytes, at);
+      else store_octets(v, i, y, tile, batch, features);
     }
   }
 };
@@ -2306,8 +2341,9 @@ struct TileByRows {
     if (row < batch) store_pair(to + row * features + column, low);
     if (row + 8 < batch) store_pair(to + (row + 8) * features + column, high);
   }
-  __device__ __forceinline__ void store_product(const Accumulators& acc, T* product, Tile tile, int batch,
-                                                int features) const {
+  template <bool STAGED>
+  __device__ __forceinline__ void store_product(const Accumulators& acc, int, unsigned char*, T* product, Tile tile,
+                                                int batch, int features) const {
 #pragma unroll
     for (int i = 0; i < TN / 8; ++i)
       store_pairs(make_float2(acc[4 * i], acc[4 * i + 1]), make_float2(acc[4 * i + 2], acc[4 * i + 3]), i, product, tile,
@@ -2328,7 +2364,7 @@ struct TileByRows {
 
   // y, to be staged or straight to memory, with coefficients in shared memory: the consumer's, in evaluation the tile's.
   template <class Activation, bool EVALUATE, bool STAGED, class Shared>
-  __device__ __forceinline__ void store_results(const Accumulators& acc, Shared& shared, int buffer, Y* y, Tile tile,
+  __device__ __forceinline__ void store_results(const Accumulators& acc, int, Shared& shared, int buffer, Y* y, Tile tile,
                                                 int batch, int features) const {
     constexpr int kPairs = 4;
     const int at = EVALUATE ? buffer : consumer;
@@ -2366,7 +2402,8 @@ template <class T, class Y, class Activation, class L, class R>
 __device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsigned char* staged, const TensorMap& map_y,
                                                  Y* y, int first_row, int first_column) {
   constexpr int N = 16 / sizeof(T), kChunks = kRowBytes / 16;
-  const int lane = threadIdx.x % 32, chunk = lane % kChunks, group = first_row / kGroupRows, rows = f.rows(group);
+  const int lane = threadIdx.x % 32, chunk = lane % kChunks, group = first_row / kGroupRows;
+  const int rows = min(f.batch - first_row, kGroupRows);
   const int column = first_column + chunk * N;
   if (column < f.features) {
     float slope[N], shift[N];
@@ -2412,9 +2449,9 @@ __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Rast
       if (lane == 0) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
       __syncwarp();
       const auto load = [&](bool of_m2, int g) {
-        return load_l2((of_m2 ? f.group_m2 : f.group_mean) + static_cast<i64>(g) * f.features + existing);
+        return load_l2((of_m2 ? f.group_m2 : f.group_mean) + f.at(g, existing));
       };
-      const Column merged = merge_column<16>(f, lane % lanes, lanes, load);
+      const Column merged = merge_column<8>(f, lane % lanes, lanes, load);
       if (lane % lanes == 0 && j < f.features) f.finish(j, own, merged.mean, merged.m2);
       __syncwarp();
       if (lane == 0) add_release(&counters[kPanels + raster.tiles_n + tile.n], columns);
@@ -2425,7 +2462,7 @@ __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Rast
 // What a warp does for a consumer: it stores the product where that is kept, says that the statistics of what is staged are
 // there, and normalises it when the panel is merged. Of the last tile of the block, which stays in
 // registers, the consumer does most of that itself.
-template <class T, class Y, int TN, class Activation, bool STAGED, class Shared, class L, class R>
+template <class T, class Y, int TN, class Activation, bool STAGED, bool WAITS, class Shared, class L, class R>
 __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Raster& raster, Shared& shared, int consumer,
                                                const TensorMap& map_product, const TensorMap& map_y, Y* y, u32* counters,
                                                int stored, int keep_product) {
@@ -2434,21 +2471,22 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
   unsigned char* staging = shared.staging[consumer];
   u32 parity = 0;
 #pragma unroll 1
-  for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x, parity ^= 1) {
+  for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x) {
     const Tile tile = raster.at(t);
-    const bool later = STAGED && t < stored;
+    const bool later = WAITS && t < stored;
     u32* complete = &counters[kPanels + tile.n];
-    barrier_wait(&shared.staged[consumer], parity);
-    __syncwarp();  // nobody waits for this phase any more
-    if constexpr (STAGED) {
-      if (keep_product && lane == 0) store_staged<Shape>(map_product, staging, tile, consumer, f.batch);
-    }
-    if (lane == 0) {
-      add_release(complete, 1);
+    const int trips = STAGED && keep_product ? Shape::template kTrips<T> : 1;
+#pragma unroll 1
+    for (int trip = 0; trip < trips; ++trip, parity ^= 1) {
+      barrier_wait(&shared.staged[consumer], parity);
+      __syncwarp();  // nobody waits for this phase any more
+      if (lane > 0) continue;
+      if (STAGED && keep_product) store_staged<Shape, T>(map_product, staging, tile, consumer, trip, f.batch);
+      if (trip == 0) add_release(complete, 1);
       if (STAGED) wait_copies_read();
       if (!later) barrier_arrive(&shared.unstaged[consumer]);
     }
-    if constexpr (STAGED) {
+    if constexpr (WAITS) {
       if (later) {
         if (lane == 0) wait_until(complete + raster.tiles_n, TN);
         __syncwarp();
@@ -2514,10 +2552,12 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   constexpr int kFeeder = kSplit && !kSplitsToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
   using Element = typename Operand<OP>::Element;
-  constexpr bool kStaged = sizeof(T) == 2 && TN >= 64;
-  constexpr bool kStagedY = kStaged && sizeof(Y) == 2;
-  constexpr bool kWhole = FINISH == Finish::kWholePanels, kLater = FINISH == Finish::kPersistent || (kWhole && kStaged);
-  constexpr int kAhead = 16;  // partial results in flight
+  constexpr bool kStaged = !kSplit && (Shape::kByFeatures || (sizeof(T) == 2 && TN >= 64));  // on the way out
+  constexpr bool kStagedY = kStaged && (Shape::kByFeatures || sizeof(Y) == 2);
+  constexpr int kTrips = kStaged ? Shape::template kTrips<T> : 1, kTripsY = kStagedY ? Shape::template kTrips<Y> : 1;
+  constexpr bool kWaits = kStaged && sizeof(T) == 2;  // a tile has room to wait in shared memory
+  constexpr bool kWhole = FINISH == Finish::kWholePanels, kLater = FINISH == Finish::kPersistent || (kWhole && kWaits);
+  constexpr int kAhead = 4;  // partial results in flight
   constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
   using Shared = GemmShared<TM, TN, STAGES, kPlanes, kStaged, kSplitsToo>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
@@ -2528,7 +2568,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                             bn_weight, bn_bias, batches_tracked, momentum,     eps,          group_mean,
                             group_m2,  mean,    rstd,         merged_slope,    merged_shift,
                             {most, weight_largest, weight_total, flagged}, batch, features,
-                            (batch + kGroupRows - 1) / kGroupRows};
+                            (batch + Shape::kMeanRows - 1) / Shape::kMeanRows, Shape::kMeanRows};
   const Raster raster = {(batch + TM - 1) / TM, (features + TN - 1) / TN, group_panels};
   const RowsAhead rows_ahead = {counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features,
                                 features};
@@ -2610,21 +2650,21 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       }
     } else if (warp == 1 && !kWhole) {  // stores staged tiles, counts complete groups
       u32 parity = 0;
-      for (int t = blockIdx.x; t < tiles; t += gridDim.x, parity ^= 1) {
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
-        const bool later = FINISH == Finish::kStatistics || t < stored;
+        const bool later = FINISH == Finish::kStatistics || t < stored, leaves = later || keep_product;
         const u64 kept = FINISH == Finish::kPersistent && later ? kEvictLast : kEvictNormal;  // until it is normalised
-        for (int c = 0; c < 2; ++c) {
-          barrier_wait(&shared.staged[c], parity);
-          __syncwarp();  // nobody waits for this phase any more
-          if (lane == 0) {
-            if (kStaged && (later || keep_product))
-              store_staged<Shape>(map_product, shared.staging[c], tile, c, batch, kept);
+        for (int trip = 0; trip < (leaves ? kTrips : 1); ++trip, parity ^= 1) {
+          for (int c = 0; c < 2; ++c) {
+            barrier_wait(&shared.staged[c], parity);
+            __syncwarp();  // nobody waits for this phase any more
+            if (lane > 0) continue;
+            if (kStaged && leaves) store_staged<Shape, T>(map_product, shared.staging[c], tile, c, trip, batch, kept);
             // Of a tile that stays in registers nobody reads the product: its statistics are all that others wait for.
-            if (FINISH == Finish::kPersistent && !later) add_release(&counters[kPanels + tile.n], 1);
+            if (FINISH == Finish::kPersistent && !later && trip == 0) add_release(&counters[kPanels + tile.n], 1);
             if (kStaged) wait_copies_read();
             barrier_arrive(&shared.unstaged[c]);
-            if (FINISH == Finish::kPersistent && later) {
+            if (FINISH == Finish::kPersistent && later && trip == kTrips - 1) {
               if (kStaged) {
                 wait_copies();
                 fence_async_global();
@@ -2634,7 +2674,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           }
         }
       }
-    } else if (warp == 1 && kStaged) {  // of whole panels
+    } else if (warp == 1 && kWaits) {  // of whole panels
       merge_panels<TN>(f, raster, counters, stored);
     } else if (warp >= 2) {
       if constexpr (kSplitsToo) ahead.template split<TM, TN>(shared.rings[warp - 2], raster, warp - 2);
@@ -2642,8 +2682,8 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (makes_rows) ahead.template cast<TM, TN>(raster, warp - 2);
       }
       if constexpr (kWhole) {
-        serve_consumer<T, Y, TN, Activation, kStaged>(f, raster, shared, warp - 2, map_product, map_y, y, counters, stored,
-                                                      keep_product);
+        serve_consumer<T, Y, TN, Activation, kStaged, kWaits>(f, raster, shared, warp - 2, map_product, map_y, y, counters,
+                                                              stored, keep_product);
       } else if (FINISH == Finish::kPersistent) {
         take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
       }
@@ -2738,28 +2778,33 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 
       constexpr bool kOneBlock = FINISH == Finish::kOneBlock;
       bool finish_here = FINISH == Finish::kEvaluate, finish_feature_here = false;
-      float centre = 0.0f, squares = 0.0f;
-      int at_column = 0;
+      // Each consumer finishes half of a tile's columns, kLanes threads to a column.
+      const int finished = consumer * (TN / 2) + thread / kLanes, at_column = tile.n * TN + finished;
       if constexpr (FINISH != Finish::kEvaluate) {
         if ((kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
         held.template take_means<kOneBlock>(f, shared, tile, acc);
         finish_here = kOneBlock || ((kWhole || FINISH == Finish::kPersistent) && t >= stored);
-        // No consumer gets two tiles ahead of the warp that serves it.
-        const bool stages = kStaged && (!finish_here || keep_product);
-        if (stages) {
+        const bool leaves = !finish_here || keep_product, stages = kStaged && leaves;  // the product
+        unsigned char* staging = shared.staging[consumer];
+        // The staging memory is free. No consumer gets two tiles ahead of the warp that serves it.
+        const auto wait_for_staging = [&] {
           barrier_wait(&shared.unstaged[consumer], staging_parity);
-          if ((kOneBlock || kWhole) && kStagedY) sync_threads(1 + consumer, 128);
+          if (stages && (kOneBlock || kWhole) && kStagedY) sync_threads(1 + consumer, 128);
+        };
+        if (kWaits && stages) wait_for_staging();
+        held.template take_squares<kOneBlock>(f, shared, tile, acc, kWaits && stages ? staging : nullptr);
+        if (!(kWaits && stages)) wait_for_staging();
+#pragma unroll
+        for (int trip = 0; trip < kTrips; ++trip) {
+          if (trip > 0 && !leaves) break;
+          if (trip > 0) barrier_wait(&shared.unstaged[consumer], staging_parity);
+          staging_parity ^= 1;
+          if (!kWaits && leaves) held.template store_product<kStaged>(acc, trip, staging, product, tile, batch, features);
+          if (kStaged) fence_async_shared();
+          barrier_arrive(&shared.staged[consumer]);
         }
-        held.template take_squares<kOneBlock>(f, shared, tile, acc, stages ? shared.staging[consumer] : nullptr);
-        if (!stages) barrier_wait(&shared.unstaged[consumer], staging_parity);
-        staging_parity ^= 1;
-        if (!kStaged && (!finish_here || keep_product)) held.store_product(acc, product, tile, batch, features);
-        if (kStaged) fence_async_shared();
-        barrier_arrive(&shared.staged[consumer]);
 
         if (finish_here) {
-          const int finished = consumer * (TN / 2) + thread / kLanes;
-          at_column = tile.n * TN + finished;
           const bool mine = at_column < features, direct = !kLater || f.groups <= kDirectGroups;
           const auto own = kEarly ? early : f.own(mine ? at_column : 0);
           if (kOneBlock) {
@@ -2771,16 +2816,18 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             }
             sync_threads(1 + consumer, 128);
           }
-          float r = 0.0f;
+          float centre = 0.0f, r = 0.0f;
           if (direct) {
             const auto load_group = [&](bool of_m2, int g) {
               if (kOneBlock) return (of_m2 ? shared.shift : shared.slope)[g][finished];
-              return load_l2((of_m2 ? group_m2 : group_mean) + static_cast<i64>(g) * features + (mine ? at_column : 0));
+              return load_l2((of_m2 ? group_m2 : group_mean) + f.at(g, mine ? at_column : 0));
             };
-            const Column merged = merge_column<kAhead>(f, thread % kLanes, kLanes, load_group);
+            Column merged;
+            if constexpr (kOneBlock && Shape::kByFeatures) merged = {load_group(false, 0), load_group(true, 0)};
+            else merged = merge_column<kAhead>(f, computed_anew(thread % kLanes), kLanes, load_group);
             centre = merged.mean;
-            squares = merged.m2;
-            r = 1.0f / sqrtf(own.s * own.s * squares / batch + eps);
+            r = 1.0f / sqrtf(own.s * own.s * merged.m2 / batch + eps);
+            shared.squares[finished] = merged.m2;
             const bool mine_to_finish = !kLater || !raster.has_stored(tile.n, stored);
             finish_feature_here = mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish;
           } else if (mine) {
@@ -2804,15 +2851,20 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           barrier_wait(&shared.known[buffer], known_parity);
           buffer ^= 1;
           if (buffer == 0) known_parity ^= 1;
-          if (kStagedY && thread == 0) wait_copies_read();
         }
-        sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
-        held.template store_results<Activation, kEvaluate, kStagedY>(acc, shared, evaluated, y, tile, batch, features);
-        if (kEvaluate) barrier_arrive(&shared.used[evaluated]);
-        if (kStagedY) fence_async_shared();
-        sync_threads(1 + consumer, 128);
-        if (kStagedY && thread == 0) store_staged<Shape>(map_y, shared.staging[consumer], tile, consumer, batch);
-        if (finish_feature_here) f.finish(at_column, kEarly ? early : f.own(at_column), centre, squares);  // nobody waits
+#pragma unroll
+        for (int trip = 0; trip < kTripsY; ++trip) {
+          if (kStagedY && (kEvaluate || trip > 0) && thread == 0) wait_copies_read();
+          sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
+          held.template store_results<Activation, kEvaluate, kStagedY>(acc, trip, shared, evaluated, y, tile, batch, features);
+          if (kEvaluate && trip == kTripsY - 1) barrier_arrive(&shared.used[evaluated]);
+          if (kStagedY) fence_async_shared();
+          sync_threads(1 + consumer, 128);
+          if (kStagedY && thread == 0)
+            store_staged<Shape, Y>(map_y, shared.staging[consumer], tile, consumer, trip, batch);
+        }
+        if (finish_feature_here)  // nobody waits
+          f.finish(at_column, kEarly ? early : f.own(at_column), shared.mean[finished], shared.squares[finished]);
       }
     }
     if (FINISH == Finish::kPersistent) take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
@@ -2999,7 +3051,7 @@ __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_
   const Features<L, R> f = {bias,    scale,   scale_stride, scale_value,     running_mean, running_var,
                             bn_weight, bn_bias, batches_tracked, momentum,   eps,          group_mean,
                             nullptr, mean,    rstd,         nullptr,         nullptr,      {},
-                            batch,   features, (batch + kGroupRows - 1) / kGroupRows};
+                            batch,   features, (batch + kGroupRows - 1) / kGroupRows, kGroupRows};
   allow_next();
   wait_for_previous();
   if (threadIdx.x == 0) {
@@ -4006,7 +4058,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
     int batch,
     int in_features,
     int features) {
-  gemmnorm::fused_gemm<gemmnorm::split, float, float, float, float, 128, 128, 3, 230400, gemmnorm::Finish::kPersistent, Identity>(
+  gemmnorm::fused_gemm<gemmnorm::split, float, float, float, float, 128, 128, 3, 231424, gemmnorm::Finish::kPersistent, Identity>(
       map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
       running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
       rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
@@ -4089,7 +4141,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
     int batch,
     int in_features,
     int features) {
-  gemmnorm::fused_gemm<gemmnorm::split, float, float, float, float, 128, 128, 3, 230400, gemmnorm::Finish::kEvaluate, Identity>(
+  gemmnorm::fused_gemm<gemmnorm::split, float, float, float, float, 128, 128, 3, 231424, gemmnorm::Finish::kEvaluate, Identity>(
       map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
       running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
       rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
@@ -4578,7 +4630,7 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 8192] */,
          split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
          pointer<unsigned int>(counters) + 386, 3328 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
-                230400 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
+                231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, 128, 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 8192, 16384, 128, 64),
                 tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 8192, 64, 32),
@@ -4637,7 +4689,7 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 8192] */,
          split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
          pointer<unsigned int>(counters) + 386, 3328 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
-                230400 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
+                231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, 128, 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 8192, 16384, 128, 64),
                 tensor_map(pointer<float>(product), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 8192, 64, 32),
@@ -4704,7 +4756,7 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 8192] */,
          split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
          pointer<unsigned int>(counters) + 386, 2688 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
-                230400 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
+                231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, std::min<int64_t>(128, (batch + 7) / 8 * 8), 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 8192, 16384, 128, 64),
                 tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 8192, 64, 32),

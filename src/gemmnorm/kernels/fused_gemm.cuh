@@ -65,7 +65,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = !kSplit && (Shape::kByFeatures || (sizeof(T) == 2 && TN >= 64));  // on the way out
   constexpr bool kStagedY = kStaged && (Shape::kByFeatures || sizeof(Y) == 2);
-  constexpr int kPasses = kStaged ? Shape::template kPasses<T> : 1, kPassesY = kStagedY ? Shape::template kPasses<Y> : 1;
+  constexpr int kTrips = kStaged ? Shape::template kTrips<T> : 1, kTripsY = kStagedY ? Shape::template kTrips<Y> : 1;
   constexpr bool kWaits = kStaged && sizeof(T) == 2;  // a tile has room to wait in shared memory
   constexpr bool kWhole = FINISH == Finish::kWholePanels, kLater = FINISH == Finish::kPersistent || (kWhole && kWaits);
   constexpr int kAhead = 4;  // partial results in flight
@@ -165,17 +165,17 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         const Tile tile = raster.at(t);
         const bool later = FINISH == Finish::kStatistics || t < stored, leaves = later || keep_product;
         const u64 kept = FINISH == Finish::kPersistent && later ? kEvictLast : kEvictNormal;  // until it is normalised
-        for (int pass = 0; pass < (leaves ? kPasses : 1); ++pass, parity ^= 1) {
+        for (int trip = 0; trip < (leaves ? kTrips : 1); ++trip, parity ^= 1) {
           for (int c = 0; c < 2; ++c) {
             barrier_wait(&shared.staged[c], parity);
             __syncwarp();  // nobody waits for this phase any more
             if (lane > 0) continue;
-            if (kStaged && leaves) store_staged<Shape, T>(map_product, shared.staging[c], tile, c, pass, batch, kept);
+            if (kStaged && leaves) store_staged<Shape, T>(map_product, shared.staging[c], tile, c, trip, batch, kept);
             // Of a tile that stays in registers nobody reads the product: its statistics are all that others wait for.
-            if (FINISH == Finish::kPersistent && !later && pass == 0) add_release(&counters[kPanels + tile.n], 1);
+            if (FINISH == Finish::kPersistent && !later && trip == 0) add_release(&counters[kPanels + tile.n], 1);
             if (kStaged) wait_copies_read();
             barrier_arrive(&shared.unstaged[c]);
-            if (FINISH == Finish::kPersistent && later && pass == kPasses - 1) {
+            if (FINISH == Finish::kPersistent && later && trip == kTrips - 1) {
               if (kStaged) {
                 wait_copies();
                 fence_async_global();
@@ -306,11 +306,11 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         held.template take_squares<kOneBlock>(f, shared, tile, acc, kWaits && stages ? staging : nullptr);
         if (!(kWaits && stages)) wait_for_staging();
 #pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-          if (pass > 0 && !leaves) break;
-          if (pass > 0) barrier_wait(&shared.unstaged[consumer], staging_parity);
+        for (int trip = 0; trip < kTrips; ++trip) {
+          if (trip > 0 && !leaves) break;
+          if (trip > 0) barrier_wait(&shared.unstaged[consumer], staging_parity);
           staging_parity ^= 1;
-          if (!kWaits && leaves) held.template store_product<kStaged>(acc, pass, staging, product, tile, batch, features);
+          if (!kWaits && leaves) held.template store_product<kStaged>(acc, trip, staging, product, tile, batch, features);
           if (kStaged) fence_async_shared();
           barrier_arrive(&shared.staged[consumer]);
         }
@@ -364,15 +364,15 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           if (buffer == 0) known_parity ^= 1;
         }
 #pragma unroll
-        for (int pass = 0; pass < kPassesY; ++pass) {
-          if (kStagedY && (kEvaluate || pass > 0) && thread == 0) wait_copies_read();
+        for (int trip = 0; trip < kTripsY; ++trip) {
+          if (kStagedY && (kEvaluate || trip > 0) && thread == 0) wait_copies_read();
           sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
-          held.template store_results<Activation, kEvaluate, kStagedY>(acc, pass, shared, evaluated, y, tile, batch, features);
-          if (kEvaluate && pass == kPassesY - 1) barrier_arrive(&shared.used[evaluated]);
+          held.template store_results<Activation, kEvaluate, kStagedY>(acc, trip, shared, evaluated, y, tile, batch, features);
+          if (kEvaluate && trip == kTripsY - 1) barrier_arrive(&shared.used[evaluated]);
           if (kStagedY) fence_async_shared();
           sync_threads(1 + consumer, 128);
           if (kStagedY && thread == 0)
-            store_staged<Shape, Y>(map_y, shared.staging[consumer], tile, consumer, pass, batch);
+            store_staged<Shape, Y>(map_y, shared.staging[consumer], tile, consumer, trip, batch);
         }
         if (finish_feature_here)  // nobody waits
           f.finish(at_column, kEarly ? early : f.own(at_column), shared.mean[finished], shared.squares[finished]);

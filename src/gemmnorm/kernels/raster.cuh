@@ -29,9 +29,9 @@ struct TileShape {
   static constexpr int kMeanRows = kByFeatures ? TM : kGroupRows;  // whose mean is taken off, and whose M2 is taken
   static constexpr int kParts = kWidth / 64;  // of what a consumer holds, 64 × 64 each
   static constexpr int kStagingBytes = (TM < 128 ? 128 : TM) * TN;  // of a consumer, on their way to memory
-  // What it holds leaves as V in so many passes, each of some of its parts.
+  // What it holds leaves as V in so many trips, each of some of its parts.
   template <class V>
-  static constexpr int kPasses = kWidth * 64 * sizeof(V) > kStagingBytes ? kWidth * 64 * sizeof(V) / kStagingBytes : 1;
+  static constexpr int kTrips = kWidth * 64 * sizeof(V) > kStagingBytes ? kWidth * 64 * sizeof(V) / kStagingBytes : 1;
 
   // Where a consumer's part begins.
   __device__ __forceinline__ static int row(Tile tile, int consumer, int part) {

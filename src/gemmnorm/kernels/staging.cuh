@@ -39,13 +39,13 @@ __device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row,
 
 constexpr int kPartBytes = 64 * kRowBytes;  // of a box that the copy engine stores
 
-// Asks the copy engine, as one thread, to store what a consumer has staged in one pass.
+// Asks the copy engine, as one thread, to store what a consumer has staged in one trip.
 template <class Shape, class V>
 __device__ __forceinline__ void store_staged(const TensorMap& map, const unsigned char* staging, Tile tile, int consumer,
-                                             int pass, int batch, u64 policy = kEvictNormal) {
-  constexpr int kParts = Shape::kParts / Shape::template kPasses<V>, kColumns = kRowBytes / sizeof(V);  // kColumns: of a box
+                                             int trip, int batch, u64 policy = kEvictNormal) {
+  constexpr int kParts = Shape::kParts / Shape::template kTrips<V>, kColumns = kRowBytes / sizeof(V);  // kColumns: of a box
   for (int i = 0; i < kParts; ++i) {
-    const int part = pass * kParts + i, row = Shape::row(tile, consumer, part);
+    const int part = trip * kParts + i, row = Shape::row(tile, consumer, part);
     if (row >= batch) continue;
     for (int c = 0; c < 64; c += kColumns)
       copy_to_global(map, staging + (c / kColumns * kParts + i) * kPartBytes, Shape::column(tile, consumer, part) + c, row,

@@ -30,7 +30,7 @@ struct TileByFeatures {
       return row * kRowBytes + (chunk ^ row % 8) * 16;
     } else {
       const int row = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
-      const int box = warp / 2 * (Shape::kParts / Shape::template kPasses<V>)*kPartBytes;
+      const int box = warp / 2 * (Shape::kParts / Shape::template kTrips<V>)*kPartBytes;
       return computed_anew(box + row * kRowBytes + (chunk ^ row) * 16 + lane / 4 % 4 * 4);
     }
   }
@@ -127,7 +127,7 @@ struct TileByFeatures {
       if (row < batch && j < features) from_float(v[q], to[static_cast<i64>(row) * features + j]);
     }
   }
-  // The same to where the copy engine will fetch them as V: `at` is the lane's place in the first octets of the pass.
+  // The same to where the copy engine will fetch them as V: `at` is the lane's place in the first octets of the trip.
   template <class V>
   __device__ __forceinline__ static void stage_octets(const float (&v)[8], unsigned char* octets, int at) {
     if constexpr (sizeof(V) == 2) {
@@ -140,15 +140,15 @@ struct TileByFeatures {
     }
   }
   template <bool STAGED>
-  __device__ __forceinline__ void store_product(const Accumulators& acc, int pass, unsigned char* staging, T* product,
+  __device__ __forceinline__ void store_product(const Accumulators& acc, int trip, unsigned char* staging, T* product,
                                                 Tile tile, int batch, int features) const {
-    constexpr int kOfPass = TM / 8 / (STAGED ? Shape::template kPasses<T> : 1);
+    constexpr int kOfTrip = TM / 8 / (STAGED ? Shape::template kTrips<T> : 1);
     const int at = staged_at<T>();
 #pragma unroll
-    for (int i = 0; i < kOfPass; i += 2) {
+    for (int i = 0; i < kOfTrip; i += 2) {
       float v[8];
 #pragma unroll
-      for (int q = 0; q < 8; ++q) v[q] = acc[4 * (pass * kOfPass + i) + q];
+      for (int q = 0; q < 8; ++q) v[q] = acc[4 * (trip * kOfTrip + i) + q];
       if constexpr (STAGED) stage_octets<T>(v, staging + i * 8 * kRowBytes, at);
       else store_octets(v, i, product, tile, batch, features);
     }
@@ -165,9 +165,9 @@ struct TileByFeatures {
     }
   }
 
-  // y, to be staged, in passes, or straight to memory; in evaluation with the coefficients that lie in shared memory.
+  // y, to be staged, in trips, or straight to memory; in evaluation with the coefficients that lie in shared memory.
   template <class Activation, bool EVALUATE, bool STAGED, class Shared>
-  __device__ __forceinline__ void store_results(const Accumulators& acc, int pass, Shared& shared, int buffer, Y* y,
+  __device__ __forceinline__ void store_results(const Accumulators& acc, int trip, Shared& shared, int buffer, Y* y,
                                                 Tile tile, int batch, int features) {
     if constexpr (EVALUATE) {
 #pragma unroll
@@ -176,14 +176,14 @@ struct TileByFeatures {
         shift[c] = shared.shift[buffer][feature + 8 * c];
       }
     }
-    constexpr int kOfPass = TM / 8 / (STAGED ? Shape::template kPasses<Y> : 1);
+    constexpr int kOfTrip = TM / 8 / (STAGED ? Shape::template kTrips<Y> : 1);
     const int at = staged_at<Y>();
 #pragma unroll
-    for (int i = 0; i < kOfPass; i += 2) {
+    for (int i = 0; i < kOfTrip; i += 2) {
       float v[8];
 #pragma unroll
       for (int q = 0; q < 8; ++q)
-        v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * (pass * kOfPass + i) + q] + shift[q / 2 % 2]);
+        v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * (trip * kOfTrip + i) + q] + shift[q / 2 % 2]);
       if constexpr (STAGED) stage_octets<Y>(v, shared.staging[consumer] + i * 8 * kRowBytes, at);
       else store_octets(v, i, y, tile, batch, features);
     }

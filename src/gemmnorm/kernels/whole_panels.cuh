@@ -83,14 +83,14 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
     const Tile tile = raster.at(t);
     const bool later = WAITS && t < stored;
     u32* complete = &counters[kPanels + tile.n];
-    const int passes = STAGED && keep_product ? Shape::template kPasses<T> : 1;
+    const int trips = STAGED && keep_product ? Shape::template kTrips<T> : 1;
 #pragma unroll 1
-    for (int pass = 0; pass < passes; ++pass, parity ^= 1) {
+    for (int trip = 0; trip < trips; ++trip, parity ^= 1) {
       barrier_wait(&shared.staged[consumer], parity);
       __syncwarp();  // nobody waits for this phase any more
       if (lane > 0) continue;
-      if (STAGED && keep_product) store_staged<Shape, T>(map_product, staging, tile, consumer, pass, f.batch);
-      if (pass == 0) add_release(complete, 1);
+      if (STAGED && keep_product) store_staged<Shape, T>(map_product, staging, tile, consumer, trip, f.batch);
+      if (trip == 0) add_release(complete, 1);
       if (STAGED) wait_copies_read();
       if (!later) barrier_arrive(&shared.unstaged[consumer]);
     }

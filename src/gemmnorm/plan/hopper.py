@@ -18,10 +18,12 @@ STAGES = {
     (4, 1, 256, 128): 3, (4, 1, 128, 128): 5, (4, 1, 64, 128): 7, (4, 1, 128, 64): 8, (4, 1, 128, 32): 10,
     (2, 2, 128, 128): 3, (2, 2, 64, 128): 4, (2, 2, 128, 64): 4, (2, 2, 128, 32): 4,
 }  # fmt: skip
-MOST_GROUPS_IN_ONE_WAVE = 32  # beyond, every block would read too many partial results
+MOST_ROWS_IN_REGISTERS = (
+    4096  # whose tiles wait for each other there; of more, every block would read too many statistics
+)
 SPLIT_FLOPS = 2e8  # of one product; below, the launches around split operands cost more than they save
 LARGE_X = 1e8  # bytes from where reading x again costs more than stored tiles that leave the L2
-LONG_TILE = 6144  # stages × width from where other warps can normalise a tile during the next one's main loop
+LONG_TILE = 3072  # stages × width from where other warps can normalise a tile during the next one's main loop
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
 _SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
@@ -179,7 +181,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         finish = "kStatistics"
     else:
         finish = "kOneBlock" if rows == 1 else "kWholePanels" if at_once else "kPersistent"
-    half = problem.dtype != "float32"
+    half, short = problem.dtype != "float32", problem.in_features * tile.width < LONG_TILE * tile.k
     grid = Extent(panels, tile.rows, chip.multiprocessors)
     group_panels = _group_panels(problem, tile)
     if finish == "kWholePanels":
@@ -231,7 +233,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
             ("x_rows", x_rows),
             ("weight_rows", weight_rows),
             ("group_panels", group_panels),
-            ("in_registers", int(finish == "kWholePanels" and problem.in_features * tile.width < LONG_TILE * tile.k)),
+            ("in_registers", int(finish == "kWholePanels" and short and problem.out_dtype == problem.dtype)),
             ("stream_x", int(finish != "kWholePanels" and half and _bytes_of_x(problem) > LARGE_X)),
             ("keep_product", int(problem.save or strategy == "gemm_stats_apply")),
         ),
@@ -301,19 +303,17 @@ def _fits_l2(problem: Problem) -> bool:
 def _panels_at_once(problem: Problem, tile: Tile) -> int:
     """Panels whose tiles one wave of blocks works on, all of them, where that takes no more waves; else 0.
 
-    Not for a tile that cannot wait in shared memory and would merge many groups, or has a short main loop;
-    nor where x would be read from memory again for every few panels (lab/README.md has the times).
+    Not for many rows whose tiles cannot wait in shared memory, nor where x would be read from memory again for every
+    few panels (lab/README.md has the times).
     """
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     rows, panels = tile.counts(problem)
-    few_groups = tile.waits or problem.batch <= GROUP_ROWS * MOST_GROUPS_IN_ONE_WAVE
-    if rows * panels <= blocks and few_groups:
+    few_rows = tile.waits or problem.batch <= MOST_ROWS_IN_REGISTERS
+    if rows * panels <= blocks and few_rows:
         return panels
     waves = -(-rows * panels // blocks)
     at_once = -(-panels // waves)
-    if rows * at_once > blocks or problem.split or not few_groups or not (_fits_l2(problem) or at_once >= 4):
-        return 0
-    if not tile.waits and problem.in_features < 64 * tile.k:
+    if rows * at_once > blocks or problem.split or not few_rows or not (_fits_l2(problem) or at_once >= 4):
         return 0
     together = (_multiple(at_once, most) for most in range(_group_panels(problem, tile), 0, -1))
     return next(n for n in together if n * rows <= blocks)
