@@ -15,22 +15,15 @@ from device_check import CASES, Timer
 from gemmnorm import binding, plan, runtime, sources
 from gemmnorm.plan import Problem, hopper
 
-GEMM, UNITS, BY_FEATURES = "fused_gemm.cuh", "panel_units.cuh", "tile_by_features.cuh"
+GEMM, UNITS = "fused_gemm.cuh", "panel_units.cuh"
 NO_UNITS = [  # wrong results; every tile merges for itself, or it would wait for ever
     (UNITS, "  for (;;) {\n    int unit = 0;", "  for (;;) {\n    return;\n    int unit = 0;"),
-    (UNITS, "kDirectGroups = 128", "kDirectGroups = 1 << 20"),
+    (UNITS, "kDirectGroups = 32", "kDirectGroups = 1 << 20"),
 ]
 VARIANTS = {
     "as it is": [],
     "x stays in the L2": [(GEMM, "stream_x ? kEvictFirst : kEvictNormal", "kEvictNormal")],
     "x leaves it": [(GEMM, "stream_x ? kEvictFirst : kEvictNormal", "kEvictFirst")],
-    "means by a factor": [
-        (
-            BY_FEATURES,
-            "over_lanes(sum[c]) / rows;",
-            "over_lanes(sum[c]) * (rows == kGroupRows ? 1.0f / kGroupRows : 1.0f / rows);",
-        )
-    ],
     "2 rows in flight": [(UNITS, "2 * AHEAD>(f, product", "AHEAD / 2>(f, product")],
     "no units": NO_UNITS,
 }
@@ -39,7 +32,7 @@ OF_SPLIT = {  # float32 by split operands
     "no units": NO_UNITS,
     "all split before": [],
 }
-ONLY_TRAINING = ("2 rows in flight", "no units", "means by a factor")
+ONLY_TRAINING = ("2 rows in flight", "no units")
 
 
 def build(problem, strategy, name):

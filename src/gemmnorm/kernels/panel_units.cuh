@@ -10,7 +10,7 @@
 namespace gemmnorm {
 
 constexpr int kMergeWidth = 8;    // features whose groups a warp merges at a time
-constexpr int kDirectGroups = 128;  // as many as a thread merges by itself rather than wait for somebody's merge
+constexpr int kDirectGroups = 32;  // as many as a thread merges by itself rather than wait for somebody's merge
 constexpr int kDone = 0, kTicket = 1, kPanels = 2;  // counters: blocks done, next unit, then two numbers per panel
 
 // Numbers of `most` behind the two of x: blocks that have read them, and features on the list.

@@ -102,13 +102,6 @@ def better_served(problem: Problem) -> tuple[str, str] | None:
     narrow = tile.columns * tile.size <= 128 and problem.in_features >= 32 * tile.columns * tile.size
     if idle or narrow:
         return "cublas_folded_bn", "few tiles with a long K leave most multiprocessors idle; the library splits K"
-    if not problem.training:
-        return None
-    if rows >= 8 and tile.columns == 32:
-        return (
-            "gemm_stats_apply",
-            "tiles of so few columns spend their time on merging the statistics of all the others",
-        )
     return None
 
 
