@@ -130,9 +130,8 @@ def test_every_tile_in_every_way_to_finish(one_tile, name, monkeypatch):
         launches = [launch for found in plans for launch in found.launches if launch.function == "fused_gemm"]
         assert all(launch.constants[5:7] == tuple(map(str, one_tile)) for launch in launches)
         seen |= {launch.constants[9].rpartition("::k")[2] for launch in launches}
-    expected = {"OneBlock", "Persistent", "Evaluate"}
+    expected = {"OneBlock", "WholePanels", "Persistent", "Evaluate"}
     expected |= {"Statistics"} if name != "fp32" else set()
-    expected |= {"WholePanels"} if name != "tf32" or one_tile[0] < 256 else set()
     assert seen == expected
 
 

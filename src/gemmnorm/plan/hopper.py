@@ -98,10 +98,13 @@ def better_served(problem: Problem) -> tuple[str, str] | None:
         if rows * panels <= chip.multiprocessors / 4 and problem.in_features >= 4096:
             return "cublas_folded_bn", "few tiles with a long K leave most multiprocessors idle; the library splits K"
         return None
+    many = problem.batch > MOST_ROWS_IN_REGISTERS
     idle = rows * panels <= chip.multiprocessors / 2 and problem.in_features >= 2048
-    narrow = tile.columns * tile.size <= 128 and problem.in_features >= 32 * tile.columns * tile.size
+    narrow = tile.columns * tile.size <= 128 and problem.in_features >= 32 * tile.columns * tile.size and not many
     if idle or narrow:
         return "cublas_folded_bn", "few tiles with a long K leave most multiprocessors idle; the library splits K"
+    if problem.training and many and tile.width <= 64 and not tile.waits:
+        return "gemm_stats_apply", "small tiles of so many rows would wait long for each other's statistics"
     return None
 
 
