@@ -18,7 +18,7 @@ from gemmnorm.plan import Problem, hopper
 GEMM, UNITS = "fused_gemm.cuh", "panel_units.cuh"
 NO_UNITS = [  # wrong results; every tile merges for itself, or it would wait for ever
     (UNITS, "  for (;;) {\n    int unit = 0;", "  for (;;) {\n    return;\n    int unit = 0;"),
-    (UNITS, "kDirectGroups = 32", "kDirectGroups = 1 << 20"),
+    (UNITS, "kDirectRows = 8192", "kDirectRows = 1 << 30"),
 ]
 VARIANTS = {
     "as it is": [],

@@ -1,7 +1,7 @@
 """The kernels themselves, run on the CPU by the emulator: planner, runtime and device code in one piece, without a GPU.
 
 Few and small sizes, chosen so that every way through the kernels is taken: one block, one wave, many tiles a block,
-tiles that are not filled, groups without rows. Speed and races are the GPU suite's business.
+tiles that are not filled. Speed and races are the GPU suite's business.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_gemm_stats_apply(name):
 
 @pytest.mark.parametrize("one_tile", [(128, 64), (64, 128), (128, 128), (256, 128)], indirect=True)
 def test_every_tile_that_passes_through_shared_memory(one_tile):
-    """By rows and by features; the last group is not full, and the last tile of 256 rows has groups without rows."""
+    """By rows and by features; the last tile is not full."""
     columns = one_tile[1]
     check(SMALL_HOPPER, "one_kernel", "bf16", 950, 72, 2 * columns + 8, finish="kPersistent", activation="relu")
     check(SMALL_HOPPER, "gemm_stats_apply", "fp16", 300, 72, columns + 8, finish="kStatistics", bias=False)

@@ -93,14 +93,18 @@ def test_batches_whose_backward_takes_turns(name):
     check("one_kernel", name, 40001, 64, 520, True, bias=False)
 
 
-def check_evaluation(name, batch, in_features, out_features):
-    """Without gradients, for which the own product would have to be kept."""
+def check_without_gradients(name, batch, in_features, out_features, training, autocast=False):
+    """Nothing is kept: of the own product's plans only these write y and no more."""
     with precision(name) as dtype, torch.no_grad():
-        module = model(dtype, in_features, out_features, False, bias=False, activation=SMOOTH)
+        dtype = torch.float32 if autocast else dtype
+        module = model(dtype, in_features, out_features, training, scale_shape=(out_features,), activation=SMOOTH)
         x = torch.randn(batch, in_features, device="cuda", dtype=dtype)
-        exact, eager = twin(module).double()(x.double()), module(x)
-        with poisoned_memory():
-            got = fused(module, "one_kernel")(x)
+        exact = twin(module).double()(x.double())
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            eager = twin(module)(x)
+            with poisoned_memory():
+                got = fused(module, "one_kernel")(x)
+    assert got.dtype == eager.dtype
     assert error(got, exact) <= 1.25 * error(eager, exact) + 2 * OPERAND_ROUNDING[name]
 
 
@@ -122,11 +126,13 @@ def test_every_tile_in_every_way_to_finish(one_tile, name, monkeypatch):
         runtime.forget()
         with runtime.recording() as plans:
             check("one_kernel", name, batch, 200, 1032, True, scale_shape=(1032,))
-            check_evaluation(name, batch, 200, 1032)
+            for training in (True, False):
+                check_without_gradients(name, batch, 200, 1032, training)
             if name != "fp32":
                 check("gemm_stats_apply", name, batch, 200, 1032, True, activation=SMOOTH)
             if name == "bf16":
                 check_autocast("one_kernel", batch, 200, 1032, True, True, torch.bfloat16)
+                check_without_gradients(name, batch, 200, 1032, False, autocast=True)
         launches = [launch for found in plans for launch in found.launches if launch.function == "fused_gemm"]
         assert all(launch.constants[5:7] == tuple(map(str, one_tile)) for launch in launches)
         seen |= {launch.constants[9].rpartition("::k")[2] for launch in launches}
@@ -266,15 +272,17 @@ def test_split_operands_are_never_worse_than_float32(name):
         assert ours <= 1.02 * theirs + 2.0**-22
 
 
+@pytest.mark.parametrize("batch", [60, 240, 300])
 @pytest.mark.parametrize("strategy", KERNELS)
-def test_constant_column_is_exactly_beta(strategy):
-    x = torch.ones(300, 64, device="cuda")
+def test_constant_column_is_exactly_beta(strategy, batch, monkeypatch):
+    monkeypatch.setattr(small, "SHAPES", ())
+    x = torch.ones(batch, 64, device="cuda")
     weight = torch.full((32, 64), 156.25, device="cuda")
     module = model(torch.float32, 64, 32, bias=False)
     with torch.no_grad():
         module.gemm.weight.copy_(weight)
         got = fused(module, strategy)(x)
-    assert error(got, module.bn.bias.double().expand(300, 32)) < 1e-6
+    assert error(got, module.bn.bias.double().expand(batch, 32)) < 1e-6
 
 
 @pytest.mark.parametrize("training", [True, False])

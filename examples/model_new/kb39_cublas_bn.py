@@ -230,7 +230,7 @@ __device__ __forceinline__ float normal_distribution(float z) {
 
 namespace gemmnorm {
 
-// One statistics group: the rows over which partial results are taken, in every strategy.
+// A row of group_mean and group_m2 stands for so many of the batch, in every strategy (own wide tiles fill several alike).
 constexpr int kGroupRows = 64;
 // Threads of a block of the memory-bound kernels: TX along the features, kThreads / TX along the rows.
 constexpr int kThreads = 256;

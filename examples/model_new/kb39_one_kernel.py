@@ -228,7 +228,7 @@ __device__ __forceinline__ float normal_distribution(float z) {
 
 namespace gemmnorm {
 
-// One statistics group: the rows over which partial results are taken, in every strategy.
+// A row of group_mean and group_m2 stands for so many of the batch, in every strategy (own wide tiles fill several alike).
 constexpr int kGroupRows = 64;
 // Threads of a block of the memory-bound kernels: TX along the features, kThreads / TX along the rows.
 constexpr int kThreads = 256;
@@ -572,8 +572,8 @@ __device__ __forceinline__ bool split_loses(float x_largest, float x_total, floa
 //
 // A persistent block is one warpgroup that feeds and two that multiply. Warp 0 copies tiles of x and W into a ring of
 // shared-memory stages; each consumer warpgroup multiplies its half of a tile: 64 features by all rows (tile_by_features.cuh),
-// or of a narrow tile 64 rows by all features (tile_by_rows.cuh). It takes the statistics of every group of 64 rows from the
-// accumulators, and stores the product minus the group's mean. The other warps, by Finish:
+// or of a narrow tile 64 rows by all features (tile_by_rows.cuh). It takes mean and M2 of its rows from the
+// accumulators, and stores the product minus the mean. The other warps, by Finish:
 // - whole panels (a panel is a column of tiles): warps 2 and 3 serve a consumer each, while it multiplies the next tile,
 //   and warp 1 merges statistics (whole_panels.cuh);
 // - persistent: warp 1 stores staged tiles and counts what is complete; warps 2 and 3 normalise complete panels out of the
@@ -1331,7 +1331,8 @@ struct GemmShared : PieceRings<AHEAD> {
   alignas(1024) unsigned char staging[2][STAGED ? Shape::kStagingBytes : 1024];
   // Of a tile by rows sums of each warp; of split operands the exponents along the width. Per consumer.
   float sums[2][Shape::kByFeatures ? 2 : 4][Shape::kWidth];
-  // Column coefficients, or a group's mean in `slope` and its M2 in `shift`: per consumer; in evaluation per tile.
+  // Of a tile by rows column coefficients, per consumer; in kOneBlock a group's mean in `slope` and its M2 in `shift`; in
+  // evaluation coefficients per tile.
   float slope[2][TN], shift[2][TN];
   float mean[TN], squares[TN], finished_slope[TN], finished_shift[TN];  // of the tile's columns, for both consumers
   u64 full[STAGES], empty[STAGES];
@@ -1639,7 +1640,7 @@ __device__ __forceinline__ void merge_statistics(const float* group_mean /* [gro
 namespace gemmnorm {
 
 constexpr int kMergeWidth = 8;    // features whose groups a warp merges at a time
-constexpr int kDirectGroups = 32;  // as many as a thread merges by itself rather than wait for somebody's merge
+constexpr int kDirectRows = 8192;  // of a batch whose tiles merge by themselves rather than wait for somebody's merge
 constexpr int kDone = 0, kTicket = 1, kPanels = 2;  // counters: blocks done, next unit, then two numbers per panel
 
 // Numbers of `most` behind the two of x: blocks that have read them, and features on the list.
@@ -1840,7 +1841,7 @@ __device__ __forceinline__ void load_features(const float* vector, float (&out)[
   }
 }
 
-// For N features of a merged panel: y = phi(slope*a' + shift), a' as it is stored, minus its group's mean.
+// For N features of a merged panel: y = phi(slope*a' + shift), a' as it is stored, minus the mean that group_mean has.
 template <int N, class L, class R>
 __device__ __forceinline__ void group_coefficients(const Features<L, R>& f, int group, int column, float (&slope)[N],
                                                    float (&shift)[N]) {
@@ -1905,7 +1906,7 @@ __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster
   const int complete = kPanels, merged = kPanels + raster.tiles_n;  // of the counters
   const int per_panel = kMerges + kUnits * raster.tiles_m;
   // Tiles that merge for themselves need no units of their own: the last unit is then in the last group with stored tiles.
-  const bool direct = f.groups <= kDirectGroups;
+  const bool direct = f.batch <= kDirectRows;
   const int group_tiles = raster.group_panels * raster.tiles_m;
   const int last_panel = direct ? min((stored + group_tiles - 1) / group_tiles * raster.group_panels, raster.tiles_n)
                                 : raster.tiles_n;
@@ -2071,9 +2072,12 @@ struct TileByFeatures {
       sum[0] += part[0];
       sum[1] += part[1];
     }
-    const float share = rows < TM ? 1.0f / rows : 1.0f / TM;
 #pragma unroll
-    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) * share;
+    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) * (1.0f / TM);
+    if (rows < TM) {  // exactly, so that nothing is left of a constant column
+      mean[0] = mean[0] * TM / rows;
+      mean[1] = mean[1] * TM / rows;
+    }
     store_of_tile<true>(f, tile, mean, f.group_mean, ONE_BLOCK ? shared.slope[0] : nullptr);
   }
 
@@ -2303,7 +2307,7 @@ struct TileByRows {
   template <bool ONE_BLOCK, class Shared, class L, class R>
   __device__ __forceinline__ void take_squares(const Features<L, R>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
-    const int rows = f.rows(2 * tile.m + consumer);
+    const int rows = f.batch - (2 * tile.m + consumer) * kGroupRows;  // or more than the group has, or none
 #pragma unroll
     for (int i = 0; i < TN / 8; ++i) {
       const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
@@ -2441,7 +2445,7 @@ __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Rast
 #pragma unroll 1
   for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x) {
     const Tile tile = raster.at(t);
-    if (!raster.has_stored(tile.n, stored) && f.groups <= kDirectGroups) continue;
+    if (!raster.has_stored(tile.n, stored) && f.batch <= kDirectRows) continue;
 #pragma unroll 1
     for (int c = tile.m * columns; c < TN; c += raster.tiles_m * columns) {
       const int j = tile.n * TN + c + lane / lanes, existing = min(j, f.features - 1);
@@ -2460,8 +2464,8 @@ __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Rast
 }
 
 // What a warp does for a consumer: it stores the product where that is kept, says that the statistics of what is staged are
-// there, and normalises it when the panel is merged. Of the last tile of the block, which stays in
-// registers, the consumer does most of that itself.
+// there, and normalises it when the panel is merged. Of a tile that stays in registers, as the
+// block's last does, the consumer does most of that itself.
 template <class T, class Y, int TN, class Activation, bool STAGED, bool WAITS, class Shared, class L, class R>
 __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Raster& raster, Shared& shared, int consumer,
                                                const TensorMap& map_product, const TensorMap& map_y, Y* y, u32* counters,
@@ -2525,7 +2529,7 @@ template <class OP, class T, class Y, class L, class R, int TM, int TN, int STAG
           class Activation>
 __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_features] */,
     const TensorMap& map_weight /* [features, in_features] */, const TensorMap& map_product /* [batch, features] */,
-    const TensorMap& map_y /* [batch, features] */, T* product /* [batch, features]: minus its group's mean */,
+    const TensorMap& map_y /* [batch, features] */, T* product /* [batch, features]: minus group_mean */,
     Y* y /* [batch, features]; the product's memory where that is not kept */, const L* bias /* [features] or null */,
     const L* scale /* [features] or [1] or null */, int scale_stride, float scale_value,
     R* running_mean /* [features] or null */, R* running_var /* [features] or null */,
@@ -2648,7 +2652,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         buffer ^= 1;
         if (buffer == 0) parity ^= 1;
       }
-    } else if (warp == 1 && !kWhole) {  // stores staged tiles, counts complete groups
+    } else if (warp == 1 && !kWhole) {  // stores staged tiles, counts what is complete
       u32 parity = 0;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
@@ -2778,7 +2782,6 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 
       constexpr bool kOneBlock = FINISH == Finish::kOneBlock;
       bool finish_here = FINISH == Finish::kEvaluate, finish_feature_here = false;
-      // Each consumer finishes half of a tile's columns, kLanes threads to a column.
       const int finished = consumer * (TN / 2) + thread / kLanes, at_column = tile.n * TN + finished;
       if constexpr (FINISH != Finish::kEvaluate) {
         if ((kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
@@ -2805,7 +2808,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
 
         if (finish_here) {
-          const bool mine = at_column < features, direct = !kLater || f.groups <= kDirectGroups;
+          const bool mine = at_column < features, direct = !kLater || f.batch <= kDirectRows;
           const auto own = kEarly ? early : f.own(mine ? at_column : 0);
           if (kOneBlock) {
             sync_threads(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);
@@ -4380,8 +4383,8 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 4096] */,
                 231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
-                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
-                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, batch, 4096, 64, 32),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, batch, 4096, 64, 32),
                 pointer<float>(product), pointer<float>(y), pointer<float>(bias), pointer<float>(scale),
                 scale_stride, scale_value, pointer<float>(running_mean), pointer<float>(running_var),
                 pointer<long long>(num_batches_tracked), pointer<float>(bn_weight), pointer<float>(bn_bias),
@@ -4439,8 +4442,8 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 4096] */,
                 231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
-                tensor_map(pointer<float>(product), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
-                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
+                tensor_map(pointer<float>(product), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, batch, 4096, 64, 32),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, batch, 4096, 64, 32),
                 pointer<float>(product), pointer<float>(y), pointer<float>(bias), pointer<float>(scale),
                 scale_stride, scale_value, pointer<float>(running_mean), pointer<float>(running_var),
                 pointer<long long>(num_batches_tracked), pointer<float>(bn_weight), pointer<float>(bn_bias),
@@ -4505,8 +4508,8 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 4096] */,
                 231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, std::min<int64_t>(128, (batch + 7) / 8 * 8), 64),
                 tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64),
-                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
-                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, batch, 4096, 64, 32),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, batch, 4096, 64, 32),
+                tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, batch, 4096, 64, 32),
                 pointer<float>(product), pointer<float>(y), pointer<float>(bias), pointer<float>(scale),
                 scale_stride, scale_value, pointer<float>(running_mean), pointer<float>(running_var),
                 pointer<long long>(num_batches_tracked), pointer<float>(bn_weight), pointer<float>(bn_bias),

@@ -38,7 +38,7 @@ INPUTS = {
 }  # fmt: skip
 SCALARS = ("scale_stride", "scale_value", "momentum", "eps", "batch", "features", "in_features")
 # What a forward keeps per feature, as rows of one float32 tensor `statistics` [2 or 2 + groups, O]: the mean of the
-# product, 1/sqrt(var + eps), and where the product is stored minus its group's mean, those means.
+# product, 1/sqrt(var + eps), and where the product is stored minus means of groups of rows, those.
 _KEPT = ("mean", "rstd", "group_mean")
 # Bytes of scratch that a stream keeps for the plans that need no more: an allocation less for each of their calls.
 BORROWED = 1 << 20

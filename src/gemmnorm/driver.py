@@ -211,7 +211,7 @@ def tensor_map(t: torch.Tensor, found: Map) -> Any:
 
     swizzle, promotion, types = _map_options()
     view = StridedMemoryView.from_any_interface(_Address(t), stream_ptr=-1)
-    kind = types[None if found.exact else t.dtype]
+    kind = types[None if found.exact and t.dtype == torch.float32 else t.dtype]
     return view.as_tensor_map(found.box(t.shape[0]), data_type=kind, swizzle=swizzle, l2_promotion=promotion)
 
 

@@ -283,7 +283,7 @@ class Call:
         and what was cast (`multiplied`).
 
         The statistics are one float32 tensor [2 or 2 + groups, O]: the product's mean; 1/sqrt(var + eps); where the
-        product is stored minus its group's mean, the means of the groups. (The reference's are its own affair.)
+        product is stored minus means of groups of rows, those. (The reference's are its own affair.)
         """
         ahead = self._find_prepared(weight) if self._with_prepared is not None else None
         for recorder in _recorders:

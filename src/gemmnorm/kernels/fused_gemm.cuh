@@ -2,8 +2,8 @@
 //
 // A persistent block is one warpgroup that feeds and two that multiply. Warp 0 copies tiles of x and W into a ring of
 // shared-memory stages; each consumer warpgroup multiplies its half of a tile: 64 features by all rows (tile_by_features.cuh),
-// or of a narrow tile 64 rows by all features (tile_by_rows.cuh). It takes the statistics of every group of 64 rows from the
-// accumulators, and stores the product minus the group's mean. The other warps, by Finish:
+// or of a narrow tile 64 rows by all features (tile_by_rows.cuh). It takes mean and M2 of its rows from the
+// accumulators, and stores the product minus the mean. The other warps, by Finish:
 // - whole panels (a panel is a column of tiles): warps 2 and 3 serve a consumer each, while it multiplies the next tile,
 //   and warp 1 merges statistics (whole_panels.cuh);
 // - persistent: warp 1 stores staged tiles and counts what is complete; warps 2 and 3 normalise complete panels out of the
@@ -36,7 +36,7 @@ template <class OP, class T, class Y, class L, class R, int TM, int TN, int STAG
           class Activation>
 __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_features] */,
     const TensorMap& map_weight /* [features, in_features] */, const TensorMap& map_product /* [batch, features] */,
-    const TensorMap& map_y /* [batch, features] */, T* product /* [batch, features]: minus its group's mean */,
+    const TensorMap& map_y /* [batch, features] */, T* product /* [batch, features]: minus group_mean */,
     Y* y /* [batch, features]; the product's memory where that is not kept */, const L* bias /* [features] or null */,
     const L* scale /* [features] or [1] or null */, int scale_stride, float scale_value,
     R* running_mean /* [features] or null */, R* running_var /* [features] or null */,
@@ -159,7 +159,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         buffer ^= 1;
         if (buffer == 0) parity ^= 1;
       }
-    } else if (warp == 1 && !kWhole) {  // stores staged tiles, counts complete groups
+    } else if (warp == 1 && !kWhole) {  // stores staged tiles, counts what is complete
       u32 parity = 0;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
@@ -289,7 +289,6 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 
       constexpr bool kOneBlock = FINISH == Finish::kOneBlock;
       bool finish_here = FINISH == Finish::kEvaluate, finish_feature_here = false;
-      // Each consumer finishes half of a tile's columns, kLanes threads to a column.
       const int finished = consumer * (TN / 2) + thread / kLanes, at_column = tile.n * TN + finished;
       if constexpr (FINISH != Finish::kEvaluate) {
         if ((kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
@@ -316,7 +315,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         }
 
         if (finish_here) {
-          const bool mine = at_column < features, direct = !kLater || f.groups <= kDirectGroups;
+          const bool mine = at_column < features, direct = !kLater || f.batch <= kDirectRows;
           const auto own = kEarly ? early : f.own(mine ? at_column : 0);
           if (kOneBlock) {
             sync_threads(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);

@@ -40,7 +40,8 @@ struct GemmShared : PieceRings<AHEAD> {
   alignas(1024) unsigned char staging[2][STAGED ? Shape::kStagingBytes : 1024];
   // Of a tile by rows sums of each warp; of split operands the exponents along the width. Per consumer.
   float sums[2][Shape::kByFeatures ? 2 : 4][Shape::kWidth];
-  // Column coefficients, or a group's mean in `slope` and its M2 in `shift`: per consumer; in evaluation per tile.
+  // Of a tile by rows column coefficients, per consumer; in kOneBlock a group's mean in `slope` and its M2 in `shift`; in
+  // evaluation coefficients per tile.
   float slope[2][TN], shift[2][TN];
   float mean[TN], squares[TN], finished_slope[TN], finished_shift[TN];  // of the tile's columns, for both consumers
   u64 full[STAGES], empty[STAGES];

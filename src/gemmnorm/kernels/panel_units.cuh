@@ -10,7 +10,7 @@
 namespace gemmnorm {
 
 constexpr int kMergeWidth = 8;    // features whose groups a warp merges at a time
-constexpr int kDirectGroups = 32;  // as many as a thread merges by itself rather than wait for somebody's merge
+constexpr int kDirectRows = 8192;  // of a batch whose tiles merge by themselves rather than wait for somebody's merge
 constexpr int kDone = 0, kTicket = 1, kPanels = 2;  // counters: blocks done, next unit, then two numbers per panel
 
 // Numbers of `most` behind the two of x: blocks that have read them, and features on the list.
@@ -211,7 +211,7 @@ __device__ __forceinline__ void load_features(const float* vector, float (&out)[
   }
 }
 
-// For N features of a merged panel: y = φ(slope·a' + shift), a' as it is stored, minus its group's mean.
+// For N features of a merged panel: y = φ(slope·a' + shift), a' as it is stored, minus the mean that group_mean has.
 template <int N, class L, class R>
 __device__ __forceinline__ void group_coefficients(const Features<L, R>& f, int group, int column, float (&slope)[N],
                                                    float (&shift)[N]) {
@@ -276,7 +276,7 @@ __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster
   const int complete = kPanels, merged = kPanels + raster.tiles_n;  // of the counters
   const int per_panel = kMerges + kUnits * raster.tiles_m;
   // Tiles that merge for themselves need no units of their own: the last unit is then in the last group with stored tiles.
-  const bool direct = f.groups <= kDirectGroups;
+  const bool direct = f.batch <= kDirectRows;
   const int group_tiles = raster.group_panels * raster.tiles_m;
   const int last_panel = direct ? min((stored + group_tiles - 1) / group_tiles * raster.group_panels, raster.tiles_n)
                                 : raster.tiles_n;

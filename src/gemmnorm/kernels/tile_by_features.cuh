@@ -73,9 +73,12 @@ struct TileByFeatures {
       sum[0] += part[0];
       sum[1] += part[1];
     }
-    const float share = rows < TM ? 1.0f / rows : 1.0f / TM;
 #pragma unroll
-    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) * share;
+    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) * (1.0f / TM);
+    if (rows < TM) {  // exactly, so that nothing is left of a constant column
+      mean[0] = mean[0] * TM / rows;
+      mean[1] = mean[1] * TM / rows;
+    }
     store_of_tile<true>(f, tile, mean, f.group_mean, ONE_BLOCK ? shared.slope[0] : nullptr);
   }
 

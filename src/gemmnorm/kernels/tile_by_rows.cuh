@@ -46,7 +46,7 @@ struct TileByRows {
   template <bool ONE_BLOCK, class Shared, class L, class R>
   __device__ __forceinline__ void take_squares(const Features<L, R>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
-    const int rows = f.rows(2 * tile.m + consumer);
+    const int rows = f.batch - (2 * tile.m + consumer) * kGroupRows;  // or more than the group has, or none
 #pragma unroll
     for (int i = 0; i < TN / 8; ++i) {
       const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);

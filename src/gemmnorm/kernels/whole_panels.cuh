@@ -49,7 +49,7 @@ __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Rast
 #pragma unroll 1
   for (int t = blockIdx.x; t < raster.tiles(); t += gridDim.x) {
     const Tile tile = raster.at(t);
-    if (!raster.has_stored(tile.n, stored) && f.groups <= kDirectGroups) continue;
+    if (!raster.has_stored(tile.n, stored) && f.batch <= kDirectRows) continue;
 #pragma unroll 1
     for (int c = tile.m * columns; c < TN; c += raster.tiles_m * columns) {
       const int j = tile.n * TN + c + lane / lanes, existing = min(j, f.features - 1);
@@ -68,8 +68,8 @@ __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Rast
 }
 
 // What a warp does for a consumer: it stores the product where that is kept, says that the statistics of what is staged are
-// there, and normalises it when the panel is merged. Of the last tile of the block, which stays in
-// registers, the consumer does most of that itself.
+// there, and normalises it when the panel is merged. Of a tile that stays in registers, as the
+// block's last does, the consumer does most of that itself.
 template <class T, class Y, int TN, class Activation, bool STAGED, bool WAITS, class Shared, class L, class R>
 __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Raster& raster, Shared& shared, int consumer,
                                                const TensorMap& map_product, const TensorMap& map_y, Y* y, u32* counters,

@@ -222,8 +222,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
         maps=(
             Map("map_x", operands[0], tile.rows, tile.k, fits=not problem.training),
             Map("map_weight", operands[1], tile.columns, tile.k),
-            Map("map_product", "product", GROUP_ROWS, boxes if problem.training else boxes_y),
-            Map("map_y", "y", GROUP_ROWS, boxes_y),
+            Map("map_product", "product", GROUP_ROWS, boxes if problem.training else boxes_y, exact=True),
+            Map("map_y", "y", GROUP_ROWS, boxes_y, exact=True),
         ),
         numbers=(
             ("x_rows", x_rows),

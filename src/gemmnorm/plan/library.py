@@ -8,7 +8,7 @@ from .cost import gemm_seconds, sweep_seconds
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
 from .steps import Buffer, Extent, Launch, Plan, Product, Step
 
-GROUP_ROWS = 64  # rows of one statistics group, in every strategy
+GROUP_ROWS = 64  # that a row of group_mean and group_m2 stands for, in every strategy
 MERGE_COLUMNS = 16  # features per block of the merging kernels
 ROWS = Extent(1, 1)
 GROUPS = Extent(1, GROUP_ROWS)

@@ -223,7 +223,7 @@ class Plan:
 
     @property
     def keeps_offsets(self) -> bool:
-        """The product is stored minus its group's mean."""
+        """The product is stored minus `group_mean`."""
         return self.strategy in OWN_GEMM and self.problem.training
 
     def __str__(self) -> str:

@@ -380,7 +380,8 @@ class _Body:
         buffers["x"] = Buffer("x", p.dtype, (Extent(1, 1), Extent(p.in_features)))
         buffers["weight"] = Buffer("weight", p.dtype, (Extent(p.out_features), Extent(p.in_features)))
         rows, columns = map(self.extent, buffers[role].shape)
-        kind = "CU_TENSOR_MAP_DATA_TYPE_" + ("FLOAT32" if found.exact else _MAP_TYPES[buffers[role].dtype])
+        dtype = buffers[role].dtype
+        kind = "CU_TENSOR_MAP_DATA_TYPE_" + ("FLOAT32" if found.exact and dtype == "float32" else _MAP_TYPES[dtype])
         box_rows = f"std::min<int64_t>({found.rows}, ({rows} + 7) / 8 * 8)" if found.fits else found.rows
         return f"tensor_map({self.argument(role)}, {kind}, {rows}, {columns}, {box_rows}, {found.columns})"
 

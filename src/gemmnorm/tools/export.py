@@ -21,7 +21,7 @@ from torch import nn
 from .. import activations, plan
 from ..errors import GemmNormRuntimeError, GemmNormValueError
 from ..plan import OWN_GEMM, Extent, Plan, Problem, gradient, small
-from ..plan.hopper import MOST_ROWS_IN_REGISTERS
+from ..plan.hopper import MOST_ROWS_IN_REGISTERS, choose_tile
 from . import cpp
 from .analysis import OwnerPlan, analyse
 from .fuse import FuseReport, fuse_report
@@ -208,7 +208,7 @@ def _narrow(found: Plan) -> tuple[str, str] | None:
         if "gemmnorm::Finish::kWholePanels" in launch.constants:  # blocks wait for each other, wave by wave
             count, weight = replace(tiles, limit=0).cpp(), launch.maps[1]
             if tiles.times * weight.rows >= found.problem.out_features:
-                few = f"batch <= {MOST_ROWS_IN_REGISTERS} && " if found.problem.dtype == "float32" else ""
+                few = "" if choose_tile(found.problem).waits else f"batch <= {MOST_ROWS_IN_REGISTERS} && "
                 return "_one_wave", f"{few}{count} <= multiprocessors()"
             rows = Extent(1, tiles.rows)
             same = f"{rows.cpp()} == {rows.value(found.problem.batch)}"

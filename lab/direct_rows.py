@@ -1,4 +1,4 @@
-"""How many groups a tile may merge for itself: PYTHONPATH=src python lab/direct_groups.py, on a GPU. Microseconds."""
+"""Of how many rows a tile may merge the statistics for itself: PYTHONPATH=src python lab/direct_rows.py, on a GPU. In µs."""
 
 import torch
 from device_check import DTYPES, Timer
@@ -7,13 +7,13 @@ import gemmnorm
 from gemmnorm import binding, plan, runtime, sources
 
 SHAPES = ((4096, 512, 512), (4096, 512, 2048), (4096, 2048, 8192), (8192, 2048, 4096), (16384, 4096, 4096))
-LIMITS = (32, 64, 128, 256)
+LIMITS = (2048, 4096, 8192, 16384)
 read = sources._read
 
 
 def main():
     timer = Timer()
-    print("shape, groups merged directly:", *LIMITS)
+    print("shape, rows merged directly:", *LIMITS)
     for precision in ("bf16", "tf32", "fp32"):
         torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "none"
         for batch, wide, out in SHAPES:
@@ -25,9 +25,9 @@ def main():
                 def patched(name, limit=limit):
                     text = read(name)
                     if name == "panel_units.cuh":
-                        assert "kDirectGroups = " in text
-                        start = text.index("kDirectGroups = ")
-                        text = text[:start] + f"kDirectGroups = {limit};" + text[text.index(";", start) + 1 :]
+                        assert "kDirectRows = " in text
+                        start = text.index("kDirectRows = ")
+                        text = text[:start] + f"kDirectRows = {limit};" + text[text.index(";", start) + 1 :]
                     return text
 
                 sources._read = patched
