@@ -148,7 +148,7 @@ def host_function(source: str, name: str) -> str:
     ("ending", "batch", "condition"),
     [
         ("_one_tile", 64, "batch <= 128"),
-        ("_one_wave", 256, rf"\d+ \* {ROWS} <= multiprocessors\(\)"),
+        ("_one_wave", 256, rf"batch <= 4096 && \d+ \* {ROWS} <= multiprocessors\(\)"),
         (
             "_whole_panels",
             16384,
