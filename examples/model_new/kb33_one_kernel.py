@@ -1526,10 +1526,9 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
   }
   sum_over_lanes<N, TX>(mean, shared);
   float m2[N], s[N], b[N];
-  const float share = 1.0f / panel.rows;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    mean[i] *= share;
+    mean[i] /= panel.rows;  // exactly, so that nothing is left of a constant column
     m2[i] = 0.0f;
     s[i] = FOLD || !inside ? 1.0f : scale_of(scale, scale_stride, scale_value, panel.column + i);
     b[i] = FOLD || !inside ? 0.0f : value_or(bias, panel.column + i, 0.0f);
