@@ -1,7 +1,7 @@
 """Is the planner's choice the fastest? Every strategy over a grid of shapes: PYTHONPATH=src python lab/grid.py, on a GPU.
 
-Forward without gradients, training and evaluation; arguments: precisions. Prints each problem, and whether its planned strategy is
-more than 3% behind the best. Kernels are compiled by several processes first.
+Forward without gradients, training and evaluation; arguments: precisions, and `few` for sizes with few features. Prints each
+problem, and whether its planned strategy is more than 3% behind the best. Kernels are compiled by several processes first.
 """
 
 import concurrent.futures
@@ -18,6 +18,7 @@ BATCHES, FEW = (128, 256, 512, 1024, 2048, 4096), (1, 2, 16, 64)
 WIDTHS = ((512, 512), (1024, 512), (512, 2048), (2048, 2048), (2048, 8192), (4096, 1024), (8192, 4096))
 OF_FEW = ((64, 512), (256, 1024), (1024, 512), (1024, 2048), (3072, 512), (4096, 512), (4096, 1024), (8192, 512), (8192, 4096))
 SIZES = tuple(dict.fromkeys((*itertools.product(BATCHES, WIDTHS), *itertools.product((*FEW, 128), OF_FEW))))
+FEW_FEATURES = tuple(itertools.product((1024, 2048, 4096, 8192), itertools.product((256, 1024, 2048), (64, 128, 256))))
 KINDS = {"bf16": ("bfloat16", "native"), "tf32": ("float32", "tf32"), "fp32": ("float32", "float32")}
 LIBRARY_FIRST = ("cublas_folded_bn", "cublas_bn", "gemm_stats_apply", "one_kernel")
 
@@ -28,9 +29,9 @@ def compile_unit(text):
         driver.remember(cache, text, 90, bytes(driver._program(text, 90).compile("cubin").code))
 
 
-def compile_all(precisions, chip):
+def compile_all(precisions, sizes, chip):
     texts = {}
-    for precision, (batch, (wide, out)), training in itertools.product(precisions, SIZES, (True, False)):
+    for precision, (batch, (wide, out)), training in itertools.product(precisions, sizes, (True, False)):
         dtype, arithmetic = KINDS[precision]
         problem = plan.Problem(batch, wide, out, *[dtype] * 4, arithmetic, None, training, False, True, chip)
         for strategy in LIBRARY_FIRST:
@@ -42,10 +43,11 @@ def compile_all(precisions, chip):
 
 @torch.no_grad()
 def main():
-    precisions = sys.argv[1:] or tuple(KINDS)
-    compile_all(precisions, runtime.chip(torch.device("cuda", 0)))
+    precisions = [name for name in sys.argv[1:] if name in KINDS] or tuple(KINDS)
+    sizes = FEW_FEATURES if "few" in sys.argv[1:] else SIZES
+    compile_all(precisions, sizes, runtime.chip(torch.device("cuda", 0)))
     timer, behind, count = Timer(), 0, 0
-    for precision, (batch, (wide, out)), training in itertools.product(precisions, SIZES, (True, False)):
+    for precision, (batch, (wide, out)), training in itertools.product(precisions, sizes, (True, False)):
         if training and batch == 1:
             continue
         dtype = DTYPES[precision]

@@ -101,6 +101,8 @@ def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, featur
     chip = plan.chip_for(90, blocks)
     options = {"scale_shape": (features,), "activation": "silu"}
     check(chip, "one_kernel", "bf16", batch, 72, features, finish="kWholePanels", **options)
+    if waits_in == "registers":  # where TF32 always waits
+        check(chip, "one_kernel", "tf32", batch, 72, features, finish="kWholePanels", **options)
 
     module = stir(Chain(72, features, **options))
     x = torch.randn(batch, 72).bfloat16().float()
@@ -123,7 +125,20 @@ def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(one_tile, fe
 
 
 def test_more_groups_than_a_block_merges_for_itself():
-    check(SMALL_HOPPER, "one_kernel", "fp16", 2200, 32, 40, finish="kPersistent", scale_shape=(40,), bias=False)
+    check(SMALL_HOPPER, "one_kernel", "fp16", 8290, 16, 40, finish="kPersistent", scale_shape=(40,), bias=False)
+
+
+@pytest.mark.parametrize(
+    ("one_tile", "batch"), [((64, 128), 60), ((128, 128), 120), ((256, 128), 240), ((128, 32), 60)], indirect=["one_tile"]
+)
+@pytest.mark.usefixtures("no_clusters")
+def test_nothing_is_left_of_a_constant_column_in_one_block(one_tile, batch):
+    """Its mean is exact where the tile is not full: every product is 10⁴, and 10⁴·batch a whole number."""
+    module = stir(Chain(64, 136, bias=False))
+    with torch.no_grad(), emulated(SMALL_HOPPER), poisoned_memory(), precision("tf32"):
+        module.gemm.weight.fill_(156.25)
+        y = run(module, torch.ones(batch, 64), "one_kernel", "kOneBlock")
+    assert torch.equal(y, module.bn.bias.expand(batch, 136))
 
 
 @pytest.mark.parametrize("name", ["fp16", "tf32"])
