@@ -129,7 +129,9 @@ def test_more_groups_than_a_block_merges_for_itself():
 
 
 @pytest.mark.parametrize(
-    ("one_tile", "batch"), [((64, 128), 60), ((128, 128), 120), ((256, 128), 240), ((128, 32), 60)], indirect=["one_tile"]
+    ("one_tile", "batch"),
+    [((64, 128), 60), ((128, 128), 120), ((256, 128), 240), ((128, 32), 60)],
+    indirect=["one_tile"],
 )
 @pytest.mark.usefixtures("no_clusters")
 def test_nothing_is_left_of_a_constant_column_in_one_block(one_tile, batch):
