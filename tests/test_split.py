@@ -309,26 +309,30 @@ def test_gradients_never_worse_than_float32(family: str) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_rows_whose_exponent_is_guessed_wrong(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows split inside the kernel take their exponent from the first 512 columns; a wrong one is noticed."""
-    batch, inner, features = 700, 1064, 264
-    x, weight = torch.randn(batch, inner), torch.randn(features, inner) / 32
-    x[500:520, :512] = 0.0
-    x[520:540, :512] *= 1e-5
-    x[540:560, 512:] *= 1e-5
-    x[560:580, 900] = 1e3
-    weight[200:220, :512] *= 1e-4
-    weight[220:240, :512] = 0.0
-    exact = x.double() @ weight.double().t()
+    """Rows split inside the kernel take their exponent from the first 1024 columns; a wrong one is noticed."""
+    batch, inner, features, first = 700, 1100, 264, 1024
+    x, weight, scale = torch.randn(batch, inner), torch.randn(features, inner) / 32, torch.ones(features)
+    x[500:520, :first] = 0.0
+    x[520:540, :first] *= 1e-5
+    x[540:560, first:] *= 1e-5
+    x[560:580, first + 30] = 1e3
+    weight[200:220, :first] *= 1e-4
+    weight[220:240, :first] = 0.0
+    if not training:  # where no squares are taken of what is as small
+        weight[240:250] *= 1e-38  # denormal numbers: 2^-exponent is no float
+        weight[250:260, :first] *= 1e-38
+        scale[240:250] = 1e38
+    exact = (x.double() @ weight.double().t()) * scale.double()
     running = exact.mean(0).float(), exact.var(0).float()
     want, eager = (
         linear_scale_batch_norm(
-            x.to(t), weight.to(t), None, None, *(r.to(t) for r in running), training=training, strategy="reference"
+            x.to(t), weight.to(t), None, scale.to(t), *(r.to(t) for r in running), training=training, strategy="reference"
         )
         for t in (torch.float64, torch.float32)
     )
     monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (tile.rows, tile.columns))
     plan.cached_plan.cache_clear()
     with emulated(SMALL_HOPPER), poisoned_memory():
-        got = linear_scale_batch_norm(x, weight, None, None, *running, training=training, strategy="one_kernel")
+        got = linear_scale_batch_norm(x, weight, None, scale, *running, training=training, strategy="one_kernel")
     plan.cached_plan.cache_clear()
     assert column_error(got, want) <= 1.02 * column_error(eager, want) + 2.0**-22

@@ -19,11 +19,16 @@ struct RowsAhead {
   template <int TM, int TN>
   __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
     const int panel_end = min((tile.n + 1) * TN, features), panel = panel_end - max(tile.n * TN, weight_rows);
-    const int rows = band_rows<TM>(raster), band = tile.m * TM / rows;
-    const int missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
     if (panel > 0) wait_until(&ready[tile.n], panel);
+    const bool waited = wait_for_band<TM>(raster, tile.m * TM / band_rows<TM>(raster));
+    if (panel > 0 || waited) fence_async_global();
+  }
+  // The same for a band of x; whether any of it was made here.
+  template <int TM>
+  __device__ __forceinline__ bool wait_for_band(const Raster& raster, int band) const {
+    const int rows = band_rows<TM>(raster), missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
     if (missing > 0) wait_until(&ready[raster.tiles_n + band], missing);
-    if (panel > 0 || missing > 0) fence_async_global();
+    return missing > 0;
   }
 
   template <int TM>

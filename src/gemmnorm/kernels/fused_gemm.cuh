@@ -60,7 +60,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = kWidth * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
   constexpr bool kSplitsToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
-  constexpr int kFeeder = kSplit && !kSplitsToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
+  constexpr int kFeeder = kSplit && !kSplitsToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 72 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
   using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = !kSplit && (Shape::kByFeatures || (sizeof(T) == 2 && TN >= 64));  // on the way out
@@ -189,6 +189,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       merge_panels<TN>(f, raster, counters, stored);
     } else if (warp >= 2) {
       if constexpr (kSplitsToo) ahead.template split<TM, TN>(shared.rings[warp - 2], raster, warp - 2);
+      if constexpr (kSplitsToo && FINISH == Finish::kEvaluate) ahead.template find_features<TM>(f, raster, warp - 2);
       if constexpr (sizeof(T) == 2) {
         if (makes_rows) ahead.template cast<TM, TN>(raster, warp - 2);
       }

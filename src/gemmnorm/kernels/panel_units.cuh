@@ -52,6 +52,10 @@ struct Features {
   __device__ __forceinline__ float slope(int j, float rstd_j) const {
     return value_or(bn_weight, j, 1.0f) * s(j) * rstd_j;
   }
+  // Of the product's column j, by the running statistics.
+  __device__ __forceinline__ float running_deviation(int j) const {
+    return s(j) == 0.0f ? 3e38f : sqrtf(to_float(running_var[j]) + eps) / fabsf(s(j));
+  }
   __device__ __forceinline__ float shift(int j) const { return value_or(bn_bias, j, 0.0f); }
   __device__ __forceinline__ int rows(int group) const {
     const int left = batch - group * group_rows;

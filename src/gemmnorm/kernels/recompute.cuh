@@ -1,26 +1,10 @@
 // Features whose split operands were not enough, once more in float32 arithmetic; nothing where there are none. In
-// training whoever merges a feature's statistics puts it on the list (Guard), in evaluation `find_features` does.
+// training whoever merges a feature's statistics puts it on the list (Guard), in evaluation who splits the weight does
+// (split_ahead.cuh).
 #pragma once
 #include "panel_units.cuh"
 
 namespace gemmnorm {
-
-// The features that the running deviation says are lost: a thread to a feature.
-template <class L, class R>
-__device__ __forceinline__ void find_features(const float* weight_largest /* [features] */,
-                                              const float* weight_total /* [features] */, u32* most /* [4] */,
-                                              int* flagged /* [features]: a list */,
-                                              const L* scale /* [features] or [1] or null */, int scale_stride,
-                                              float scale_value, const R* running_var /* [features] */, float eps,
-                                              int features) {
-  const int j = blockIdx.x * kThreads + threadIdx.x;
-  allow_next();
-  wait_for_previous();
-  if (j >= features) return;
-  const float s = scale_of(scale, scale_stride, scale_value, j), variance = to_float(running_var[j]) + eps;
-  const float deviation = s == 0.0f ? 3e38f : sqrtf(variance) / fabsf(s);
-  Guard{most, weight_largest, weight_total, flagged}.raises(j, deviation);
-}
 
 // A tile of their product: 128 rows of x by 64 features of the list, K in steps of 16, from float4 to float4.
 constexpr int kAgainRows = 128, kAgainColumns = 64, kAgainStep = 16;

@@ -259,7 +259,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         counters = COUNTERS + 2 * panels + panels + BANDS
     if problem.split:
         counters = (counters or COUNTERS + 2 * panels) + counters_to_recompute(problem)
-        steps = (split_rows(problem, True, x_rows, 0 if problem.prepared else weight_rows), launch, *recompute(problem))
+        steps = (split_rows(problem, True, x_rows, 0 if problem.prepared else weight_rows), launch, recompute(problem))
         workspace += split_operands(problem)
         workspace.append(Buffer("flagged", "int32", (features,)))
         workspace += [Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total")]

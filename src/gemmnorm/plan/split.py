@@ -8,7 +8,7 @@ from . import gradient
 from .cost import split_seconds
 from .library import ROWS, VECTORS
 from .problem import CHIPS, Problem, c_types
-from .steps import NOTHING, THREADS, Buffer, Extent, Launch, Map, Plan
+from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan
 
 ROW_BYTES = 128  # of K in one pipeline stage
 ALL_ROWS = 2**30  # of x, whatever the batch
@@ -67,21 +67,10 @@ def counters_to_recompute(problem: Problem) -> int:
     return -(-problem.out_features // 64) + 4
 
 
-def recompute(problem: Problem) -> tuple[Launch, ...]:
-    """What makes up for too small an exponent: features that are flagged, once more in float32 arithmetic.
-
-    In training the product has put them on the list; in evaluation a launch of its own does.
-    """
+def recompute(problem: Problem) -> Launch:
+    """What makes up for too small an exponent: the features that the product has listed, once more in float32 arithmetic."""
     chip, types = problem.chip or CHIPS[90], c_types(problem)
-    find = Launch(
-        "fused_gemm_scale_bn_find",
-        "recompute.cuh",
-        "find_features",
-        (types["L"], types["R"]),
-        ("weight_largest", "weight_total", "most", "flagged", *VECTORS[1:], "running_var", "eps", "features"),
-        Extent(-(-problem.out_features // THREADS)),
-    )
-    again = Launch(
+    return Launch(
         "fused_gemm_scale_bn_recompute",
         "recompute.cuh",
         "recompute_features",
@@ -92,7 +81,6 @@ def recompute(problem: Problem) -> tuple[Launch, ...]:
         Extent(2 * chip.multiprocessors),
         numbers=(("keep_product", int(problem.save)),),
     )  # fmt: skip
-    return (again,) if problem.training else (find, again)
 
 
 def backward(problem: Problem, strategy: str) -> Plan:
