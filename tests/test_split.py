@@ -336,3 +336,20 @@ def test_rows_whose_exponent_is_guessed_wrong(training: bool, monkeypatch: pytes
         got = linear_scale_batch_norm(x, weight, None, scale, *running, training=training, strategy="one_kernel")
     plan.cached_plan.cache_clear()
     assert column_error(got, want) <= 1.02 * column_error(eager, want) + 2.0**-22
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_rows_that_are_counted_together_are_split_in_time(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 64 tiles of rows: two share a counter, so that a tile waits for rows of the next one too."""
+    batch, features = 128 * 66 + 5, 136
+    x, weight = torch.randn(batch, 64), torch.randn(features, 64)
+    running = torch.zeros(features), torch.full((features,), 64.0)
+    monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (tile.rows, tile.columns))
+    plan.cached_plan.cache_clear()
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        got = linear_scale_batch_norm(x, weight, None, None, *running, training=training, strategy="one_kernel")
+    plan.cached_plan.cache_clear()
+    want = linear_scale_batch_norm(
+        x.double(), weight.double(), None, None, *(r.double() for r in running), training=training, strategy="reference"
+    )
+    assert column_error(got, want) < 2e-6

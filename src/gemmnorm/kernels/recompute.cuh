@@ -142,19 +142,18 @@ __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_
   __shared__ AgainShared shared;
   __shared__ float sums[kThreads / 32];
   __shared__ int list[kAgainColumns];
-  __shared__ u32 found, arrived;
+  __shared__ u32 arrived;
   const Features<L, R> f = {bias,    scale,   scale_stride, scale_value,     running_mean, running_var,
                             bn_weight, bn_bias, batches_tracked, momentum,   eps,          group_mean,
                             nullptr, mean,    rstd,         nullptr,         nullptr,      {},
                             batch,   features, (batch + kGroupRows - 1) / kGroupRows, kGroupRows};
   allow_next();
   wait_for_previous();
-  if (threadIdx.x == 0) {
-    found = most[kFlagged];
-    __threadfence();
-    if (atomicAdd(&most[kReaders], 1u) == gridDim.x - 1) most[0] = most[1] = most[kReaders] = most[kFlagged] = 0;
-  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) most[0] = most[1] = 0;  // nobody reads them here
+  const u32 found = most[kFlagged];
+  if (found == 0) return;
   __syncthreads();
+  if (threadIdx.x == 0 && atomicAdd(&most[kReaders], 1u) == gridDim.x - 1) most[kReaders] = most[kFlagged] = 0;
   const int count = static_cast<int>(found), row_tiles = (batch + kAgainRows - 1) / kAgainRows;
   const int chunks = (count + kAgainColumns - 1) / kAgainColumns;
   u32* const done = most - (features + kAgainColumns - 1) / kAgainColumns;

@@ -152,11 +152,14 @@ def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, i
         m_tiles = m_tiles if "x" in problem.cast else rows
         n_tiles = n_tiles + (panels - n_tiles) * tenths // 10 if "weight" in problem.cast else panels
     elif m_tiles < rows:
-        of_x, of_weight = (1, 3) if problem.in_features >= 4096 else (5, 5)
+        of_x, of_weight = (1, 3) if problem.in_features >= 4096 else (0, 0)
         m_tiles += (rows - m_tiles) * of_x // 10
         n_tiles += -(-(panels - n_tiles) * of_weight // 10)
-    else:  # only the weight is left, and in training those warps normalise tiles as well: often, where K is short
-        tenths = (2 if problem.in_features >= 4096 else 10) if problem.training else 1 if rows <= 8 else 0
+    else:  # only the weight is left: the fewer tiles a panel has, the less time there is for its rows
+        tenths = 0 if rows * tile.rows >= 1024 else 10 - rows * tile.rows // 128
+        # In training those warps normalise tiles as well: often, where K is short.
+        if problem.in_features < (4096 if problem.training else 2048 if rows * tile.rows < 2048 else 1024):
+            tenths = 10
         n_tiles += -(-(panels - n_tiles) * tenths // 10)
     return (
         ALL_ROWS if m_tiles == rows else m_tiles * tile.rows,
