@@ -124,6 +124,18 @@ def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(one_tile, fe
     check(plan.chip_for(90, 66), "one_kernel", "bf16", 8290, 16, features, finish="kWholePanels")
 
 
+@pytest.mark.parametrize(("batch", "features"), [(180, 264), (300, 1000), (500, 72)])
+@pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
+def test_few_tiles_of_a_panel_are_a_cluster(name, batch, features):
+    """They run at the same time as it is, and the launch need not be cooperative."""
+    arithmetic = {"bf16": "native", "tf32": "tf32", "fp32": "float32"}[name]
+    dtypes, chip = ["bfloat16" if name == "bf16" else "float32"] * 4, plan.chip_for(90)
+    found = plan.make_plan(plan.Problem(batch, 136, features, *dtypes, arithmetic, chip=chip), "one_kernel")
+    (launch,) = (launch for launch in found.launches if launch.function == "fused_gemm")
+    assert launch.cluster == -(-batch // launch.grid.rows) > 1 and not launch.cooperative
+    check(chip, "one_kernel", name, batch, 136, features, finish="kWholePanels")
+
+
 def test_more_groups_than_a_block_merges_for_itself():
     check(SMALL_HOPPER, "one_kernel", "fp16", 8290, 16, 40, finish="kPersistent", scale_shape=(40,), bias=False)
 

@@ -169,6 +169,10 @@ def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_pat
         assert re.search(
             r"multiprocessors\(\)\), 384,\s+\d+ /\* shared \*/, 1 /\* cluster \*/,\s+true /\* cooperative \*/", launch
         )
+        if ending == "_one_wave":  # up to four tiles of a panel are a cluster, and wait for nobody else
+            launch = host_function(source, f"forward_training{ending}{save}")
+            assert "tiles_of_128 <= 4 ? tiles_of_128 : 1 /* cluster */" in launch
+            assert "tiles_of_128 > 4 /* cooperative */" in launch
     if ending is None:
         assert kernels == ["kPersistent", "kEvaluate"]
         return

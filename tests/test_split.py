@@ -324,10 +324,9 @@ def test_rows_whose_exponent_is_guessed_wrong(training: bool, monkeypatch: pytes
         scale[240:250] = 1e38
     exact = (x.double() @ weight.double().t()) * scale.double()
     running = exact.mean(0).float(), exact.var(0).float()
+    options = {"training": training, "strategy": "reference"}
     want, eager = (
-        linear_scale_batch_norm(
-            x.to(t), weight.to(t), None, scale.to(t), *(r.to(t) for r in running), training=training, strategy="reference"
-        )
+        linear_scale_batch_norm(x.to(t), weight.to(t), None, scale.to(t), *(r.to(t) for r in running), **options)
         for t in (torch.float64, torch.float32)
     )
     monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (tile.rows, tile.columns))

@@ -1031,11 +1031,16 @@ struct RowsAhead {
   template <int TM, int TN>
   __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
     const int panel_end = min((tile.n + 1) * TN, features), panel = panel_end - max(tile.n * TN, weight_rows);
-    const int rows = band_rows<TM>(raster), band = tile.m * TM / rows;
-    const int missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
     if (panel > 0) wait_until(&ready[tile.n], panel);
+    const bool waited = wait_for_band<TM>(raster, tile.m * TM / band_rows<TM>(raster));
+    if (panel > 0 || waited) fence_async_global();
+  }
+  // The same for a band of x; whether any of it was made here.
+  template <int TM>
+  __device__ __forceinline__ bool wait_for_band(const Raster& raster, int band) const {
+    const int rows = band_rows<TM>(raster), missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
     if (missing > 0) wait_until(&ready[raster.tiles_n + band], missing);
-    if (panel > 0 || missing > 0) fence_async_global();
+    return missing > 0;
   }
 
   template <int TM>
@@ -1102,8 +1107,8 @@ struct SplitAhead : RowsAhead {
   float *weight_largest, *weight_total;
   u32* most;
   const u64* weight_checksums;       // null, or the weight is split already: what its rows were then
-  // A lane's words of a piece, four elements each; how many of them it splits at once.
-  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 2;
+  // A lane's words of a piece, four elements each; how many of them it has in flight.
+  static constexpr int kWords = kPieceColumns / 128, kAtOnce = 4;
 
   // The first row of the weight that is left, to be split or to be compared.
   __device__ __forceinline__ int first_of_weight() const { return weight_checksums ? 0 : weight_rows; }
@@ -1114,20 +1119,28 @@ struct SplitAhead : RowsAhead {
                          : weight + static_cast<i64>(first_of_weight() + n - left_of_x) * in_features;
   }
 
-  // Where the next piece to ask for lies: which of the rows that are left, and the piece's first column.
+  // A row of an operand, split.
+  __device__ __forceinline__ half* row_of(bool of_x, int row) const {
+    return (of_x ? split_x : split_weight) + static_cast<i64>(row) * ((in_features + kSplitColumns - 1) / kSplitColumns) * 2 * kSplitColumns;
+  }
+
+  // Where the next piece to ask for lies: which of the rows that are left, that row, and the piece's first column.
   struct Cursor {
-    int row, first;
+    int row;
+    const float* source;
+    int first;
   };
   // Asks the copy engine for a piece, as one thread, and goes on to the next.
   __device__ __forceinline__ void request(PieceRing& ring, int slot, Cursor& c, int left, int stride) const {
     if (c.row >= left) return;
     const u32 bytes = min(kPieceColumns, in_features - c.first) * 4;
     barrier_expect(&ring.arrived[slot], bytes);
-    copy_bytes_to_shared(ring.pieces[slot], row_left(c.row) + c.first, bytes, &ring.arrived[slot]);
+    copy_bytes_to_shared(ring.pieces[slot], c.source + c.first, bytes, &ring.arrived[slot]);
     c.first += kPieceColumns;
     if (c.first < in_features) return;
     c.first = 0;
     c.row += stride;
+    c.source = row_left(c.row);
   }
 
   template <int WORDS>
@@ -1144,21 +1157,17 @@ struct SplitAhead : RowsAhead {
     for (int bit = 1; bit < 32; bit *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
     return bits;
   }
-  __device__ __forceinline__ static void store_scaled(half* row, int column, const Vec<float, 4>& v, PowerOfTwo scale) {
-    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
-    store_split(row, column, scaled);
-  }
-
   // The lane's words of a piece from the begin-th on, zeros beyond the row's end. Nothing waits for a condition.
   template <int WORDS>
-  __device__ __forceinline__ void read_words(const float* piece, int first, int begin, Vec<float, 4> (&v)[WORDS]) const {
+  __device__ __forceinline__ static void read_words(const float* piece, int left /* columns of the row */, int begin,
+                                                    Vec<float, 4> (&v)[WORDS]) {
     const int column = begin * 128 + threadIdx.x % 32 * 4;
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) v[i] = load<float, 4>(piece + column + i * 128);
-    if (first + kPieceColumns > in_features) {
+    if (left < kPieceColumns) {
 #pragma unroll
       for (int i = 0; i < WORDS; ++i)
-        if (first + column + i * 128 >= in_features) v[i] = {};
+        if (column + i * 128 >= left) v[i] = {};
     }
   }
 
@@ -1167,7 +1176,7 @@ struct SplitAhead : RowsAhead {
   __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int worker) const {
     const int stride = kWorkers * gridDim.x, first_row = static_cast<int>(kWorkers * blockIdx.x) + worker;
     const int left_of_x = batch - x_rows, left = left_of_x + features - first_of_weight();
-    Pieces pieces = {*this, ring, {first_row, 0}, left, stride};
+    Pieces pieces = {*this, ring, {first_row, row_left(first_row), 0}, left, stride};
     pieces.begin();
 #pragma unroll 1
     for (int n = first_row; n < left; n += stride) {
@@ -1180,6 +1189,19 @@ struct SplitAhead : RowsAhead {
       split_row(pieces, n, row, of_x);
       done<TM, TN>(raster, of_x, row);
     }
+  }
+
+  // In evaluation: puts the features that the running deviation says are lost on the list, as a warp: of the rows of the weight
+  // those that it has split or compared, and its share of those that were split before.
+  template <int TM, class Features>
+  __device__ __forceinline__ void find_features(const Features& f, const Raster& raster, int worker) const {
+    const int lane = threadIdx.x % 32, stride = kWorkers * gridDim.x, warp = kWorkers * blockIdx.x + worker;
+    for (int band = lane; band < kBands && band * band_rows<TM>(raster) < batch; band += 32) wait_for_band<TM>(raster, band);
+    __syncwarp();  // `most` is known, and what lane 0 has written of the warp's rows
+    for (int j = warp * 32 + lane; j < first_of_weight(); j += stride * 32) f.guard.raises(j, f.running_deviation(j));
+    const int before = first_of_weight() - (batch - x_rows);  // from where the warp's rows are counted to features
+    for (int j = before + warp + lane * stride; j < features; j += stride * 32)
+      if (j >= first_of_weight()) f.guard.raises(j, f.running_deviation(j));
   }
 
   // The pieces of the warp's rows, one after the other.
@@ -1219,7 +1241,7 @@ struct SplitAhead : RowsAhead {
 #pragma unroll 1
       for (int begin = 0; begin < kWords; begin += kWords / 2) {
         Vec<float, 4> v[kWords / 2];
-        read_words(piece, first, begin, v);
+        read_words(piece, in_features - first, begin, v);
 #pragma unroll
         for (int i = 0; i < kWords / 2; ++i) code += checksum(first + ((begin + i) * 32 + lane) * 4, v[i]);
       }
@@ -1230,15 +1252,39 @@ struct SplitAhead : RowsAhead {
     if (lane == 0 && code != weight_checksums[row]) weight_largest[row] = __uint_as_float(0x7F800000u);
   }
 
-  // A row is read once: its exponent is that of the first piece, and a row that does not fit, up to 65504, or begins with
-  // zeros and is small, is split once more.
+  // What is known of a row once all of it has been read.
+  struct Sizes {
+    u32 largest;  // bits
+    float total;
+  };
+  // The lane's words of a piece of which `left` columns belong to the row, and `padded` are written; WHOLE: all of them.
+  template <bool WHOLE>
+  __device__ __forceinline__ static void split_piece(const float* piece, half* target /* the lane's first */, int left,
+                                                     int padded, float scale, Sizes& sizes) {
+    constexpr int kTogether = WHOLE ? kAtOnce : 1;
+#pragma unroll 1
+    for (int begin = 0; begin < kWords; begin += kTogether) {
+      Vec<float, 4> v[kTogether];
+      read_words(piece, WHOLE ? kPieceColumns : left, begin, v);
+      sizes.largest = max(sizes.largest, largest_of(v));
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        sizes.total += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
+        const float scaled[4] = {v[i].at[0] * scale, v[i].at[1] * scale, v[i].at[2] * scale, v[i].at[3] * scale};
+        if (WHOLE || (begin + i) * 128 + threadIdx.x % 32 * 4 < padded) store_split(target + (begin + i) * 256, 0, scaled);
+      }
+    }
+  }
+
+  // A row is read once: its exponent is that of its first piece, and a row that does not fit, up to 65504, or begins with
+  // zeros and is small, or whose exponent takes two factors, is split once more.
   __device__ __forceinline__ void split_row(Pieces& pieces, int n, int row, bool of_x) const {
+    constexpr int kLeastOfOneFactor = -127;
     const int lane = threadIdx.x % 32, padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-    half* target = (of_x ? split_x : split_weight) + static_cast<i64>(row) * 2 * padded;
-    u32 bits = 0;
-    float sum = 0.0f;
+    half* at = row_of(of_x, row) + lane / 16 * 2 * kSplitColumns + lane % 16 * 4;
+    Sizes sizes = {};
     int exponent = 0;
-    PowerOfTwo scale = {};
+    float scale = 0.0f;
 #pragma unroll 1
     for (int first = 0; first < in_features; first += kPieceColumns) {
       const float* piece = pieces.wait();
@@ -1247,46 +1293,42 @@ struct SplitAhead : RowsAhead {
 #pragma unroll 1
         for (int begin = 0; begin < kWords; begin += kAtOnce) {
           Vec<float, 4> v[kAtOnce];
-          read_words(piece, first, begin, v);
+          read_words(piece, in_features, begin, v);
           begun = max(begun, largest_of(v));
         }
-        exponent = row_exponent(warp_max(begun));
-        scale = power_of_two(-exponent);
+        exponent = max(row_exponent(warp_max(begun)), kLeastOfOneFactor);
+        scale = __uint_as_float(static_cast<u32>(127 - exponent) << 23);
       }
-#pragma unroll 1
-      for (int begin = 0; begin < kWords; begin += kAtOnce) {
-        Vec<float, 4> v[kAtOnce];
-        read_words(piece, first, begin, v);
-        bits = max(bits, largest_of(v));
-        const int column = first + begin * 128 + lane * 4;
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
-          if (column + i * 128 < padded) store_scaled(target, column + i * 128, v[i], scale);
-        }
-      }
+      const int left = in_features - first;
+      if (left >= kPieceColumns) split_piece<true>(piece, at, left, left, scale, sizes);
+      else split_piece<false>(piece, at, left, padded - first, scale, sizes);
+      at += 2 * kPieceColumns;
       pieces.release();
     }
-    bits = warp_max(bits);
+    sizes.largest = warp_max(sizes.largest);
 #pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-    const int wanted = row_exponent(bits);
-    if (wanted < exponent || !(times(__uint_as_float(bits), scale) <= 65504.0f)) {
+    for (int bit = 1; bit < 32; bit *= 2) sizes.total += __shfl_xor_sync(~0u, sizes.total, bit);
+    const int wanted = row_exponent(sizes.largest);
+    if (wanted < exponent || !(__uint_as_float(sizes.largest) * scale <= 65504.0f)) {
       exponent = wanted;
-      scale = power_of_two(-exponent);
-      const float* source = row_left(n);
+      const PowerOfTwo factors = power_of_two(-exponent);
+      const float* source = row_left(computed_anew(n));
+      half* target = row_of(of_x, computed_anew(row));
 #pragma unroll 1
-      for (int c = lane * 4; c < padded; c += 128)
-        store_scaled(target, c, c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{}, scale);
+      for (int c = lane * 4; c < padded; c += 128) {
+        const Vec<float, 4> v = c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{};
+        const float scaled[4] = {times(v.at[0], factors), times(v.at[1], factors), times(v.at[2], factors), times(v.at[3], factors)};
+        store_split(target, c, scaled);
+      }
     }
     if (lane == 0) {
       (of_x ? x_exponents : weight_exponents)[row] = exponent;
       if (!of_x) {
-        weight_largest[row] = __uint_as_float(bits);
-        weight_total[row] = sum;
+        weight_largest[row] = __uint_as_float(sizes.largest);
+        weight_total[row] = sizes.total;
       } else {
-        atomicMax(&most[0], bits);
-        atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
+        atomicMax(&most[0], sizes.largest);
+        atomicMax(&most[1], __float_as_uint(sizes.total) & 0x7FFFFFFFu);
       }
     }
   }
@@ -1680,6 +1722,10 @@ struct Features {
   // y = phi(slope*(a - mean) + shift)
   __device__ __forceinline__ float slope(int j, float rstd_j) const {
     return value_or(bn_weight, j, 1.0f) * s(j) * rstd_j;
+  }
+  // Of the product's column j, by the running statistics.
+  __device__ __forceinline__ float running_deviation(int j) const {
+    return s(j) == 0.0f ? 3e38f : sqrtf(to_float(running_var[j]) + eps) / fabsf(s(j));
   }
   __device__ __forceinline__ float shift(int j) const { return value_or(bn_bias, j, 0.0f); }
   __device__ __forceinline__ int rows(int group) const {
@@ -2552,7 +2598,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   constexpr bool kSplit = kPlanes == 2, kMoveRegisters = kWidth * kPlanes == 256;
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
   constexpr bool kSplitsToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
-  constexpr int kFeeder = kSplit && !kSplitsToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 64 : Operand<OP>::kFeeder;
+  constexpr int kFeeder = kSplit && !kSplitsToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 72 : Operand<OP>::kFeeder;
   constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
   using Element = typename Operand<OP>::Element;
   constexpr bool kStaged = !kSplit && (Shape::kByFeatures || (sizeof(T) == 2 && TN >= 64));  // on the way out
@@ -2681,6 +2727,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       merge_panels<TN>(f, raster, counters, stored);
     } else if (warp >= 2) {
       if constexpr (kSplitsToo) ahead.template split<TM, TN>(shared.rings[warp - 2], raster, warp - 2);
+      if constexpr (kSplitsToo && FINISH == Finish::kEvaluate) ahead.template find_features<TM>(f, raster, warp - 2);
       if constexpr (sizeof(T) == 2) {
         if (makes_rows) ahead.template cast<TM, TN>(raster, warp - 2);
       }
@@ -2892,26 +2939,10 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 
 }  // namespace gemmnorm
 // Features whose split operands were not enough, once more in float32 arithmetic; nothing where there are none. In
-// training whoever merges a feature's statistics puts it on the list (Guard), in evaluation `find_features` does.
+// training whoever merges a feature's statistics puts it on the list (Guard), in evaluation who splits the weight does
+// (split_ahead.cuh).
 
 namespace gemmnorm {
-
-// The features that the running deviation says are lost: a thread to a feature.
-template <class L, class R>
-__device__ __forceinline__ void find_features(const float* weight_largest /* [features] */,
-                                              const float* weight_total /* [features] */, u32* most /* [4] */,
-                                              int* flagged /* [features]: a list */,
-                                              const L* scale /* [features] or [1] or null */, int scale_stride,
-                                              float scale_value, const R* running_var /* [features] */, float eps,
-                                              int features) {
-  const int j = blockIdx.x * kThreads + threadIdx.x;
-  allow_next();
-  wait_for_previous();
-  if (j >= features) return;
-  const float s = scale_of(scale, scale_stride, scale_value, j), variance = to_float(running_var[j]) + eps;
-  const float deviation = s == 0.0f ? 3e38f : sqrtf(variance) / fabsf(s);
-  Guard{most, weight_largest, weight_total, flagged}.raises(j, deviation);
-}
 
 // A tile of their product: 128 rows of x by 64 features of the list, K in steps of 16, from float4 to float4.
 constexpr int kAgainRows = 128, kAgainColumns = 64, kAgainStep = 16;
@@ -3049,19 +3080,18 @@ __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_
   __shared__ AgainShared shared;
   __shared__ float sums[kThreads / 32];
   __shared__ int list[kAgainColumns];
-  __shared__ u32 found, arrived;
+  __shared__ u32 arrived;
   const Features<L, R> f = {bias,    scale,   scale_stride, scale_value,     running_mean, running_var,
                             bn_weight, bn_bias, batches_tracked, momentum,   eps,          group_mean,
                             nullptr, mean,    rstd,         nullptr,         nullptr,      {},
                             batch,   features, (batch + kGroupRows - 1) / kGroupRows, kGroupRows};
   allow_next();
   wait_for_previous();
-  if (threadIdx.x == 0) {
-    found = most[kFlagged];
-    __threadfence();
-    if (atomicAdd(&most[kReaders], 1u) == gridDim.x - 1) most[0] = most[1] = most[kReaders] = most[kFlagged] = 0;
-  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) most[0] = most[1] = 0;  // nobody reads them here
+  const u32 found = most[kFlagged];
+  if (found == 0) return;
   __syncthreads();
+  if (threadIdx.x == 0 && atomicAdd(&most[kReaders], 1u) == gridDim.x - 1) most[kReaders] = most[kFlagged] = 0;
   const int count = static_cast<int>(found), row_tiles = (batch + kAgainRows - 1) / kAgainRows;
   const int chunks = (count + kAgainColumns - 1) / kAgainColumns;
   u32* const done = most - (features + kAgainColumns - 1) / kAgainColumns;
@@ -4151,21 +4181,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
       stream_x, keep_product, batch, in_features, features);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_find(
-    float* weight_largest /* [features] */,
-    float* weight_total /* [features] */,
-    unsigned int* most /* [4], after a number for each 64 features: zero, and left zero */,
-    int* flagged /* [features]: a list */,
-    const float* scale /* [features] or [1] or null */,
-    int scale_stride /* 1 for a vector, 0 for one number */,
-    float scale_value /* the scale where it is a plain number */,
-    float* running_var /* [features] or null */,
-    float eps,
-    int features) {
-  gemmnorm::find_features<float, float>(
-      weight_largest, weight_total, most, flagged, scale, scale_stride, scale_value, running_var, eps, features);
-}
-
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompute_evaluation(
     const float* x /* [batch, in_features] */,
     const float* weight /* [features, in_features] */,
@@ -4628,9 +4643,9 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 8192] */,
   const int scale_stride = scale && scale->numel() == 8192 ? 1 : 0;
   const torch::Tensor counters = take_counters(x, stream, 390);
 
-  launch(fused_gemm_split_operands, batch + 3328, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
+  launch(fused_gemm_split_operands, batch + 2048, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
          split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 386, 3328 /* weight_rows */, 8192);
+         pointer<unsigned int>(counters) + 386, 2048 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
                 231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, 128, 64),
@@ -4643,7 +4658,7 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 8192] */,
                 momentum, eps, group_mean, group_m2, mean, rstd, merged_slope, merged_shift,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 386,
-                flagged, 1073741824 /* x_rows */, 3328 /* weight_rows */, 8 /* group_panels */,
+                flagged, 1073741824 /* x_rows */, 2048 /* weight_rows */, 8 /* group_panels */,
                 0 /* in_registers */, 0 /* stream_x */, 0 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 386, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
@@ -4687,9 +4702,9 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 8192] */,
   const int scale_stride = scale && scale->numel() == 8192 ? 1 : 0;
   const torch::Tensor counters = take_counters(x, stream, 390);
 
-  launch(fused_gemm_split_operands, batch + 3328, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
+  launch(fused_gemm_split_operands, batch + 2048, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
          split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 386, 3328 /* weight_rows */, 8192);
+         pointer<unsigned int>(counters) + 386, 2048 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
                 231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, 128, 64),
@@ -4703,7 +4718,7 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 8192] */,
                 merged_slope, merged_shift, pointer<unsigned int>(counters), pointer<float>(x),
                 pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest,
                 weight_total, pointer<unsigned int>(counters) + 386, flagged, 1073741824 /* x_rows */,
-                3328 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */, 0 /* stream_x */,
+                2048 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */, 0 /* stream_x */,
                 1 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 386, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
@@ -4754,9 +4769,9 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 8192] */,
   const int scale_stride = scale && scale->numel() == 8192 ? 1 : 0;
   const torch::Tensor counters = take_counters(x, stream, 390);
 
-  launch(fused_gemm_split_operands, batch + 2688, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
+  launch(fused_gemm_split_operands, batch + 2048, 256, stream, pointer<float>(x), pointer<float>(weight), split_x,
          split_weight, x_exponents, weight_exponents, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 386, 2688 /* weight_rows */, 8192);
+         pointer<unsigned int>(counters) + 386, 2048 /* weight_rows */, 8192);
   launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
                 231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream,
                 tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 16384, std::min<int64_t>(128, (batch + 7) / 8 * 8), 64),
@@ -4770,11 +4785,8 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 8192] */,
                 nullptr /* rstd */, nullptr /* merged_slope */, nullptr /* merged_shift */,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 386,
-                flagged, 1073741824 /* x_rows */, 2688 /* weight_rows */, 8 /* group_panels */,
+                flagged, 1073741824 /* x_rows */, 2048 /* weight_rows */, 8 /* group_panels */,
                 0 /* in_registers */, 0 /* stream_x */, 0 /* keep_product */, batch, 8192, 8192);
-  launch(fused_gemm_scale_bn_find, 32, 256, stream, weight_largest, weight_total,
-         pointer<unsigned int>(counters) + 386, flagged, pointer<float>(scale), scale_stride, scale_value,
-         pointer<float>(running_var), eps, 8192);
   launch(fused_gemm_scale_bn_recompute_evaluation, 264, 256, stream, pointer<float>(x), pointer<float>(weight),
          flagged, pointer<unsigned int>(counters) + 386, pointer<float>(product), pointer<float>(y),
          pointer<float>(bias), pointer<float>(scale), scale_stride, scale_value, pointer<float>(running_mean),

@@ -8,6 +8,7 @@ from . import cast, library
 from .cost import gemm_seconds, split_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
+from .small import clusters_at_once
 from .split import ALL_ROWS, PREPARED, ROW_BYTES, counters_to_recompute, recompute, split_operands, split_rows
 from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan, Step
 
@@ -24,6 +25,7 @@ MOST_ROWS_IN_REGISTERS = (
 SPLIT_FLOPS = 2e8  # of one product; below, the launches around split operands cost more than they save
 LARGE_X = 1e8  # bytes from where reading x again costs more than stored tiles that leave the L2
 LONG_TILE = 3072  # stages × width from where other warps can normalise a tile during the next one's main loop
+MOST_TOGETHER = 4  # tiles of a panel; of larger clusters fewer run at once than there are multiprocessors for
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
 _SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
@@ -92,18 +94,26 @@ def better_served(problem: Problem) -> tuple[str, str] | None:
     """A strategy that is faster than `one_kernel` where that could serve, and why: `lab/grid.py` on an H200."""
     tile, chip = choose_tile(problem), problem.chip or CHIPS[90]
     rows, panels = tile.counts(problem)
+    batch, features, k = problem.batch, problem.out_features, problem.in_features
+    splits_k = "cublas_folded_bn", "few or small tiles with a long K leave multiprocessors idle; the library splits K"
     if problem.split:
-        if problem.flops < SPLIT_FLOPS or problem.batch <= GROUP_ROWS:
+        side = batch * features / (batch + features)  # operations for an element that is split
+        if problem.flops < SPLIT_FLOPS or batch <= GROUP_ROWS or side < (256 if k <= 256 else 100):
             return "cublas_folded_bn", "so small a product is done before its operands could be split"
-        if rows * panels <= chip.multiprocessors / 4 and problem.in_features >= 4096:
-            return "cublas_folded_bn", "few tiles with a long K leave most multiprocessors idle; the library splits K"
-        return None
-    many = problem.batch > MOST_ROWS_IN_REGISTERS
-    idle = rows * panels <= chip.multiprocessors / 2 and problem.in_features >= 2048
-    narrow = tile.columns * tile.size <= 128 and problem.in_features >= 32 * tile.columns * tile.size and not many
-    if idle or narrow:
-        return "cublas_folded_bn", "few tiles with a long K leave most multiprocessors idle; the library splits K"
-    if problem.training and many and tile.width <= 64 and not tile.waits:
+        few = rows * panels <= chip.multiprocessors / (4 if k >= 4096 else 8)
+        return splits_k if few and k >= 2048 else None
+    wide, many = tile.columns == WIDE, batch > MOST_ROWS_IN_REGISTERS
+    idle = rows * panels < 64 or (tile.columns == 32 and rows * panels <= chip.multiprocessors / 2)
+    alone = problem.training and rows == 1 and batch > GROUP_ROWS  # kOneBlock
+    small = tile.columns == 32 and not (many or alone)
+    long, longer = (2048, 2048) if problem.training else (2048, 3072) if tile.size == 4 else (3072, 6144)
+    if (idle and k >= long) or (small and k >= longer) or (wide and 2 * features <= WIDE and k >= 2048):
+        return splits_k
+    waits_long = tile.width <= 64 and batch > 2048
+    if not tile.waits and many:
+        waits_long |= tile.width <= 128 and rows * panels <= chip.multiprocessors
+        waits_long |= k <= 256 and batch > 8192
+    if problem.training and waits_long:
         return "gemm_stats_apply", "small tiles of so many rows would wait long for each other's statistics"
     return None
 
@@ -182,10 +192,14 @@ def forward(problem: Problem, strategy: str) -> Plan:
         finish = "kOneBlock" if rows == 1 else "kWholePanels" if at_once else "kPersistent"
     half, short = problem.dtype != "float32", problem.in_features * tile.width < LONG_TILE * tile.k
     grid = Extent(panels, tile.rows, chip.multiprocessors)
-    group_panels = _group_panels(problem, tile)
+    cluster, group_panels = 1, _group_panels(problem, tile)
     if finish == "kWholePanels":
         grid = Extent(at_once, tile.rows, chip.multiprocessors)
         group_panels = max(n for n in range(1, group_panels + 1) if at_once % n == 0)
+    # One tile for every block, few to a panel: those are a cluster, so that they run at the same time as it is.
+    together = finish == "kWholePanels" and rows <= MOST_TOGETHER and at_once == panels
+    if together and panels <= clusters_at_once(chip.multiprocessors, rows):
+        cluster, group_panels = rows, 1
     x_rows, weight_rows = _rows_ahead(problem, tile, group_panels)
     if problem.prepared:
         weight_rows = problem.out_features
@@ -221,7 +235,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
         block=384,
         resident=1,
         shared=shared,
-        cooperative=left or finish in ("kWholePanels", "kPersistent"),
+        cluster=cluster,
+        cooperative=left or finish == "kPersistent" or (finish == "kWholePanels" and cluster == 1),
         maps=(
             Map("map_x", operands[0], tile.rows, tile.k, fits=not problem.training),
             Map("map_weight", operands[1], tile.columns, tile.k),

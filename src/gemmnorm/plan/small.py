@@ -50,30 +50,44 @@ VERY_FEW = 4  # rows that the library multiplies by vectors, about: faster from 
 SHAPES = (Shape(64, 8, 4, least=64), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32, 1, 8, most=16))
 
 
+def clusters_at_once(multiprocessors: int, blocks: int) -> int:
+    """Clusters of so many blocks that run at once, one block to a multiprocessor; pairs are neighbours."""
+    return multiprocessors // blocks if blocks <= 2 else multiprocessors // NEIGHBOURS * (NEIGHBOURS // blocks)
+
+
 def shape(problem: Problem) -> Shape | None:
     """The first of `SHAPES` that gives every block a stage of K and lets all clusters run at once, or None."""
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     if problem.prepared or problem.batch > TILE_ROWS:
         return None
-    if problem.batch == 1 and problem.dtype == "float32" and problem.in_features >= (1024 if problem.split else 4096):
+    if problem.batch == 1 and problem.dtype == "float32" and problem.in_features >= (1024 if problem.split else 2048):
         return None  # a vector: the library multiplies those without tensor cores
     steps = -(-problem.in_features * DTYPE_BYTES[problem.dtype] // ROW_BYTES)
     for found in SHAPES:
         if problem.split and found.columns > SPLIT_COLUMNS:
             continue
         panels = -(-problem.out_features // found.columns)
-        groups = blocks // found.blocks  # pairs are neighbours
-        if found.blocks > 2:
-            groups = blocks // NEIGHBOURS * (NEIGHBOURS // found.blocks)
-        if max(found.blocks, found.least) <= steps <= found.most and panels <= found.resident * groups:
-            return None if problem.split and _library_is_faster(problem, steps, found.blocks) else found
+        at_once = found.resident * clusters_at_once(blocks, found.blocks)
+        if max(found.blocks, found.least) <= steps <= found.most and panels <= at_once:
+            return None if _library_is_faster(problem, steps, found.blocks) else found
     return None
 
 
 def _library_is_faster(problem: Problem, steps: int, blocks: int) -> bool:
-    """For float32, by the times of lab/README.md."""
-    long = steps > MOST_SPLIT_STEPS * blocks and (problem.training or problem.batch <= GROUP_ROWS)
-    return long or (problem.batch <= VERY_FEW and blocks <= 2 and problem.in_features >= 1024)
+    """By the times of lab/README.md."""
+    batch, features, k = problem.batch, problem.out_features, problem.in_features
+    if not problem.split:
+        return blocks == 2 and k >= 8192 and features <= 1056  # half of the multiprocessors
+    if blocks == 1 and batch <= 2 * VERY_FEW:
+        return True
+    of_block = steps / blocks
+    if batch <= VERY_FEW and (k >= 512 if blocks <= 2 else of_block > 20 and (problem.training or features <= 256)):
+        return True
+    if features <= 256:  # which leave many multiprocessors idle
+        return of_block > ((14, 20) if problem.training else (20, 40))[features > 128]
+    if problem.training:
+        return of_block > MOST_SPLIT_STEPS
+    return batch <= GROUP_ROWS and of_block > (64 if features > 1056 else 40)
 
 
 def forward(problem: Problem, strategy: str) -> Plan:

@@ -68,7 +68,7 @@ def counters_to_recompute(problem: Problem) -> int:
 
 
 def recompute(problem: Problem) -> Launch:
-    """What makes up for too small an exponent: the features that the product has listed, once more in float32 arithmetic."""
+    """Features of too small an exponent, which the product has listed, once more in float32 arithmetic."""
     chip, types = problem.chip or CHIPS[90], c_types(problem)
     return Launch(
         "fused_gemm_scale_bn_recompute",

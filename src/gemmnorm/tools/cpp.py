@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import GemmNormRuntimeError
 from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Map, Plan, Problem, Product, c_types
+from ..plan.hopper import MOST_TOGETHER
 from .cpp_kernels import Kernels, check_known, wrap
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -363,8 +364,11 @@ class _Body:
         arguments = [own.get(role) or self.argument(role) for role in step.parameters]
         size = [self.extent(step.grid, step.resident if step.cooperative else 1), str(step.block)]
         if step.shared or step.cooperative:
-            waits = "true" if step.cooperative else "false"
-            more = [f"{step.shared} /* shared */", f"{step.cluster} /* cluster */", f"{waits} /* cooperative */"]
+            cluster, waits = str(step.cluster), "true" if step.cooperative else "false"
+            if step.cluster > 1 and step.function == "fused_gemm":  # of all tiles of a panel, of any batch
+                tiles = self.extent(Extent(1, step.grid.rows))
+                cluster, waits = f"{tiles} <= {MOST_TOGETHER} ? {tiles} : 1", f"{tiles} > {MOST_TOGETHER}"
+            more = [f"{step.shared} /* shared */", f"{cluster} /* cluster */", f"{waits} /* cooperative */"]
             head = "  launch_hopper("
         else:
             head, more = "  launch(", []
