@@ -169,10 +169,6 @@ def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_pat
         assert re.search(
             r"multiprocessors\(\)\), 384,\s+\d+ /\* shared \*/, 1 /\* cluster \*/,\s+true /\* cooperative \*/", launch
         )
-        if ending == "_one_wave":  # up to four tiles of a panel are a cluster, and wait for nobody else
-            launch = host_function(source, f"forward_training{ending}{save}")
-            assert "tiles_of_128 <= 4 ? tiles_of_128 : 1 /* cluster */" in launch
-            assert "tiles_of_128 > 4 /* cooperative */" in launch
     if ending is None:
         assert kernels == ["kPersistent", "kEvaluate"]
         return
@@ -189,7 +185,9 @@ def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_pat
         assert "1 /* cluster */" in any_batch and "at::mm_out" not in any_batch
     else:
         assert kernels == ["kPersistent", "kWholePanels", "kEvaluate"]
-        assert "true /* cooperative */" in launch
+        wave = ending == "_one_wave"  # up to four tiles of a panel are a cluster, and wait for nobody else
+        assert f"{'tiles_of_128 <= 4 ? tiles_of_128 : ' if wave else ''}1 /* cluster */" in launch
+        assert f"{'tiles_of_128 > 4' if wave else 'true'} /* cooperative */" in launch
 
 
 def test_one_tile_of_float32_is_a_cluster_for_each_panel_or_a_block(tmp_path, monkeypatch):
