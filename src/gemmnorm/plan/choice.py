@@ -88,7 +88,9 @@ def preference(problem: Problem, strategy: str | None) -> tuple[str, ...]:
 
 def _better_than_one_kernel(problem: Problem) -> tuple[str, str] | None:
     """What the planner prefers to `one_kernel` where that could serve, and why."""
-    return None if applicable(problem)["one_kernel"] or small.shape(problem) else hopper.better_served(problem)
+    if applicable(problem)["one_kernel"]:
+        return None
+    return (small if small.shape(problem) else hopper).better_served(problem)
 
 
 def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forward") -> Plan:

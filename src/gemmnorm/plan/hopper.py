@@ -22,7 +22,7 @@ STAGES = {
 MOST_ROWS_IN_REGISTERS = (
     4096  # whose tiles wait for each other there; of more, every block would read too many statistics
 )
-SPLIT_FLOPS = 2e8  # of one product; below, the launches around split operands cost more than they save
+SPLIT_FLOPS = 1.2e8  # of one product; below, the launches around split operands cost more than they save
 LARGE_X = 1e8  # bytes from where reading x again costs more than stored tiles that leave the L2
 LONG_TILE = 3072  # stages × width from where other warps can normalise a tile during the next one's main loop
 MOST_TOGETHER = 4  # tiles of a panel; of larger clusters fewer run at once than there are multiprocessors for
@@ -91,14 +91,15 @@ def refusal(problem: Problem, strategy: str) -> str | None:
 
 
 def better_served(problem: Problem) -> tuple[str, str] | None:
-    """A strategy that is faster than `one_kernel` where that could serve, and why: `lab/grid.py` on an H200."""
+    """A strategy that is faster than `one_kernel` where that could serve, and why: `lab/sweep.py` on an H200."""
     tile, chip = choose_tile(problem), problem.chip or CHIPS[90]
     rows, panels = tile.counts(problem)
     batch, features, k = problem.batch, problem.out_features, problem.in_features
     splits_k = "cublas_folded_bn", "few or small tiles with a long K leave multiprocessors idle; the library splits K"
     if problem.split:
         side = batch * features / (batch + features)  # operations for an element that is split
-        if problem.flops < SPLIT_FLOPS or batch <= GROUP_ROWS or side < (256 if k <= 256 else 100):
+        least = 115 if k > 256 else 245 if batch <= 8192 else 256
+        if problem.flops < SPLIT_FLOPS or batch <= GROUP_ROWS or side < least:
             return "cublas_folded_bn", "so small a product is done before its operands could be split"
         few = rows * panels <= chip.multiprocessors / (4 if k >= 4096 else 8)
         return splits_k if few and k >= 2048 else None
@@ -106,8 +107,14 @@ def better_served(problem: Problem) -> tuple[str, str] | None:
     idle = rows * panels < 64 or (tile.columns == 32 and rows * panels <= chip.multiprocessors / 2)
     alone = problem.training and rows == 1 and batch > GROUP_ROWS  # kOneBlock
     small = tile.columns == 32 and not (many or alone)
-    long, longer = (2048, 2048) if problem.training else (2048, 3072) if tile.size == 4 else (3072, 6144)
-    if (idle and k >= long) or (small and k >= longer) or (wide and 2 * features <= WIDE and k >= 2048):
+    hangs = problem.training and batch % tile.rows > 0  # boxes of x over the last row, which take longer
+    if tile.size == 4:
+        long = 2048 if hangs else 3072
+    else:
+        long = 2048 if problem.training else 4096 if rows > 1 else 6144
+    if (k >= 2048 and (idle or (wide and 2 * features <= WIDE))) or (small and k >= long):
+        return splits_k
+    if problem.training and tile.size == 2 and tile.width == 64 and wide and rows >= 4 and k >= 4096 and not many:
         return splits_k
     waits_long = tile.width <= 64 and batch > 2048
     if not tile.waits and many:

@@ -45,6 +45,7 @@ class Shape:
 # Of split operands: columns whose fragments fit the registers, and stages of K for a block beyond which the library is
 # faster in training, and with few rows.
 SPLIT_COLUMNS, MOST_SPLIT_STEPS = 32, 28
+HALF_OF_THEM = 1056  # features that two blocks for every 32 of, on half of an H200's multiprocessors, share out
 VERY_FEW = 4  # rows that the library multiplies by vectors, about: faster from K = 1024 on where few blocks share K out
 # In the order of preference, by the times of lab/README.md; none of them: the kernel is not used.
 SHAPES = (Shape(64, 8, 4, least=64), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32, 1, 8, most=16))
@@ -60,7 +61,8 @@ def shape(problem: Problem) -> Shape | None:
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     if problem.prepared or problem.batch > TILE_ROWS:
         return None
-    if problem.batch == 1 and problem.dtype == "float32" and problem.in_features >= (1024 if problem.split else 2048):
+    least = 1024 if problem.split else 2048 if 128 < problem.out_features <= HALF_OF_THEM else 4096
+    if problem.batch == 1 and problem.dtype == "float32" and problem.in_features >= least:
         return None  # a vector: the library multiplies those without tensor cores
     steps = -(-problem.in_features * DTYPE_BYTES[problem.dtype] // ROW_BYTES)
     for found in SHAPES:
@@ -69,25 +71,39 @@ def shape(problem: Problem) -> Shape | None:
         panels = -(-problem.out_features // found.columns)
         at_once = found.resident * clusters_at_once(blocks, found.blocks)
         if max(found.blocks, found.least) <= steps <= found.most and panels <= at_once:
-            return None if _library_is_faster(problem, steps, found.blocks) else found
+            # Of more rows the other kernel is faster too.
+            slow = problem.split and problem.batch > GROUP_ROWS and _library_is_faster(problem, found)
+            return None if slow else found
     return None
 
 
-def _library_is_faster(problem: Problem, steps: int, blocks: int) -> bool:
-    """By the times of lab/README.md."""
-    batch, features, k = problem.batch, problem.out_features, problem.in_features
+def better_served(problem: Problem) -> tuple[str, str] | None:
+    """A strategy that is faster than this kernel where it serves, and why."""
+    found = shape(problem)
+    if found and _library_is_faster(problem, found):
+        return "cublas_folded_bn", "the library takes K apart into more parts, or multiplies so few rows as vectors"
+    return None
+
+
+def _library_is_faster(problem: Problem, found: Shape) -> bool:
+    """By the times of `lab/sweep.py`."""
+    batch, features, training, blocks = problem.batch, problem.out_features, problem.training, found.blocks
     if not problem.split:
-        return blocks == 2 and k >= 8192 and features <= 1056  # half of the multiprocessors
+        return blocks == 2 and problem.in_features >= 8192 and features <= HALF_OF_THEM
+    of_block = problem.in_features * DTYPE_BYTES[problem.dtype] / ROW_BYTES / blocks  # stages of K
+    if batch <= VERY_FEW and blocks <= 2 and problem.in_features >= (512 if training else 256):
+        return True
+    if batch <= VERY_FEW and of_block > 20 and (training or features <= 256):
+        return True
     if blocks == 1 and batch <= 2 * VERY_FEW:
         return True
-    of_block = steps / blocks
-    if batch <= VERY_FEW and (k >= 512 if blocks <= 2 else of_block > 20 and (problem.training or features <= 256)):
-        return True
+    if 8 < batch <= 16 and features > 512 and (of_block <= 32 or not training):
+        return False  # of so many rows the library is slow
     if features <= 256:  # which leave many multiprocessors idle
-        return of_block > ((14, 20) if problem.training else (20, 40))[features > 128]
-    if problem.training:
+        return of_block > ((14, 20) if training else (20, 40))[features > 128]
+    if training:
         return of_block > MOST_SPLIT_STEPS
-    return batch <= GROUP_ROWS and of_block > (64 if features > 1056 else 40)
+    return batch <= GROUP_ROWS and of_block > (64 if features > HALF_OF_THEM else 40)
 
 
 def forward(problem: Problem, strategy: str) -> Plan:
