@@ -5,6 +5,7 @@ Microseconds of a training forward that keeps the product, for tenths of the row
 
 import torch
 from device_check import CASES, Timer
+from variants import CAST_ONCE, changed
 
 import gemmnorm
 from gemmnorm import plan, runtime
@@ -59,6 +60,9 @@ def main():
             call = prepared(m, x, weight)
             calls[f"{tenths}/10 before"] = lambda call=call: call(x, weight)  # noqa: B023
         hopper._rows_ahead = shipped
+        with changed(CAST_ONCE):  # has not run
+            call = prepared(m, x, weight)
+            calls["read once"] = lambda call=call: call(x, weight)  # noqa: B023
         print(case, "  ".join(f"{name} {ms * 1e3:.1f}" for name, ms in timer(calls, 11).items()), flush=True)
 
 

@@ -5,6 +5,7 @@ Arguments: case=kb33,… precision=bf16,tf32 variant="as it is,…"
 A variant is a list of (file, old text, new text) in the kernels' sources; every old text must occur. Microseconds.
 """
 
+import contextlib
 import itertools
 import sys
 from dataclasses import replace
@@ -27,35 +28,69 @@ VARIANTS = {
     "2 rows in flight": [(UNITS, "2 * AHEAD>(f, product", "AHEAD / 2>(f, product")],
     "no units": NO_UNITS,
 }
-OF_SPLIT = {  # float32 by split operands
+# Rows of x and W that become operands are read once: the L2 lets go of them first. In the launch before, and inside.
+LAST_TIME = """
+__device__ __forceinline__ Vec<float, 4> load_source(const float* p) {
+  const uint4 v = load_last_time(reinterpret_cast<const uint4*>(p));
+  return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+}
+"""
+INCLUDE = '#include "common.cuh"\n'
+READ_ONCE = [
+    ("split.cuh", INCLUDE, INCLUDE + '#include "ptx/hopper.cuh"\n'),
+    ("split.cuh", "constexpr int kHeldColumns", LAST_TIME + "constexpr int kHeldColumns"),
+    ("split.cuh", "held[i] = c < columns ? load<float, 4>(", "held[i] = c < columns ? load_source("),
+]
+COPIED_ONCE = [
+    ("ptx/hopper.cuh", "complete_tx::bytes [%0], [%1], %2, [%3];", "complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"),
+    ("ptx/hopper.cuh", '"r"(bytes), "r"(shared_address(barrier))', '"r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)'),
+]
+CAST_ONCE = [
+    ("cast.cuh", INCLUDE, INCLUDE + '#include "ptx/hopper.cuh"\n'),
+    ("cast.cuh", "// Casts a row as one of LANES", LAST_TIME + "// Casts a row as one of LANES"),
+    ("cast.cuh", "v[i] = load<float, 4>(", "v[i] = load_source("),
+]
+OF_SPLIT = {  # float32 by split operands; the last three have not run
     "as it is": [],
+    "read once": READ_ONCE,
+    "copied once": COPIED_ONCE,
+    "both once": READ_ONCE + COPIED_ONCE,
     "no units": NO_UNITS,
     "all split before": [],
 }
 ONLY_TRAINING = ("2 rows in flight", "no units")
 
 
-def build(problem, strategy, name):
+@contextlib.contextmanager
+def changed(changes):
+    """The kernels' sources with pieces exchanged."""
     original = sources._read
 
     def read(file):
         text = original(file)
-        for where, old, new in (OF_SPLIT if problem.split else VARIANTS)[name]:
+        for where, old, new in changes:
             if where == file:
-                assert old in text, (name, old)
+                assert old in text, old
                 text = text.replace(old, new)
         return text
 
     sources._read = read
+    try:
+        yield
+    finally:
+        sources._read = original
+
+
+def build(problem, strategy, name):
     rows_ahead = hopper._rows_ahead
     try:
         if name == "all split before":
             hopper._rows_ahead = lambda *_: (hopper.ALL_ROWS, problem.out_features)
         p = plan.make_plan(problem, strategy)
         p = replace(p, reasons=((name, ""),))  # another key for the cache of bound plans
-        binding.bind(p)
+        with changed((OF_SPLIT if problem.split else VARIANTS)[name]):
+            binding.bind(p)
     finally:
-        sources._read = original
         hopper._rows_ahead = rows_ahead
     return p
 
