@@ -8,20 +8,19 @@ import sys
 
 import torch
 from device_check import CASES, Timer
+from variants import changed
 
 import gemmnorm
-from gemmnorm import plan, runtime, sources
+from gemmnorm import plan, runtime
 from gemmnorm.plan import hopper
 
 SHARES = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
-STORE = "if (column + i * 128 < padded) store_scaled"
+STORE = "if (WHOLE || "
 VARIANTS = {
-    "as it is": ("", ""),
-    "1 at once": ("kAtOnce = 2", "kAtOnce = 1"),
-    "no store": (STORE, STORE.replace("padded)", "padded && v[i].at[0] == 1e30f)")),  # wrong results
+    "as it is": [],
+    "1 at once": [("split_ahead.cuh", "kAtOnce = 4", "kAtOnce = 1")],
+    "no store": [("split_ahead.cuh", STORE, "if (v[i].at[0] == 1e30f) if (WHOLE || ")],  # wrong results
 }
-read = sources._read
-
 
 def rows_for(share):
     def rows(problem, tile, group_panels):
@@ -40,9 +39,9 @@ def main():
     timer = Timer()
     print("share split before", *(f"{share:8}" for share in SHARES))
     for name in VARIANTS if "variants" in sys.argv else ("as it is",):
-        sources._read = lambda file, name=name: read(file).replace(*VARIANTS[name])
         print(name)
-        shares(timer)
+        with changed(VARIANTS[name]):
+            shares(timer)
 
 
 def shares(timer):

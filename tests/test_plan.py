@@ -276,8 +276,18 @@ def test_blocks_that_wait_for_each_others_rows_are_launched_together(dtype):
 
 
 @pytest.mark.parametrize(
+    ("batch", "features", "cluster"),
+    [(256, 512, 2), (512, 512, 4), (512, 1024, 1), (200, 4096, 1), (256, 2048, 2), (640, 512, 1)],
+)
+def test_the_tiles_of_a_panel_are_a_cluster_where_all_clusters_run_at_once(batch, features, cluster):
+    problem = Problem(batch, 1024, features, *["bfloat16"] * 4, chip=plan.chip_for(90))
+    (launch,) = make_plan(problem, "one_kernel").launches
+    assert (launch.cluster, launch.cooperative) == (cluster, cluster == 1)
+
+
+@pytest.mark.parametrize(
     ("precision", "batch", "in_features", "features", "training", "strategy"),
-    [  # by the times of lab/grid.py
+    [  # by the times of lab/grid.py and lab/sweep.py
         ("bf16", 256, 2048, 2048, True, "cublas_folded_bn"),
         ("bf16", 512, 2048, 2048, True, "one_kernel"),
         ("bf16", 1024, 512, 512, True, "one_kernel"),

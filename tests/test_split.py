@@ -337,6 +337,43 @@ def test_rows_whose_exponent_is_guessed_wrong(training: bool, monkeypatch: pytes
     assert column_error(got, want) <= 1.02 * column_error(eager, want) + 2.0**-22
 
 
+@pytest.mark.parametrize(("batch", "features"), [(700, 264), (1500, 136)])
+def test_evaluation_lists_the_features_whose_rows_are_split_inside(
+    batch: int, features: int, monkeypatch: pytest.MonkeyPatch, flagged: list[int]
+) -> None:
+    grade = 10.0 ** torch.linspace(-6, 6, 136)
+    x, weight = torch.randn(batch, 136) * grade, torch.randn(features, 136) / grade
+    running = torch.zeros(features), torch.ones(features)
+    monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (tile.rows, tile.columns))
+    plan.cached_plan.cache_clear()
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        linear_scale_batch_norm(x, weight, None, None, *running, strategy="one_kernel")
+    plan.cached_plan.cache_clear()
+    assert flagged[0] == features
+
+
+def test_a_row_that_begins_with_zeros_and_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of its exponent when its first piece is split."""
+    batch, inner, features, first = 300, 1100, 264, 1024
+    x, weight = torch.randn(batch, inner), torch.randn(features, inner)
+    weight[220:240, :first] = 0.0
+    weight[220:240, first:] *= 1e-6
+    exact = x.double() @ weight.double().t()
+    running = exact.mean(0).float(), exact.var(0).float()
+    want, eager = (
+        linear_scale_batch_norm(
+            x.to(t), weight.to(t), None, None, *(r.to(t) for r in running), eps=1e-20, strategy="reference"
+        )
+        for t in (torch.float64, torch.float32)
+    )
+    monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (tile.rows, tile.columns))
+    plan.cached_plan.cache_clear()
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        got = linear_scale_batch_norm(x, weight, None, None, *running, eps=1e-20, strategy="one_kernel")
+    plan.cached_plan.cache_clear()
+    assert column_error(got, want) <= 1.02 * column_error(eager, want) + 2.0**-22
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_rows_that_are_counted_together_are_split_in_time(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than 64 tiles of rows: two share a counter, so that a tile waits for rows of the next one too."""

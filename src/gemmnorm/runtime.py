@@ -188,7 +188,7 @@ def prepare_weight(weight: Tensor) -> bool:
         return False
     problem = problem_of(weight, weight, None, None, weight.dtype, None, False, False, False)
     problem = replace(problem, batch=4096)  # as many rows as make it worth while
-    if _prepared_plan(plan.cached_plan(problem, "one_kernel", "forward")) is None:
+    if _prepared_plan(plan.cached_plan(problem, plan.check_strategy(None), "forward")) is None:
         return False
     prepared.make(weight, problem, binding.scalars(problem, None, 1.0, 0.0, 0.0))
     return True

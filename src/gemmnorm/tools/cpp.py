@@ -14,6 +14,8 @@ from pathlib import Path
 from ..errors import GemmNormRuntimeError
 from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Map, Plan, Problem, Product, c_types
 from ..plan.hopper import MOST_TOGETHER
+from ..plan.problem import CHIPS
+from ..plan.small import clusters_at_once
 from .cpp_kernels import Kernels, check_known, wrap
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -366,8 +368,10 @@ class _Body:
         if step.shared or step.cooperative:
             cluster, waits = str(step.cluster), "true" if step.cooperative else "false"
             if step.cluster > 1 and step.function == "fused_gemm":  # of all tiles of a panel, of any batch
-                tiles = self.extent(Extent(1, step.grid.rows))
-                cluster, waits = f"{tiles} <= {MOST_TOGETHER} ? {tiles} : 1", f"{tiles} > {MOST_TOGETHER}"
+                tiles, chip = self.extent(Extent(1, step.grid.rows)), self.plan.problem.chip or CHIPS[90]
+                sizes = range(step.cluster, MOST_TOGETHER + 1)
+                most = max(n for n in sizes if step.grid.times <= clusters_at_once(chip.multiprocessors, n))
+                cluster, waits = f"{tiles} <= {most} ? {tiles} : 1", f"{tiles} > {most}"
             more = [f"{step.shared} /* shared */", f"{cluster} /* cluster */", f"{waits} /* cooperative */"]
             head = "  launch_hopper("
         else:
