@@ -13,7 +13,7 @@ from test_emulated import SMALL_HOPPER
 from torch import Tensor, nn
 
 import gemmnorm
-from gemmnorm import driver, errors, prepared, runtime
+from gemmnorm import driver, errors, plan, prepared, runtime
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
@@ -69,6 +69,15 @@ def test_the_module_of_its_own() -> None:
         gemmnorm.prepare(module)
         assert evaluated(module, torch.randn(200, 40))[1]
         assert not evaluated(module, torch.randn(5, 40))[1]  # so few rows are split on the way
+
+
+def test_a_weight_that_the_planner_would_not_split_is_not_kept() -> None:
+    few, many = nn.Linear(512, 64).weight, nn.Linear(512, 512).weight
+    with emulated(plan.chip_for(90)), gemmnorm.set_strategy(None):
+        assert not runtime.prepare_weight(few)  # no batch makes it worth while
+        assert runtime.prepare_weight(many)
+        with gemmnorm.set_strategy("one_kernel"):
+            assert runtime.prepare_weight(few)
 
 
 CHANGES: dict[str, Callable[[nn.Linear], object]] = {
