@@ -10,7 +10,7 @@ from test_emulated import SMALL_HOPPER
 from torch import Tensor
 
 from gemmnorm import linear_scale_batch_norm, ops, plan, runtime
-from gemmnorm.plan import Plan, Problem, cast, small
+from gemmnorm.plan import Plan, Problem, cast, hopper, small
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -91,6 +91,29 @@ def test_the_kernels_cast_as_pytorch_does(
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("batch", "features", "training", "way", "wide"),
+    [
+        (300, 136, True, "kWholePanels", BOTH),
+        (300, 136, False, "kEvaluate", ("weight",)),
+        (300, 520, False, "kEvaluate", BOTH),
+        (1200, 264, True, "kPersistent", BOTH),  # and rows of x are left, of which all chunks are cast before
+    ],
+)
+def test_the_product_begins_with_a_part_of_k(
+    monkeypatch: pytest.MonkeyPatch, batch: int, features: int, training: bool, way: str, wide: tuple[str, ...]
+) -> None:
+    """Two chunks of three are cast before it, the last of 8 columns beside it."""
+    monkeypatch.setattr(hopper, "FEW_ROWS", 0)
+    plan.cached_plan.cache_clear()
+    with emulated(SMALL_HOPPER), poisoned_memory():
+        chosen = check(tensors(batch, 2 * cast.COLUMNS + 8, features), "one_kernel", training, torch.bfloat16, wide)
+    plan.cached_plan.cache_clear()
+    assert finish(chosen) == way
+    assert dict(chosen.launches[0].numbers)["begun"] == (2 if batch == 300 else 3)
+
+
+@needs_compiler
 def test_one_tile_of_rows_in_several_waves_leaves_no_rows_to_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """kOneBlock makes none."""
     monkeypatch.setattr(small, "SHAPES", ())
@@ -115,7 +138,7 @@ def test_a_plan_casts_only_what_it_is_told_to() -> None:
         problem = Problem(16384, 4096, 4096, "bfloat16", "bfloat16", save=True, cast=("weight",))
         chosen = plan.make_plan(problem, strategy)
         assert chosen.strategy == strategy
-        assert chosen.launches[0].parameters == ("wide_weight", "cast_weight", "weight_rows", "in_features")
+        assert chosen.launches[0].parameters == ("wide_weight", "cast_weight", "weight_rows", "begun", "in_features")
         assert [b.role for b in chosen.outputs if b.role in cast.CAST] == ["cast_weight"]
         first = chosen.launches[0].grid.value(problem.batch)
         assert first < 4096 if strategy in plan.OWN_GEMM else first == 4096

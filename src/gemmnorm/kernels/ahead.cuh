@@ -8,26 +8,30 @@
 namespace gemmnorm {
 
 constexpr int kWorkers = 2;  // warps of a block
-constexpr int kBands = 64;   // of rows of x; each has a counter
+constexpr int kBands = 64;   // of rows of x; each has counters
 
 struct RowsAhead {
-  u32* ready;               // rows made here: [panels], then [kBands]
+  u32* ready;               // rows made here: [panels, chunks], then [kBands, chunks]
   int x_rows, weight_rows;  // made by the launch before
   int batch, in_features, features;
+  int chunks;               // of K, that are made one after the other
+  int x_begun, weight_begun;  // of these, that the launch before has made of its rows
 
-  // Waits until the rows of a tile are there, as the thread that will ask the copy engine for them.
+  // Waits until a chunk of a tile's rows is there, as the thread that will ask the copy engine for it.
   template <int TM, int TN>
-  __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
-    const int panel_end = min((tile.n + 1) * TN, features), panel = panel_end - max(tile.n * TN, weight_rows);
-    if (panel > 0) wait_until(&ready[tile.n], panel);
-    const bool waited = wait_for_band<TM>(raster, tile.m * TM / band_rows<TM>(raster));
+  __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile, int chunk) const {
+    const int panel_end = min((tile.n + 1) * TN, features);
+    const int panel = panel_end - max(tile.n * TN, chunk < weight_begun ? weight_rows : 0);
+    if (panel > 0) wait_until(&ready[tile.n * chunks + chunk], panel);
+    const bool waited = wait_for_band<TM>(raster, tile.m * TM / band_rows<TM>(raster), chunk);
     if (panel > 0 || waited) fence_async_global();
   }
   // The same for a band of x; whether any of it was made here.
   template <int TM>
-  __device__ __forceinline__ bool wait_for_band(const Raster& raster, int band) const {
-    const int rows = band_rows<TM>(raster), missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
-    if (missing > 0) wait_until(&ready[raster.tiles_n + band], missing);
+  __device__ __forceinline__ bool wait_for_band(const Raster& raster, int band, int chunk) const {
+    const int rows = band_rows<TM>(raster);
+    const int missing = min((band + 1) * rows, batch) - max(band * rows, chunk < x_begun ? x_rows : 0);
+    if (missing > 0) wait_until(&ready[(raster.tiles_n + band) * chunks + chunk], missing);
     return missing > 0;
   }
 
@@ -36,34 +40,56 @@ struct RowsAhead {
     return (raster.tiles_m + kBands - 1) / kBands * TM;
   }
 
-  // Says, as a warp, that a row is there: the copy engine will read it.
+  // Says, as a warp, that a chunk of so many rows is there: the copy engine will read it.
   template <int TM, int TN>
-  __device__ __forceinline__ void done(const Raster& raster, bool of_x, int row) const {
+  __device__ __forceinline__ void done(const Raster& raster, bool of_x, int row, int chunk, int rows) const {
     fence_async_global();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows<TM>(raster) : row / TN], 1);
+    const int place = of_x ? raster.tiles_n + row / band_rows<TM>(raster) : row / TN;
+    if (threadIdx.x % 32 == 0) add_release(&ready[place * chunks + chunk], rows);
   }
 };
 
-// Operands that are cast. One that is in half precision already has all its rows.
+// Operands that are cast, in chunks of kCastColumns. One that is in half precision already has all its rows.
 template <class T>
 struct CastAhead : RowsAhead {
   using Element = T;
+  static constexpr int kStepsOfChunk = kCastColumns * sizeof(T) / kRowBytes;
   const float *x, *weight;  // [batch, in_features], [features, in_features], or null
   T *cast_x, *cast_weight;
 
-  // The warp's share of the rows that are left, x's before the weight's: every so many-th.
+  // The warp's share of what is left, eight rows of a chunk at a time: first of the rows that the launch before has begun,
+  // which the first tiles of all blocks need, then of as many of x's as those, again and again, then of the weight's.
   template <int TM, int TN>
   __device__ __forceinline__ void cast(const Raster& raster, int worker) const {
-    const int left_of_x = batch - x_rows, left = left_of_x + features - weight_rows;
+    constexpr int kRows = 8;  // of one panel: features are a multiple
+    int item = kWorkers * blockIdx.x + worker, first = min(x_begun, weight_begun);
+    int x_from = x ? 0 : batch, x_to = x ? x_rows : batch, from = weight ? 0 : features, to = weight ? weight_rows : features;
+    for (;;) {
+      const int groups_of_x = (x_to - x_from + kRows - 1) / kRows, groups = groups_of_x + (to - from + kRows - 1) / kRows;
+      const int items = groups * (chunks - first);
 #pragma unroll 1
-    for (int n = kWorkers * blockIdx.x + worker; n < left; n += kWorkers * gridDim.x) {
-      const bool of_x = n < left_of_x;
-      const int row = of_x ? x_rows + n : weight_rows + n - left_of_x;
-      const i64 first = static_cast<i64>(row) * in_features;
-      cast_row<T, 32, 16>((of_x ? x : weight) + first, (of_x ? cast_x : cast_weight) + first, in_features,
-                          threadIdx.x % 32);
-      done<TM, TN>(raster, of_x, row);
+      for (; item < items; item += kWorkers * gridDim.x) {
+        const int chunk = first + item / groups, n = item % groups, column = chunk * kCastColumns;
+        const bool of_x = n < groups_of_x;
+        const int row = of_x ? x_from + n * kRows : from + (n - groups_of_x) * kRows;
+        const int rows = min(kRows, (of_x ? x_to : to) - row), columns = min(kCastColumns, in_features - column);
+        const i64 at = static_cast<i64>(row) * in_features + column;
+        const float* source = (of_x ? x : weight) + at;
+        T* target = (of_x ? cast_x : cast_weight) + at;
+#pragma unroll 1
+        for (int i = 0; i < rows; ++i, source += in_features, target += in_features)
+          if (columns == kCastColumns) cast_chunk(source, target, threadIdx.x % 32);
+          else cast_row<T, 32, 4>(source, target, columns, threadIdx.x % 32);
+        done<TM, TN>(raster, of_x, row, chunk, rows);
+      }
+      item -= items;
+      first = 0;
+      x_from = x_to;
+      from = to;
+      if (x_to < batch) x_to = min(x_to + x_rows, batch);
+      else if (to < features) to = min(to + weight_rows, features);
+      else return;
     }
   }
 };

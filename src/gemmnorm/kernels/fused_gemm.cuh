@@ -52,7 +52,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
     float* weight_total /* [features], likewise */, const u64* weight_checksums /* [features] or null, likewise */,
     u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already */,
-    int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
+    int begun /* times kCastColumns of these rows */,    int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   using Shape = TileShape<TM, TN>;
   constexpr int kWidth = Shape::kWidth, kAccumulators = kWidth / 2;
@@ -81,8 +81,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                             {most, weight_largest, weight_total, flagged}, batch, features,
                             (batch + Shape::kMeanRows - 1) / Shape::kMeanRows, Shape::kMeanRows};
   const Raster raster = {(batch + TM - 1) / TM, (features + TN - 1) / TN, group_panels};
+  const int chunks = kSplit ? 1 : (in_features + kCastColumns - 1) / kCastColumns;  // of rows that are made here
   const RowsAhead rows_ahead = {counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features,
-                                features};
+                                features, chunks, kSplit || !x ? chunks : begun, kSplit || !weight ? chunks : begun};
   typename Operand<OP>::Ahead ahead = {rows_ahead, x, weight, operand_x, operand_weight};
   if constexpr (kSplit) {
     ahead.x_exponents = x_exponents, ahead.weight_exponents = weight_exponents;
@@ -132,8 +133,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       u32 parity = 1;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
-        if (makes_rows) ahead.template wait_for<TM, TN>(raster, tile);
         for (int k = 0; k < steps; ++k) {
+          constexpr int kStepsOfChunk = Operand<OP>::Ahead::kStepsOfChunk;
+          if (makes_rows && k % kStepsOfChunk == 0) ahead.template wait_for<TM, TN>(raster, tile, k / kStepsOfChunk);
           barrier_wait(&shared.empty[stage], parity);
           barrier_expect(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);
 #pragma unroll
@@ -241,13 +243,19 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             Wgmma<Element, kWidth>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
           wgmma_commit();
         }
-        if (kSplit && k == 0 && thread < kWidth) {  // `sums` is free until the statistics are taken
+        if (kSplit && k == 0) {  // exponents; `sums` is free until the statistics are taken
           const Tile tile = raster.at(t);
           const int n = (Shape::kByFeatures ? tile.m * TM : tile.n * TN) + thread;
+          const int own = (Shape::kByFeatures ? tile.n * TN : tile.m * TM) + consumer * 64 + thread;
           const int* exponents = Shape::kByFeatures ? x_exponents : weight_exponents;
-          const PowerOfTwo p = power_of_two(n < (Shape::kByFeatures ? batch : features) ? load_l2(exponents + n) : 0);
-          shared.sums[consumer][0][thread] = p.first;
-          shared.sums[consumer][1][thread] = p.second;
+          const int* of_own = Shape::kByFeatures ? weight_exponents : x_exponents;
+          if (thread < kWidth) {
+            const PowerOfTwo p = power_of_two(n < (Shape::kByFeatures ? batch : features) ? load_l2(exponents + n) : 0);
+            shared.sums[consumer][0][thread] = p.first;
+            shared.sums[consumer][1][thread] = p.second;
+          }
+          if (thread < 64)
+            shared.exponents[consumer][thread] = own < (Shape::kByFeatures ? features : batch) ? load_l2(of_own + own) : 0;
         }
         if (k > 0 || kSplit) wgmma_wait<1>();
         if constexpr (kSplit) {
@@ -267,12 +275,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 
       const Tile tile = raster.at(kSplit ? computed_anew(t) : t);
       if constexpr (kSplit) {  // back to the scale of x and W
-        const int own = (Shape::kByFeatures ? tile.n * TN : tile.m * TM) + consumer * 64 + thread / 32 * 16 + lane / 4;
-        const int end = Shape::kByFeatures ? features : batch;
-        const int* exponents = Shape::kByFeatures ? weight_exponents : x_exponents;
-        const PowerOfTwo low = power_of_two(own < end ? load_l2(exponents + own) : 0);
-        const PowerOfTwo high = power_of_two(own + 8 < end ? load_l2(exponents + own + 8) : 0);
         sync_threads(1 + consumer, 128);
+        const int* own = &shared.exponents[consumer][thread / 32 * 16 + lane / 4];
+        const PowerOfTwo low = power_of_two(own[0]), high = power_of_two(own[8]);
 #pragma unroll
         for (int i = 0; i < kWidth / 8; ++i) {
           const int c = i * 8 + (lane % 4) * 2;
@@ -392,7 +397,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     __threadfence();
     if (atomicAdd(&counters[kDone], 1u) == gridDim.x - 1) {
       __threadfence();
-      const int used = kPanels + 2 * raster.tiles_n + (makes_rows ? raster.tiles_n + kBands : 0);
+      const int used = kPanels + 2 * raster.tiles_n + (makes_rows ? (raster.tiles_n + kBands) * chunks : 0);
       for (int i = 0; i < used; ++i) counters[i] = 0;
       if (kTrains && batches_tracked) *batches_tracked += 1;
     }

@@ -44,6 +44,7 @@ struct GemmShared : PieceRings<AHEAD> {
   // evaluation coefficients per tile.
   float slope[2][TN], shift[2][TN];
   float mean[TN], squares[TN], finished_slope[TN], finished_shift[TN];  // of the tile's columns, for both consumers
+  int exponents[2][64];  // of split operands, across the width: of a consumer's 64 rows or columns
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
   u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten

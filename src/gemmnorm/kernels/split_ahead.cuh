@@ -23,6 +23,7 @@ struct PieceRings<true> {
 // The operands, and what is known of them.
 struct SplitAhead : RowsAhead {
   using Element = half;
+  static constexpr int kStepsOfChunk = 1 << 30;  // a row has one exponent: all of it is one chunk
   const float *x, *weight;           // [batch, in_features], [features, in_features]
   half *split_x, *split_weight;      // as split_rows leaves them
   int *x_exponents, *weight_exponents;
@@ -109,7 +110,7 @@ struct SplitAhead : RowsAhead {
         continue;
       }
       split_row(pieces, n, row, of_x);
-      done<TM, TN>(raster, of_x, row);
+      done<TM, TN>(raster, of_x, row, 0, 1);
     }
   }
 
@@ -118,7 +119,7 @@ struct SplitAhead : RowsAhead {
   template <int TM, class Features>
   __device__ __forceinline__ void find_features(const Features& f, const Raster& raster, int worker) const {
     const int lane = threadIdx.x % 32, stride = kWorkers * gridDim.x, warp = kWorkers * blockIdx.x + worker;
-    for (int band = lane; band < kBands && band * band_rows<TM>(raster) < batch; band += 32) wait_for_band<TM>(raster, band);
+    for (int band = lane; band < kBands && band * band_rows<TM>(raster) < batch; band += 32) wait_for_band<TM>(raster, band, 0);
     __syncwarp();  // `most` is known, and what lane 0 has written of the warp's rows
     for (int j = warp * 32 + lane; j < first_of_weight(); j += stride * 32) f.guard.raises(j, f.running_deviation(j));
     const int before = first_of_weight() - (batch - x_rows);  // from where the warp's rows are counted to features

@@ -121,13 +121,21 @@ struct TileByFeatures {
     store_of_tile<false>(f, tile, m2, f.group_m2, ONE_BLOCK ? shared.shift[0] : nullptr);
   }
 
-  // Two octets of rows, straight to memory.
+  // Two octets of rows, straight to memory. Of a whole tile nothing is compared.
   template <class V>
   __device__ __forceinline__ void store_octets(const float (&v)[8], int i, V* to, Tile tile, int batch, int features) const {
+    const int row = tile.m * TM + lane % 4 * 2, j = tile.n * TN + feature;
+    const bool whole = (tile.m + 1) * TM <= batch && (tile.n + 1) * TN <= features;
+    V* at = to + static_cast<i64>(row) * features + j;
+    const auto down = [&](int q) { return (i + q / 4) * 8 + q % 2; };
+    const auto right = [](int q) { return q / 2 % 2 * 8; };
+    if (whole) {
 #pragma unroll
-    for (int q = 0; q < 8; ++q) {
-      const int row = tile.m * TM + (i + q / 4) * 8 + lane % 4 * 2 + q % 2, j = tile.n * TN + feature + q / 2 % 2 * 8;
-      if (row < batch && j < features) from_float(v[q], to[static_cast<i64>(row) * features + j]);
+      for (int q = 0; q < 8; ++q) from_float(v[q], at[down(q) * features + right(q)]);
+    } else {
+#pragma unroll
+      for (int q = 0; q < 8; ++q)
+        if (row + down(q) < batch && j + right(q) < features) from_float(v[q], at[down(q) * features + right(q)]);
     }
   }
   // The same to where the copy engine will fetch them as V: `at` is the lane's place in the first octets of the trip.

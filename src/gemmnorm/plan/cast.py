@@ -13,6 +13,7 @@ from .steps import NOTHING, Buffer, Extent, Launch, Plan, Product
 
 OPERANDS = ("x", "weight")
 CAST = ("cast_x", "cast_weight")  # roles of the same, cast
+COLUMNS = 2048  # of K, that are cast at a time
 
 
 def operand(problem: Problem, name: str) -> str:
@@ -34,8 +35,13 @@ def operands(problem: Problem) -> tuple[Buffer, ...]:
     )
 
 
-def cast_rows(problem: Problem, x_rows: int, weight_rows: int) -> Launch:
-    """The pass that casts the first rows of x and of the weight."""
+def chunks(problem: Problem) -> int:
+    """Of K, that are cast one after the other."""
+    return -(-problem.in_features // COLUMNS)
+
+
+def cast_rows(problem: Problem, x_rows: int, weight_rows: int, begun: int) -> Launch:
+    """The pass that casts the first rows of x and of the weight, so many chunks of each."""
     rows = weight_rows if "weight" in problem.cast else 0
     grid = Extent(1, 1, limit=0 if x_rows == ALL_ROWS else x_rows + rows, plus=rows)
     return Launch(
@@ -43,10 +49,10 @@ def cast_rows(problem: Problem, x_rows: int, weight_rows: int) -> Launch:
         "cast.cuh",
         "cast_rows",
         (c_types(problem)["T"],),
-        (*roles(problem), "weight_rows", "in_features"),
+        (*roles(problem), "weight_rows", "begun", "in_features"),
         grid if "x" in problem.cast else Extent(rows),
         resident=4,
-        numbers=(("weight_rows", rows),),
+        numbers=(("weight_rows", rows), ("begun", begun)),
     )
 
 
@@ -64,18 +70,18 @@ def in_front(build: Callable[[Problem, str], Plan]) -> Callable[[Problem, str], 
             else replace(step, maps=tuple(replace(m, tensor=operand(problem, m.tensor)) for m in step.maps))
             for step in chosen.steps
         )
-        return with_operands(replace(chosen, problem=problem, steps=steps), ALL_ROWS, problem.out_features)
+        return with_operands(replace(chosen, problem=problem, steps=steps), ALL_ROWS, problem.out_features, chunks(problem))
 
     return built
 
 
-def with_operands(chosen: Plan, x_rows: int, weight_rows: int) -> Plan:
-    """`chosen` after a pass that casts so many rows; what is cast is kept where gradients are wanted."""
+def with_operands(chosen: Plan, x_rows: int, weight_rows: int, begun: int) -> Plan:
+    """`chosen` after a pass that casts so many chunks of so many rows; what is cast is kept where gradients are wanted."""
     problem, found = chosen.problem, operands(chosen.problem)
     kept, lost = (found, ()) if problem.save else ((), found)
     return replace(
         chosen,
-        steps=(cast_rows(problem, x_rows, weight_rows), *chosen.steps),
+        steps=(cast_rows(problem, x_rows, weight_rows, begun), *chosen.steps),
         outputs=(*chosen.outputs, *kept),
         workspace=(*chosen.workspace, *lost),
         seconds=chosen.seconds + cast_seconds(problem, min(x_rows, problem.batch), weight_rows),

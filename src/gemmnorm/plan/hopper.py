@@ -26,6 +26,7 @@ SPLIT_FLOPS = 1.2e8  # of one product; below, the launches around split operands
 LARGE_X = 1e8  # bytes from where reading x again costs more than stored tiles that leave the L2
 LONG_TILE = 3072  # stages × width from where other warps can normalise a tile during the next one's main loop
 MOST_TOGETHER = 4  # tiles of a panel; of larger clusters fewer run at once than there are multiprocessors for
+FEW_ROWS = 1024  # below which there is little time to make W's rows beside the product
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
 _SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
@@ -65,7 +66,7 @@ class Tile:
         size += 2 * (max(self.rows, 128) * self.columns if self.staged else 1024)
         size += 2 * (2 if self.columns == WIDE else 4) * self.width * 4
         size += (2 * 2 + 4) * self.columns * 4
-        size += 2 * self.stages * 8 + 9 * 8
+        size += 2 * 64 * 4 + 2 * self.stages * 8 + 9 * 8
         return -(-size // 1024) * 1024
 
     def counts(self, problem: Problem) -> tuple[int, int]:
@@ -98,10 +99,12 @@ def better_served(problem: Problem) -> tuple[str, str] | None:
     splits_k = "cublas_folded_bn", "few or small tiles with a long K leave multiprocessors idle; the library splits K"
     if problem.split:
         side = batch * features / (batch + features)  # operations for an element that is split
-        least = 115 if k > 256 else 245 if batch <= 8192 else 256
+        # Whole tiles of rows by many features, for which the library takes longer.
+        whole = batch % tile.rows == 0 and features >= 2 * WIDE and (k <= 4096 or not problem.training)
+        least = (113 if whole else 115) if k > 256 else 245 if batch <= 8192 and not problem.training else 256
         if problem.flops < SPLIT_FLOPS or batch <= GROUP_ROWS or side < least:
             return "cublas_folded_bn", "so small a product is done before its operands could be split"
-        few = rows * panels <= chip.multiprocessors / (4 if k >= 4096 else 8)
+        few = rows * panels <= chip.multiprocessors / (4 if k >= 4096 and not whole else 8)
         return splits_k if few and k >= 2048 else None
     wide, many = tile.columns == WIDE, batch > MOST_ROWS_IN_REGISTERS
     idle = rows * panels < 64 or (tile.columns == 32 and rows * panels <= chip.multiprocessors / 2)
@@ -111,16 +114,20 @@ def better_served(problem: Problem) -> tuple[str, str] | None:
     if tile.size == 4:
         long = 2048 if hangs else 3072
     else:
-        long = 2048 if problem.training else 4096 if rows > 1 else 6144
+        long = 2048 if problem.training or rows > 1 else 6144
     if (k >= 2048 and (idle or (wide and 2 * features <= WIDE))) or (small and k >= long):
         return splits_k
     if problem.training and tile.size == 2 and tile.width == 64 and wide and rows >= 4 and k >= 4096 and not many:
         return splits_k
+    if not problem.training:
+        return None
+    if tile.size == 4 and rows == 2 and k <= 512 and panels <= clusters_at_once(chip.multiprocessors, rows):
+        return "gemm_stats_apply", "two tiles with a short K wait longer for each other than two more launches take"
     waits_long = tile.width <= 64 and batch > 2048
     if not tile.waits and many:
         waits_long |= tile.width <= 128 and rows * panels <= chip.multiprocessors
         waits_long |= k <= 256 and batch > 8192
-    if problem.training and waits_long:
+    if waits_long:
         return "gemm_stats_apply", "small tiles of so many rows would wait long for each other's statistics"
     return None
 
@@ -164,16 +171,17 @@ def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, i
         m_tiles, n_tiles = -(-blocks // group_panels), group_panels
     else:
         m_tiles, n_tiles = rows, blocks // (rows * group_panels) * group_panels
-    if problem.cast:  # casting costs the product half of what it costs before; short waves leave less time for it
-        tenths = 6 if problem.training and problem.in_features < 4096 else 0
+    if problem.cast:
+        if m_tiles == rows:  # the wave's last tiles too, which have only begun panels before them
+            n_tiles = min(n_tiles + min(group_panels, blocks - rows * n_tiles), panels)
         m_tiles = m_tiles if "x" in problem.cast else rows
-        n_tiles = n_tiles + (panels - n_tiles) * tenths // 10 if "weight" in problem.cast else panels
+        n_tiles = n_tiles if "weight" in problem.cast else panels
     elif m_tiles < rows:
         of_x, of_weight = (1, 3) if problem.in_features >= 4096 else (0, 0)
         m_tiles += (rows - m_tiles) * of_x // 10
         n_tiles += -(-(panels - n_tiles) * of_weight // 10)
     else:  # only the weight is left: the fewer tiles a panel has, the less time there is for its rows
-        tenths = 0 if rows * tile.rows >= 1024 else 10 - rows * tile.rows // 128
+        tenths = 0 if rows * tile.rows >= FEW_ROWS else 10 - rows * tile.rows // 128
         # In training those warps normalise tiles as well: often, where K is short.
         if problem.in_features < (4096 if problem.training else 2048 if rows * tile.rows < 2048 else 1024):
             tenths = 10
@@ -182,6 +190,18 @@ def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, i
         ALL_ROWS if m_tiles == rows else m_tiles * tile.rows,
         min(problem.out_features, n_tiles * tile.columns),
     )
+
+
+def _chunks_ahead(problem: Problem, tile: Tile, x_rows: int) -> int:
+    """Chunks of K that are cast before the product begins, of the rows that are; the kernel casts the others meanwhile.
+
+    All where its warps have much to do already: of few rows of x W's come fast, and x's may be left too; nor of many
+    waves, where a microsecond sooner is little (docs/time.md has the times).
+    """
+    found, (rows, panels) = cast.chunks(problem), tile.counts(problem)
+    waves = rows * panels / (problem.chip or CHIPS[90]).multiprocessors
+    early = problem.cast and x_rows == ALL_ROWS and 1 < waves <= 4 and rows * tile.rows >= FEW_ROWS
+    return -(-found // 2) if early else found
 
 
 def forward(problem: Problem, strategy: str) -> Plan:
@@ -211,7 +231,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
     if problem.prepared:
         weight_rows = problem.out_features
     # Rows that are left to the kernel, whose blocks then wait for each other.
-    left = x_rows != ALL_ROWS or weight_rows < problem.out_features
+    begun = _chunks_ahead(problem, tile, x_rows)
+    left = x_rows != ALL_ROWS or weight_rows < problem.out_features or begun < cast.chunks(problem)
     ahead = finish in ("kPersistent", "kEvaluate") if problem.split else left
     shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
@@ -236,7 +257,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         ),
         ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
-         "merged_slope", "merged_shift", "counters", *made, "x_rows", "weight_rows", "group_panels",
+         "merged_slope", "merged_shift", "counters", *made, "x_rows", "weight_rows", "begun", "group_panels",
          "in_registers", "stream_x", "keep_product", "batch", "in_features", "features"),
         grid,
         block=384,
@@ -253,6 +274,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         numbers=(
             ("x_rows", x_rows),
             ("weight_rows", weight_rows),
+            ("begun", begun),
             ("group_panels", group_panels),
             ("in_registers", int(finish == "kWholePanels" and short and problem.out_dtype == problem.dtype)),
             ("stream_x", int(finish != "kWholePanels" and half and _bytes_of_x(problem) > LARGE_X)),
@@ -281,7 +303,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
             aliases = (("product", "y"),)
     counters = COUNTERS + 2 * panels if finish in ("kOneBlock", "kWholePanels", "kPersistent") else 0
     if ahead:
-        counters = COUNTERS + 2 * panels + panels + BANDS
+        counters = COUNTERS + 2 * panels + (panels + BANDS) * (1 if problem.split else cast.chunks(problem))
     if problem.split:
         counters = (counters or COUNTERS + 2 * panels) + counters_to_recompute(problem)
         steps = (split_rows(problem, True, x_rows, 0 if problem.prepared else weight_rows), launch, recompute(problem))
@@ -304,7 +326,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         seconds=(split_seconds if problem.split else gemm_seconds)(problem) * (1.06 if problem.training else 1.01),
         floor=gemm_seconds(problem),
     )
-    return cast.with_operands(found, x_rows, weight_rows) if problem.cast else found
+    return cast.with_operands(found, x_rows, weight_rows, begun) if problem.cast else found
 
 
 def _split_roles(problem: Problem) -> tuple[str, ...]:

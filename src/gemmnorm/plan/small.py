@@ -43,10 +43,10 @@ class Shape:
 
 
 # Of split operands: columns whose fragments fit the registers, and stages of K for a block beyond which the library is
-# faster in training, and with few rows.
+# faster in training.
 SPLIT_COLUMNS, MOST_SPLIT_STEPS = 32, 28
 HALF_OF_THEM = 1056  # features that two blocks for every 32 of, on half of an H200's multiprocessors, share out
-VERY_FEW = 4  # rows that the library multiplies by vectors, about: faster from K = 1024 on where few blocks share K out
+VERY_FEW = 4  # rows that the library multiplies by vectors, about
 # In the order of preference, by the times of lab/README.md; none of them: the kernel is not used.
 SHAPES = (Shape(64, 8, 4, least=64), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32, 1, 8, most=16))
 
@@ -98,7 +98,7 @@ def _library_is_faster(problem: Problem, found: Shape) -> bool:
     if blocks == 1 and batch <= 2 * VERY_FEW:
         return True
     if 8 < batch <= 16 and features > 512 and (of_block <= 32 or not training):
-        return False  # of so many rows the library is slow
+        return False  # of so many rows the library is slow, with K up to 8192 at least
     if features <= 256:  # which leave many multiprocessors idle
         return of_block > ((14, 20) if training else (20, 40))[features > 128]
     if training:

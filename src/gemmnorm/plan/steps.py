@@ -168,6 +168,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "most": ("unsigned int*", "[4], after a number for each 64 features: zero, and left zero"),
     "x_rows": ("int", "of x, that are made already"),
     "weight_rows": ("int", "of the weight, that are made already"),
+    "begun": ("int", "times 2048 columns of these rows are"),
     "flagged": ("int*", "[features]: a list"),
     "map_a": ("const __grid_constant__ gemmnorm::TensorMap", "left operand, split"),
     "map_b": ("const __grid_constant__ gemmnorm::TensorMap", "right operand, split"),

@@ -85,12 +85,13 @@ __device__ __forceinline__ void copy_to_shared(void* to, const TensorMap& map, u
       "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "l"(policy)
       : "memory");
 }
-// A run of bytes, a multiple of 16, without a map: #data-movement-and-conversion-instructions-cp-async-bulk
+// A run of bytes, a multiple of 16, without a map, for the last time: #data-movement-and-conversion-instructions-cp-async-bulk
 __device__ __forceinline__ void copy_bytes_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)
+      : "memory");
 }
 __device__ __forceinline__ void copy_to_global(const TensorMap& map, const void* from, int x, int y,
                                                u64 policy = kEvictNormal) {
