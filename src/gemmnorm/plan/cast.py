@@ -70,13 +70,15 @@ def in_front(build: Callable[[Problem, str], Plan]) -> Callable[[Problem, str], 
             else replace(step, maps=tuple(replace(m, tensor=operand(problem, m.tensor)) for m in step.maps))
             for step in chosen.steps
         )
-        return with_operands(replace(chosen, problem=problem, steps=steps), ALL_ROWS, problem.out_features, chunks(problem))
+        return with_operands(
+            replace(chosen, problem=problem, steps=steps), ALL_ROWS, problem.out_features, chunks(problem)
+        )
 
     return built
 
 
 def with_operands(chosen: Plan, x_rows: int, weight_rows: int, begun: int) -> Plan:
-    """`chosen` after a pass that casts so many chunks of so many rows; what is cast is kept where gradients are wanted."""
+    """`chosen` after a pass that casts so many chunks of so many rows; what is cast is kept for gradients."""
     problem, found = chosen.problem, operands(chosen.problem)
     kept, lost = (found, ()) if problem.save else ((), found)
     return replace(

@@ -171,9 +171,9 @@ def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, i
         m_tiles, n_tiles = -(-blocks // group_panels), group_panels
     else:
         m_tiles, n_tiles = rows, blocks // (rows * group_panels) * group_panels
+        begin_late = blocks - rows * n_tiles  # of the first wave, in the next group of panels
+        n_tiles += min(begin_late, group_panels, panels - n_tiles) if 10 * begin_late >= blocks else 0
     if problem.cast:
-        if m_tiles == rows:  # the wave's last tiles too, which have only begun panels before them
-            n_tiles = min(n_tiles + min(group_panels, blocks - rows * n_tiles), panels)
         m_tiles = m_tiles if "x" in problem.cast else rows
         n_tiles = n_tiles if "weight" in problem.cast else panels
     elif m_tiles < rows:
