@@ -96,7 +96,7 @@ def test_the_kernels_cast_as_pytorch_does(
     [
         (300, 136, True, "kWholePanels", BOTH),
         (300, 136, False, "kEvaluate", ("weight",)),
-        (300, 520, False, "kEvaluate", BOTH),
+        (300, 392, False, "kEvaluate", BOTH),
         (1200, 264, True, "kPersistent", BOTH),  # and rows of x are left, of which all chunks are cast before
     ],
 )

@@ -669,12 +669,13 @@ __device__ __forceinline__ void copy_to_shared(void* to, const TensorMap& map, u
       "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "l"(policy)
       : "memory");
 }
-// A run of bytes, a multiple of 16, without a map: #data-movement-and-conversion-instructions-cp-async-bulk
+// A run of bytes, a multiple of 16, without a map, for the last time: #data-movement-and-conversion-instructions-cp-async-bulk
 __device__ __forceinline__ void copy_bytes_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)
+      : "memory");
 }
 __device__ __forceinline__ void copy_to_global(const TensorMap& map, const void* from, int x, int y,
                                                u64 policy = kEvictNormal) {
@@ -921,6 +922,8 @@ GEMMNORM_WGMMA_REGISTERS(64, bfloat16, "m64n64k16", "bf16.bf16", GEMMNORM_REGIST
 
 namespace gemmnorm {
 
+constexpr int kCastColumns = 2048;  // of a row, that are cast at a time
+
 // Casts a row as one of LANES threads: WORDS loads of 16 bytes are in flight at once. `columns` is a multiple of 4.
 template <class T, int LANES, int WORDS>
 __device__ __forceinline__ void cast_row(const float* from, T* to, int columns, int lane) {
@@ -938,20 +941,36 @@ __device__ __forceinline__ void cast_row(const float* from, T* to, int columns, 
   }
 }
 
-// A block casts one row. The weight's come in descending order and x's last: what the product reads first is then still in
+// Casts kCastColumns as one lane of a warp. All loads are in flight at once.
+template <class T>
+__device__ __forceinline__ void cast_chunk(const float* from, T* to, int lane) {
+  constexpr int kWords = kCastColumns / 128;
+  Vec<float, 4> v[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) v[i] = load<float, 4>(from + lane * 4 + i * 128);
+  __syncwarp();  // else the compiler lets later loads wait for registers of earlier ones
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const float(&f)[4] = v[i].at;
+    *reinterpret_cast<uint2*>(to + lane * 4 + i * 128) = make_uint2(pack(f[0], f[1], T{}), pack(f[2], f[3], T{}));
+  }
+}
+
+// A block casts the beginning of one row. The weight's come in descending order and x's last: what the product reads first is then still in
 // the L2.
 template <class T>
 __device__ __forceinline__ void cast_rows(const float* x /* [batch, in_features] or null */,
                                           const float* weight /* [features, in_features] or null */,
                                           T* cast_x /* [batch, in_features] */, T* cast_weight /* [features, in_features] */,
-                                          int weight_rows /* to cast, of the first */, int in_features) {
+                                          int weight_rows /* to cast, of the first */,
+                                          int begun /* times kCastColumns are cast, of each row */, int in_features) {
   allow_next();
   wait_for_previous();
   const int block = blockIdx.x;
   const bool of_weight = block < weight_rows;
   const i64 first = static_cast<i64>((of_weight ? weight_rows : static_cast<int>(gridDim.x)) - 1 - block) * in_features;
-  cast_row<T, kThreads, 8>((of_weight ? weight : x) + first, (of_weight ? cast_weight : cast_x) + first, in_features,
-                           threadIdx.x);
+  cast_row<T, kThreads, 8>((of_weight ? weight : x) + first, (of_weight ? cast_weight : cast_x) + first,
+                           min(begun * kCastColumns, in_features), threadIdx.x);
 }
 
 }  // namespace gemmnorm
@@ -1020,26 +1039,30 @@ struct Raster {
 namespace gemmnorm {
 
 constexpr int kWorkers = 2;  // warps of a block
-constexpr int kBands = 64;   // of rows of x; each has a counter
+constexpr int kBands = 64;   // of rows of x; each has counters
 
 struct RowsAhead {
-  u32* ready;               // rows made here: [panels], then [kBands]
+  u32* ready;               // rows made here: [panels, chunks], then [kBands, chunks]
   int x_rows, weight_rows;  // made by the launch before
   int batch, in_features, features;
+  int chunks;               // of K, that are made one after the other
+  int x_begun, weight_begun;  // of these, that the launch before has made of its rows
 
-  // Waits until the rows of a tile are there, as the thread that will ask the copy engine for them.
+  // Waits until a chunk of a tile's rows is there, as the thread that will ask the copy engine for it.
   template <int TM, int TN>
-  __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile) const {
-    const int panel_end = min((tile.n + 1) * TN, features), panel = panel_end - max(tile.n * TN, weight_rows);
-    if (panel > 0) wait_until(&ready[tile.n], panel);
-    const bool waited = wait_for_band<TM>(raster, tile.m * TM / band_rows<TM>(raster));
+  __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile, int chunk) const {
+    const int panel_end = min((tile.n + 1) * TN, features);
+    const int panel = panel_end - max(tile.n * TN, chunk < weight_begun ? weight_rows : 0);
+    if (panel > 0) wait_until(&ready[tile.n * chunks + chunk], panel);
+    const bool waited = wait_for_band<TM>(raster, tile.m * TM / band_rows<TM>(raster), chunk);
     if (panel > 0 || waited) fence_async_global();
   }
   // The same for a band of x; whether any of it was made here.
   template <int TM>
-  __device__ __forceinline__ bool wait_for_band(const Raster& raster, int band) const {
-    const int rows = band_rows<TM>(raster), missing = min((band + 1) * rows, batch) - max(band * rows, x_rows);
-    if (missing > 0) wait_until(&ready[raster.tiles_n + band], missing);
+  __device__ __forceinline__ bool wait_for_band(const Raster& raster, int band, int chunk) const {
+    const int rows = band_rows<TM>(raster);
+    const int missing = min((band + 1) * rows, batch) - max(band * rows, chunk < x_begun ? x_rows : 0);
+    if (missing > 0) wait_until(&ready[(raster.tiles_n + band) * chunks + chunk], missing);
     return missing > 0;
   }
 
@@ -1048,34 +1071,56 @@ struct RowsAhead {
     return (raster.tiles_m + kBands - 1) / kBands * TM;
   }
 
-  // Says, as a warp, that a row is there: the copy engine will read it.
+  // Says, as a warp, that a chunk of so many rows is there: the copy engine will read it.
   template <int TM, int TN>
-  __device__ __forceinline__ void done(const Raster& raster, bool of_x, int row) const {
+  __device__ __forceinline__ void done(const Raster& raster, bool of_x, int row, int chunk, int rows) const {
     fence_async_global();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) add_release(&ready[of_x ? raster.tiles_n + row / band_rows<TM>(raster) : row / TN], 1);
+    const int place = of_x ? raster.tiles_n + row / band_rows<TM>(raster) : row / TN;
+    if (threadIdx.x % 32 == 0) add_release(&ready[place * chunks + chunk], rows);
   }
 };
 
-// Operands that are cast. One that is in half precision already has all its rows.
+// Operands that are cast, in chunks of kCastColumns. One that is in half precision already has all its rows.
 template <class T>
 struct CastAhead : RowsAhead {
   using Element = T;
+  static constexpr int kStepsOfChunk = kCastColumns * sizeof(T) / kRowBytes;
   const float *x, *weight;  // [batch, in_features], [features, in_features], or null
   T *cast_x, *cast_weight;
 
-  // The warp's share of the rows that are left, x's before the weight's: every so many-th.
+  // The warp's share of what is left, eight rows of a chunk at a time: first of the rows that the launch before has begun,
+  // which the first tiles of all blocks need, then of as many of x's as those, again and again, then of the weight's.
   template <int TM, int TN>
   __device__ __forceinline__ void cast(const Raster& raster, int worker) const {
-    const int left_of_x = batch - x_rows, left = left_of_x + features - weight_rows;
+    constexpr int kRows = 8;  // of one panel: features are a multiple
+    int item = kWorkers * blockIdx.x + worker, first = min(x_begun, weight_begun);
+    int x_from = x ? 0 : batch, x_to = x ? x_rows : batch, from = weight ? 0 : features, to = weight ? weight_rows : features;
+    for (;;) {
+      const int groups_of_x = (x_to - x_from + kRows - 1) / kRows, groups = groups_of_x + (to - from + kRows - 1) / kRows;
+      const int items = groups * (chunks - first);
 #pragma unroll 1
-    for (int n = kWorkers * blockIdx.x + worker; n < left; n += kWorkers * gridDim.x) {
-      const bool of_x = n < left_of_x;
-      const int row = of_x ? x_rows + n : weight_rows + n - left_of_x;
-      const i64 first = static_cast<i64>(row) * in_features;
-      cast_row<T, 32, 16>((of_x ? x : weight) + first, (of_x ? cast_x : cast_weight) + first, in_features,
-                          threadIdx.x % 32);
-      done<TM, TN>(raster, of_x, row);
+      for (; item < items; item += kWorkers * gridDim.x) {
+        const int chunk = first + item / groups, n = item % groups, column = chunk * kCastColumns;
+        const bool of_x = n < groups_of_x;
+        const int row = of_x ? x_from + n * kRows : from + (n - groups_of_x) * kRows;
+        const int rows = min(kRows, (of_x ? x_to : to) - row), columns = min(kCastColumns, in_features - column);
+        const i64 at = static_cast<i64>(row) * in_features + column;
+        const float* source = (of_x ? x : weight) + at;
+        T* target = (of_x ? cast_x : cast_weight) + at;
+#pragma unroll 1
+        for (int i = 0; i < rows; ++i, source += in_features, target += in_features)
+          if (columns == kCastColumns) cast_chunk(source, target, threadIdx.x % 32);
+          else cast_row<T, 32, 4>(source, target, columns, threadIdx.x % 32);
+        done<TM, TN>(raster, of_x, row, chunk, rows);
+      }
+      item -= items;
+      first = 0;
+      x_from = x_to;
+      from = to;
+      if (x_to < batch) x_to = min(x_to + x_rows, batch);
+      else if (to < features) to = min(to + weight_rows, features);
+      else return;
     }
   }
 };
@@ -1101,6 +1146,7 @@ struct PieceRings<true> {
 // The operands, and what is known of them.
 struct SplitAhead : RowsAhead {
   using Element = half;
+  static constexpr int kStepsOfChunk = 1 << 30;  // a row has one exponent: all of it is one chunk
   const float *x, *weight;           // [batch, in_features], [features, in_features]
   half *split_x, *split_weight;      // as split_rows leaves them
   int *x_exponents, *weight_exponents;
@@ -1187,7 +1233,7 @@ struct SplitAhead : RowsAhead {
         continue;
       }
       split_row(pieces, n, row, of_x);
-      done<TM, TN>(raster, of_x, row);
+      done<TM, TN>(raster, of_x, row, 0, 1);
     }
   }
 
@@ -1196,7 +1242,7 @@ struct SplitAhead : RowsAhead {
   template <int TM, class Features>
   __device__ __forceinline__ void find_features(const Features& f, const Raster& raster, int worker) const {
     const int lane = threadIdx.x % 32, stride = kWorkers * gridDim.x, warp = kWorkers * blockIdx.x + worker;
-    for (int band = lane; band < kBands && band * band_rows<TM>(raster) < batch; band += 32) wait_for_band<TM>(raster, band);
+    for (int band = lane; band < kBands && band * band_rows<TM>(raster) < batch; band += 32) wait_for_band<TM>(raster, band, 0);
     __syncwarp();  // `most` is known, and what lane 0 has written of the warp's rows
     for (int j = warp * 32 + lane; j < first_of_weight(); j += stride * 32) f.guard.raises(j, f.running_deviation(j));
     const int before = first_of_weight() - (batch - x_rows);  // from where the warp's rows are counted to features
@@ -1377,6 +1423,7 @@ struct GemmShared : PieceRings<AHEAD> {
   // evaluation coefficients per tile.
   float slope[2][TN], shift[2][TN];
   float mean[TN], squares[TN], finished_slope[TN], finished_shift[TN];  // of the tile's columns, for both consumers
+  int exponents[2][64];  // of split operands, across the width: of a consumer's 64 rows or columns
   u64 full[STAGES], empty[STAGES];
   u64 staged[2], unstaged[2];  // a consumer's tile is ready to be stored; its staging memory is free again
   u64 known[2], used[2];       // in evaluation: a tile's coefficients are there; they may be overwritten
@@ -2165,13 +2212,21 @@ struct TileByFeatures {
     store_of_tile<false>(f, tile, m2, f.group_m2, ONE_BLOCK ? shared.shift[0] : nullptr);
   }
 
-  // Two octets of rows, straight to memory.
+  // Two octets of rows, straight to memory. Of a whole tile nothing is compared.
   template <class V>
   __device__ __forceinline__ void store_octets(const float (&v)[8], int i, V* to, Tile tile, int batch, int features) const {
+    const int row = tile.m * TM + lane % 4 * 2, j = tile.n * TN + feature;
+    const bool whole = (tile.m + 1) * TM <= batch && (tile.n + 1) * TN <= features;
+    V* at = to + static_cast<i64>(row) * features + j;
+    const auto down = [&](int q) { return (i + q / 4) * 8 + q % 2; };
+    const auto right = [](int q) { return q / 2 % 2 * 8; };
+    if (whole) {
 #pragma unroll
-    for (int q = 0; q < 8; ++q) {
-      const int row = tile.m * TM + (i + q / 4) * 8 + lane % 4 * 2 + q % 2, j = tile.n * TN + feature + q / 2 % 2 * 8;
-      if (row < batch && j < features) from_float(v[q], to[static_cast<i64>(row) * features + j]);
+      for (int q = 0; q < 8; ++q) from_float(v[q], at[down(q) * features + right(q)]);
+    } else {
+#pragma unroll
+      for (int q = 0; q < 8; ++q)
+        if (row + down(q) < batch && j + right(q) < features) from_float(v[q], at[down(q) * features + right(q)]);
     }
   }
   // The same to where the copy engine will fetch them as V: `at` is the lane's place in the first octets of the trip.
@@ -2590,7 +2645,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
     float* weight_total /* [features], likewise */, const u64* weight_checksums /* [features] or null, likewise */,
     u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already */,
-    int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
+    int begun /* times kCastColumns of these rows */,    int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   using Shape = TileShape<TM, TN>;
   constexpr int kWidth = Shape::kWidth, kAccumulators = kWidth / 2;
@@ -2619,8 +2674,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                             {most, weight_largest, weight_total, flagged}, batch, features,
                             (batch + Shape::kMeanRows - 1) / Shape::kMeanRows, Shape::kMeanRows};
   const Raster raster = {(batch + TM - 1) / TM, (features + TN - 1) / TN, group_panels};
+  const int chunks = kSplit ? 1 : (in_features + kCastColumns - 1) / kCastColumns;  // of rows that are made here
   const RowsAhead rows_ahead = {counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features,
-                                features};
+                                features, chunks, kSplit || !x ? chunks : begun, kSplit || !weight ? chunks : begun};
   typename Operand<OP>::Ahead ahead = {rows_ahead, x, weight, operand_x, operand_weight};
   if constexpr (kSplit) {
     ahead.x_exponents = x_exponents, ahead.weight_exponents = weight_exponents;
@@ -2670,8 +2726,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       u32 parity = 1;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
-        if (makes_rows) ahead.template wait_for<TM, TN>(raster, tile);
         for (int k = 0; k < steps; ++k) {
+          constexpr int kStepsOfChunk = Operand<OP>::Ahead::kStepsOfChunk;
+          if (makes_rows && k % kStepsOfChunk == 0) ahead.template wait_for<TM, TN>(raster, tile, k / kStepsOfChunk);
           barrier_wait(&shared.empty[stage], parity);
           barrier_expect(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);
 #pragma unroll
@@ -2779,13 +2836,19 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
             Wgmma<Element, kWidth>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
           wgmma_commit();
         }
-        if (kSplit && k == 0 && thread < kWidth) {  // `sums` is free until the statistics are taken
+        if (kSplit && k == 0) {  // exponents; `sums` is free until the statistics are taken
           const Tile tile = raster.at(t);
           const int n = (Shape::kByFeatures ? tile.m * TM : tile.n * TN) + thread;
+          const int own = (Shape::kByFeatures ? tile.n * TN : tile.m * TM) + consumer * 64 + thread;
           const int* exponents = Shape::kByFeatures ? x_exponents : weight_exponents;
-          const PowerOfTwo p = power_of_two(n < (Shape::kByFeatures ? batch : features) ? load_l2(exponents + n) : 0);
-          shared.sums[consumer][0][thread] = p.first;
-          shared.sums[consumer][1][thread] = p.second;
+          const int* of_own = Shape::kByFeatures ? weight_exponents : x_exponents;
+          if (thread < kWidth) {
+            const PowerOfTwo p = power_of_two(n < (Shape::kByFeatures ? batch : features) ? load_l2(exponents + n) : 0);
+            shared.sums[consumer][0][thread] = p.first;
+            shared.sums[consumer][1][thread] = p.second;
+          }
+          if (thread < 64)
+            shared.exponents[consumer][thread] = own < (Shape::kByFeatures ? features : batch) ? load_l2(of_own + own) : 0;
         }
         if (k > 0 || kSplit) wgmma_wait<1>();
         if constexpr (kSplit) {
@@ -2805,12 +2868,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 
       const Tile tile = raster.at(kSplit ? computed_anew(t) : t);
       if constexpr (kSplit) {  // back to the scale of x and W
-        const int own = (Shape::kByFeatures ? tile.n * TN : tile.m * TM) + consumer * 64 + thread / 32 * 16 + lane / 4;
-        const int end = Shape::kByFeatures ? features : batch;
-        const int* exponents = Shape::kByFeatures ? weight_exponents : x_exponents;
-        const PowerOfTwo low = power_of_two(own < end ? load_l2(exponents + own) : 0);
-        const PowerOfTwo high = power_of_two(own + 8 < end ? load_l2(exponents + own + 8) : 0);
         sync_threads(1 + consumer, 128);
+        const int* own = &shared.exponents[consumer][thread / 32 * 16 + lane / 4];
+        const PowerOfTwo low = power_of_two(own[0]), high = power_of_two(own[8]);
 #pragma unroll
         for (int i = 0; i < kWidth / 8; ++i) {
           const int c = i * 8 + (lane % 4) * 2;
@@ -2930,7 +2990,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     __threadfence();
     if (atomicAdd(&counters[kDone], 1u) == gridDim.x - 1) {
       __threadfence();
-      const int used = kPanels + 2 * raster.tiles_n + (makes_rows ? raster.tiles_n + kBands : 0);
+      const int used = kPanels + 2 * raster.tiles_n + (makes_rows ? (raster.tiles_n + kBands) * chunks : 0);
       for (int i = 0; i < used; ++i) counters[i] = 0;
       if (kTrains && batches_tracked) *batches_tracked += 1;
     }
@@ -4083,6 +4143,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
     int* flagged /* [features]: a list */,
     int x_rows /* of x, that are made already */,
     int weight_rows /* of the weight, that are made already */,
+    int begun /* times 2048 columns of these rows are */,
     int group_panels /* panels that are worked on together */,
     int in_registers /* tiles wait for their panel there */,
     int stream_x /* whether the L2 should let go of x first */,
@@ -4094,7 +4155,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
       map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
       running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
       rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
-      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, group_panels, in_registers,
+      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, begun, group_panels, in_registers,
       stream_x, keep_product, batch, in_features, features);
 }
 
@@ -4166,6 +4227,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
     int* flagged /* [features]: a list */,
     int x_rows /* of x, that are made already */,
     int weight_rows /* of the weight, that are made already */,
+    int begun /* times 2048 columns of these rows are */,
     int group_panels /* panels that are worked on together */,
     int in_registers /* tiles wait for their panel there */,
     int stream_x /* whether the L2 should let go of x first */,
@@ -4177,7 +4239,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
       map_x, map_weight, map_product, map_y, stored_product, y, bias, scale, scale_stride, scale_value,
       running_mean, running_var, num_batches_tracked, bn_weight, bn_bias, momentum, eps, group_mean, group_m2, mean,
       rstd, merged_slope, merged_shift, counters, x, weight, split_x, split_weight, x_exponents, weight_exponents,
-      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, group_panels, in_registers,
+      weight_largest, weight_total, nullptr, most, flagged, x_rows, weight_rows, begun, group_panels, in_registers,
       stream_x, keep_product, batch, in_features, features);
 }
 
@@ -4658,7 +4720,7 @@ Tensors forward_training_alone(const torch::Tensor& x /* [batch, 8192] */,
                 momentum, eps, group_mean, group_m2, mean, rstd, merged_slope, merged_shift,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 386,
-                flagged, 1073741824 /* x_rows */, 2048 /* weight_rows */, 8 /* group_panels */,
+                flagged, 1073741824 /* x_rows */, 2048 /* weight_rows */, 4 /* begun */, 8 /* group_panels */,
                 0 /* in_registers */, 0 /* stream_x */, 0 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 386, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
@@ -4718,7 +4780,7 @@ Tensors forward_training_saving(const torch::Tensor& x /* [batch, 8192] */,
                 merged_slope, merged_shift, pointer<unsigned int>(counters), pointer<float>(x),
                 pointer<float>(weight), split_x, split_weight, x_exponents, weight_exponents, weight_largest,
                 weight_total, pointer<unsigned int>(counters) + 386, flagged, 1073741824 /* x_rows */,
-                2048 /* weight_rows */, 8 /* group_panels */, 0 /* in_registers */, 0 /* stream_x */,
+                2048 /* weight_rows */, 4 /* begun */, 8 /* group_panels */, 0 /* in_registers */, 0 /* stream_x */,
                 1 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute, 264, 256, stream, pointer<float>(x), pointer<float>(weight), flagged,
          pointer<unsigned int>(counters) + 386, pointer<float>(product), pointer<float>(y), pointer<float>(bias),
@@ -4785,7 +4847,7 @@ Tensors forward_evaluation_alone(const torch::Tensor& x /* [batch, 8192] */,
                 nullptr /* rstd */, nullptr /* merged_slope */, nullptr /* merged_shift */,
                 pointer<unsigned int>(counters), pointer<float>(x), pointer<float>(weight), split_x, split_weight,
                 x_exponents, weight_exponents, weight_largest, weight_total, pointer<unsigned int>(counters) + 386,
-                flagged, 1073741824 /* x_rows */, 2048 /* weight_rows */, 8 /* group_panels */,
+                flagged, 1073741824 /* x_rows */, 2048 /* weight_rows */, 4 /* begun */, 8 /* group_panels */,
                 0 /* in_registers */, 0 /* stream_x */, 0 /* keep_product */, batch, 8192, 8192);
   launch(fused_gemm_scale_bn_recompute_evaluation, 264, 256, stream, pointer<float>(x), pointer<float>(weight),
          flagged, pointer<unsigned int>(counters) + 386, pointer<float>(product), pointer<float>(y),

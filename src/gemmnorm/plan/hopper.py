@@ -101,7 +101,10 @@ def better_served(problem: Problem) -> tuple[str, str] | None:
         side = batch * features / (batch + features)  # operations for an element that is split
         # Whole tiles of rows by many features, for which the library takes longer.
         whole = batch % tile.rows == 0 and features >= 2 * WIDE and (k <= 4096 or not problem.training)
-        least = (113 if whole else 115) if k > 256 else 245 if batch <= 8192 and not problem.training else 256
+        if k > 256:
+            least = 115 if problem.training and not whole else 113
+        else:
+            least = 256 if problem.training or batch > 8192 else 245
         if problem.flops < SPLIT_FLOPS or batch <= GROUP_ROWS or side < least:
             return "cublas_folded_bn", "so small a product is done before its operands could be split"
         few = rows * panels <= chip.multiprocessors / (4 if k >= 4096 and not whole else 8)

@@ -89,7 +89,8 @@ def _library_is_faster(problem: Problem, found: Shape) -> bool:
     """By the times of `lab/sweep.py`."""
     batch, features, training, blocks = problem.batch, problem.out_features, problem.training, found.blocks
     if not problem.split:
-        return blocks == 2 and problem.in_features >= 8192 and features <= HALF_OF_THEM
+        few = batch <= VERY_FEW and problem.dtype == "float32" and not training
+        return blocks == 2 and problem.in_features >= (4096 if few else 8192) and features <= HALF_OF_THEM
     of_block = problem.in_features * DTYPE_BYTES[problem.dtype] / ROW_BYTES / blocks  # stages of K
     if batch <= VERY_FEW and blocks <= 2 and problem.in_features >= (512 if training else 256):
         return True
