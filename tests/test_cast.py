@@ -161,6 +161,7 @@ def test_rows_in_words_of_sixteen_bytes_only() -> None:
         (96, 1024, 512, "one_kernel"),
         (1000, 2056, 8200, "one_kernel"),
         (5000, 1032, 4104, "one_kernel"),
+        (1100, 4104, 8200, "one_kernel"),  # the product begins when two chunks of three are cast
         (9000, 520, 2056, "one_kernel"),
         (3000, 1032, 4104, "gemm_stats_apply"),
         (300, 1028, 514, "cublas_folded_bn"),
