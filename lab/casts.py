@@ -1,15 +1,17 @@
 """Under autocast: who casts x and W, and how much of it is left to the product: PYTHONPATH=src python lab/casts.py, on a GPU.
 
-Microseconds of a training forward that keeps the product, for tenths of the rows beyond the first wave's that are cast before.
+Microseconds of a training forward that keeps the product, for tenths of the rows beyond the first wave's and chunks of K
+that are cast before.
 """
+
+import itertools
 
 import torch
 from device_check import CASES, Timer
-from variants import CAST_ONCE, changed
 
 import gemmnorm
 from gemmnorm import plan, runtime
-from gemmnorm.plan import hopper
+from gemmnorm.plan import cast, hopper
 
 HALF = torch.bfloat16
 
@@ -44,7 +46,7 @@ def prepared(module, x, weight):
 
 @torch.no_grad()
 def main():
-    timer, shipped = Timer(), hopper._rows_ahead
+    timer, shipped = Timer(), (hopper._rows_ahead, hopper._chunks_ahead)
     for case in ("kb33", "kb39", "projector"):
         batch, wide, out, bias, scale, activation = CASES[case]
         m = gemmnorm.LinearScaleBatchNorm1d(wide, out, bias, scale, activation=activation, device="cuda")
@@ -55,14 +57,13 @@ def main():
             "cast W": lambda: weight.to(HALF),  # noqa: B023
             "by PyTorch": lambda: half(x.to(HALF), weight.to(HALF)),  # noqa: B023
         }
-        for tenths in (0, 2, 4, 6, 10):
-            hopper._rows_ahead = rows_for(tenths)
+        for tenths, chunks in itertools.product((0, 3, 10), range(1, -(-wide // cast.COLUMNS) + 1)):
+            hopper._rows_ahead, hopper._chunks_ahead = rows_for(tenths), lambda *_, chunks=chunks: chunks
             call = prepared(m, x, weight)
-            calls[f"{tenths}/10 before"] = lambda call=call: call(x, weight)  # noqa: B023
-        hopper._rows_ahead = shipped
-        with changed(CAST_ONCE):  # has not run
-            call = prepared(m, x, weight)
-            calls["read once"] = lambda call=call: call(x, weight)  # noqa: B023
+            calls[f"{tenths}/10, {chunks} before"] = lambda call=call: call(x, weight)  # noqa: B023
+        hopper._rows_ahead, hopper._chunks_ahead = shipped
+        call = prepared(m, x, weight)
+        calls["as planned"] = lambda call=call: call(x, weight)  # noqa: B023
         print(case, "  ".join(f"{name} {ms * 1e3:.1f}" for name, ms in timer(calls, 11).items()), flush=True)
 
 

@@ -28,33 +28,8 @@ VARIANTS = {
     "2 rows in flight": [(UNITS, "2 * AHEAD>(f, product", "AHEAD / 2>(f, product")],
     "no units": NO_UNITS,
 }
-# Rows of x and W that become operands are read once: the L2 lets go of them first. In the launch before, and inside.
-LAST_TIME = """
-__device__ __forceinline__ Vec<float, 4> load_source(const float* p) {
-  const uint4 v = load_last_time(reinterpret_cast<const uint4*>(p));
-  return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
-}
-"""
-INCLUDE = '#include "common.cuh"\n'
-READ_ONCE = [
-    ("split.cuh", INCLUDE, INCLUDE + '#include "ptx/hopper.cuh"\n'),
-    ("split.cuh", "constexpr int kHeldColumns", LAST_TIME + "constexpr int kHeldColumns"),
-    ("split.cuh", "held[i] = c < columns ? load<float, 4>(", "held[i] = c < columns ? load_source("),
-]
-COPIED_ONCE = [
-    ("ptx/hopper.cuh", "complete_tx::bytes [%0], [%1], %2, [%3];", "complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"),
-    ("ptx/hopper.cuh", '"r"(bytes), "r"(shared_address(barrier))', '"r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)'),
-]
-CAST_ONCE = [
-    ("cast.cuh", INCLUDE, INCLUDE + '#include "ptx/hopper.cuh"\n'),
-    ("cast.cuh", "// Casts a row as one of LANES", LAST_TIME + "// Casts a row as one of LANES"),
-    ("cast.cuh", "v[i] = load<float, 4>(", "v[i] = load_source("),
-]
-OF_SPLIT = {  # float32 by split operands; the last three have not run
+OF_SPLIT = {
     "as it is": [],
-    "read once": READ_ONCE,
-    "copied once": COPIED_ONCE,
-    "both once": READ_ONCE + COPIED_ONCE,
     "no units": NO_UNITS,
     "all split before": [],
 }
