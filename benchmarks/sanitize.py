@@ -34,7 +34,7 @@ SIZES = {
     "clusters": (200, 136, 264, 132),
     "waves": (900, 64, 600, 6),
     "whole panels": (760, 3200, 600, 6),
-    "parts of K": (1030, 4104, 456, 10),  # under autocast the product begins when half of K is cast
+    "parts of K": (1030, 4104, 456, 10),  # under autocast the product begins with two chunks of three
     "low tiles": (60, 136, 1096, 6),
     "many groups": (9000, 64, 264, 36),
     "tall": (17000, 64, 520, 132),

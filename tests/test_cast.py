@@ -9,7 +9,7 @@ from gpu_support import poisoned_memory
 from test_emulated import SMALL_HOPPER
 from torch import Tensor
 
-from gemmnorm import linear_scale_batch_norm, ops, plan, runtime
+from gemmnorm import linear_scale_batch_norm, ops, plan, runtime, sources
 from gemmnorm.plan import Plan, Problem, cast, hopper, small
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
@@ -96,6 +96,7 @@ def test_the_kernels_cast_as_pytorch_does(
     [
         (300, 136, True, "kWholePanels", BOTH),
         (300, 136, False, "kEvaluate", ("weight",)),
+        (300, 136, True, "kWholePanels", ("x",)),
         (300, 392, False, "kEvaluate", BOTH),
         (1200, 264, True, "kPersistent", BOTH),  # and rows of x are left, of which all chunks are cast before
     ],
@@ -111,6 +112,13 @@ def test_the_product_begins_with_a_part_of_k(
     plan.cached_plan.cache_clear()
     assert finish(chosen) == way
     assert dict(chosen.launches[0].numbers)["begun"] == (2 if batch == 300 else 3)
+
+
+def test_the_planner_counts_chunks_and_bands_as_the_kernels_do() -> None:
+    for file, name, value in (
+        ("cast.cuh", "kCastColumns", cast.COLUMNS), ("ahead.cuh", "kBands", hopper.BANDS),
+    ):  # fmt: skip
+        assert f"constexpr int {name} = {value};" in (sources.KERNELS / file).read_text(encoding="utf-8")
 
 
 @needs_compiler
@@ -161,7 +169,7 @@ def test_rows_in_words_of_sixteen_bytes_only() -> None:
         (96, 1024, 512, "one_kernel"),
         (1000, 2056, 8200, "one_kernel"),
         (5000, 1032, 4104, "one_kernel"),
-        (1100, 4104, 8200, "one_kernel"),  # the product begins when two chunks of three are cast
+        (1100, 4104, 4104, "one_kernel"),  # the product begins when two chunks of three are cast
         (9000, 520, 2056, "one_kernel"),
         (3000, 1032, 4104, "gemm_stats_apply"),
         (300, 1028, 514, "cublas_folded_bn"),

@@ -255,6 +255,13 @@ def test_arithmetic_follows_pytorch(fp32_precision, expected):
     assert runtime.arithmetic(torch.bfloat16) == runtime.arithmetic(torch.float64) == "native"
 
 
+@pytest.mark.parametrize(("features", "expected"), [(runtime.MOST_SPLIT_FEATURES, "ieee"), (8192, "float32")])
+def test_operands_are_split_for_so_many_features_only(features, expected):
+    x, weight = torch.empty(4, 8, device="meta"), torch.empty(features, 8, device="meta")
+    problem = runtime.problem_of(x, weight, None, None, torch.float32, None, False, False, False)
+    assert problem.arithmetic == expected
+
+
 def test_output_dtype_is_the_chains():
     half, full = torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2)
     for scale in (None, full, full.bfloat16(), torch.tensor(1.0), full[:1]):
@@ -314,6 +321,15 @@ def test_the_tiles_of_a_panel_are_a_cluster_where_all_clusters_run_at_once(batch
         ("fp32", 128, 8192, 4096, True, "one_kernel"),
         ("fp32", 64, 8192, 4096, True, "cublas_folded_bn"),
         ("fp32", 1, 1024, 512, False, "cublas_folded_bn"),
+        ("tf32", 256, 512, 512, True, "gemm_stats_apply"),
+        ("tf32", 256, 1024, 512, True, "one_kernel"),
+        ("bf16", 256, 2048, 2048, False, "cublas_folded_bn"),
+        ("bf16", 2048, 2048, 256, False, "cublas_folded_bn"),
+        ("tf32", 2, 4096, 1024, False, "cublas_folded_bn"),
+        ("fp32", 128, 4096, 1024, True, "one_kernel"),
+        ("fp32", 8192, 256, 256, True, "cublas_folded_bn"),
+        ("fp32", 8192, 256, 256, False, "one_kernel"),
+        ("fp32", 1024, 2048, 128, False, "one_kernel"),
     ],
 )
 def test_the_measured_best_is_chosen(precision, batch, in_features, features, training, strategy):

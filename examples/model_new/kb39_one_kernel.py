@@ -579,7 +579,8 @@ __device__ __forceinline__ bool split_loses(float x_largest, float x_total, floa
 // - persistent: warp 1 stores staged tiles and counts what is complete; warps 2 and 3 normalise complete panels out of the
 //   L2 (panel_units.cuh);
 // - evaluation: warp 1 computes the next tile's coefficients.
-// Before that warps 2 and 3 cast or split the rows that later tiles need, where that was left to them (ahead.cuh).
+// Before that warps 2 and 3 cast or split the rows that later tiles need, or the last columns of them that the first tiles
+// need, where that was left to them (ahead.cuh).
 // The last tile of every block never leaves the registers before it is normalised.
 // What the fused GEMM keeps in shared memory, by the type of its operands.
 // Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] * B[N, 32 bytes]^T, both operands in shared
@@ -917,7 +918,8 @@ GEMMNORM_WGMMA_REGISTERS(64, bfloat16, "m64n64k16", "bf16.bf16", GEMMNORM_REGIST
 // Splitting rows of x and the weight inside the fused GEMM, after those that split_rows has split. Of a weight that was split
 // long before (`prepare`) every row is read, and compared with what was split.
 // Rows of x and the weight that become operands inside the fused GEMM, ahead of the tiles that need them: the launch before
-// it leaves rows of later waves of tiles to two warps of every block, which work beside the tensor cores.
+// it leaves rows of later waves of tiles, and of those that it casts the last columns, to two warps of every block, which
+// work beside the tensor cores.
 // float32 operands that autocast wants in half precision: rows of x and of the weight, rounded to nearest.
 
 namespace gemmnorm {
@@ -956,8 +958,8 @@ __device__ __forceinline__ void cast_chunk(const float* from, T* to, int lane) {
   }
 }
 
-// A block casts the beginning of one row. The weight's come in descending order and x's last: what the product reads first is then still in
-// the L2.
+// A block casts the beginning of one row. The weight's come in descending order and x's last: what the product reads first is
+// then still in the L2.
 template <class T>
 __device__ __forceinline__ void cast_rows(const float* x /* [batch, in_features] or null */,
                                           const float* weight /* [features, in_features] or null */,
@@ -1043,7 +1045,7 @@ constexpr int kBands = 64;   // of rows of x; each has counters
 
 struct RowsAhead {
   u32* ready;               // rows made here: [panels, chunks], then [kBands, chunks]
-  int x_rows, weight_rows;  // made by the launch before
+  int x_rows, weight_rows;  // of which the launch before has made the first chunks
   int batch, in_features, features;
   int chunks;               // of K, that are made one after the other
   int x_begun, weight_begun;  // of these, that the launch before has made of its rows
@@ -2644,8 +2646,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     typename Operand<OP>::Ahead::Element* operand_weight /* likewise */, int* x_exponents /* [batch], of split operands */,
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
     float* weight_total /* [features], likewise */, const u64* weight_checksums /* [features] or null, likewise */,
-    u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already */,
-    int begun /* times kCastColumns of these rows */,    int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
+    u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already, or */,
+    int begun /* times kCastColumns of them */, int group_panels, int in_registers, int stream_x, int keep_product, int batch,
+    int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   using Shape = TileShape<TM, TN>;
   constexpr int kWidth = Shape::kWidth, kAccumulators = kWidth / 2;

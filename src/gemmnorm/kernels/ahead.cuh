@@ -1,5 +1,6 @@
 // Rows of x and the weight that become operands inside the fused GEMM, ahead of the tiles that need them: the launch before
-// it leaves rows of later waves of tiles to two warps of every block, which work beside the tensor cores.
+// it leaves rows of later waves of tiles, and of those that it casts the last columns, to two warps of every block, which
+// work beside the tensor cores.
 #pragma once
 #include "cast.cuh"
 #include "ptx/hopper.cuh"
@@ -12,7 +13,7 @@ constexpr int kBands = 64;   // of rows of x; each has counters
 
 struct RowsAhead {
   u32* ready;               // rows made here: [panels, chunks], then [kBands, chunks]
-  int x_rows, weight_rows;  // made by the launch before
+  int x_rows, weight_rows;  // of which the launch before has made the first chunks
   int batch, in_features, features;
   int chunks;               // of K, that are made one after the other
   int x_begun, weight_begun;  // of these, that the launch before has made of its rows

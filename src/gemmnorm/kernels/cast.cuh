@@ -38,8 +38,8 @@ __device__ __forceinline__ void cast_chunk(const float* from, T* to, int lane) {
   }
 }
 
-// A block casts the beginning of one row. The weight's come in descending order and x's last: what the product reads first is then still in
-// the L2.
+// A block casts the beginning of one row. The weight's come in descending order and x's last: what the product reads first is
+// then still in the L2.
 template <class T>
 __device__ __forceinline__ void cast_rows(const float* x /* [batch, in_features] or null */,
                                           const float* weight /* [features, in_features] or null */,

@@ -9,7 +9,8 @@
 // - persistent: warp 1 stores staged tiles and counts what is complete; warps 2 and 3 normalise complete panels out of the
 //   L2 (panel_units.cuh);
 // - evaluation: warp 1 computes the next tile's coefficients.
-// Before that warps 2 and 3 cast or split the rows that later tiles need, where that was left to them (ahead.cuh).
+// Before that warps 2 and 3 cast or split the rows that later tiles need, or the last columns of them that the first tiles
+// need, where that was left to them (ahead.cuh).
 // The last tile of every block never leaves the registers before it is normalised.
 #pragma once
 #include "gemm_shared.cuh"
@@ -51,8 +52,9 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     typename Operand<OP>::Ahead::Element* operand_weight /* likewise */, int* x_exponents /* [batch], of split operands */,
     int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
     float* weight_total /* [features], likewise */, const u64* weight_checksums /* [features] or null, likewise */,
-    u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already */,
-    int begun /* times kCastColumns of these rows */,    int group_panels, int in_registers, int stream_x, int keep_product, int batch, int in_features, int features) {
+    u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already, or */,
+    int begun /* times kCastColumns of them */, int group_panels, int in_registers, int stream_x, int keep_product, int batch,
+    int in_features, int features) {
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   using Shape = TileShape<TM, TN>;
   constexpr int kWidth = Shape::kWidth, kAccumulators = kWidth / 2;
