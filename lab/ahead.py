@@ -22,6 +22,7 @@ VARIANTS = {
     "no store": [("split_ahead.cuh", STORE, "if (v[i].at[0] == 1e30f) if (WHOLE || ")],  # wrong results
 }
 
+
 def rows_for(share):
     def rows(problem, tile, group_panels):
         blocks, (m_tiles, n_tiles) = problem.chip.multiprocessors, tile.counts(problem)

@@ -167,9 +167,15 @@ def fp16_unscaled(every: int | None) -> Callable[[Tensor, Tensor], Tensor]:
     return product
 
 
-def built(x: Tensor, w: Tensor, every: int = 64) -> Tensor:
+def cut(low: Tensor, bits: int) -> Tensor:
+    """float16 values of which so many of the 11 bits are kept."""
+    return (low.half().view(torch.int16) & -(1 << (11 - bits))).view(torch.half).double()
+
+
+def built(x: Tensor, w: Tensor, every: int = 64, low_bits: int = 11) -> Tensor:
     """split.cuh: low in units of 2^-11, both products with it in an accumulator of their own over all of K."""
     (xh, xl, xe), (wh, wl, we) = fp16_parts(x, 2.0**-11), fp16_parts(w, 2.0**-11)
+    xl, wl = cut(xl, low_bits), cut(wl, low_bits)
     cross = tensor_core([(xl, wh), (xh, wl)])
     return float32(scaled(float32(promoted([(xh, wh)], every) + cross * 2.0**-11), xe + we.t()))
 
@@ -247,6 +253,8 @@ SCHEMES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "**fp16×3 built: low·2¹¹, no guard**": built,
     "**fp16×3 built, with its guard**": built_guarded,
     "… no guard, promoted every 128": lambda x, w: built(x, w, 128),
+    "… no guard, 9 bits of low": lambda x, w: built(x, w, low_bits=9),
+    "… no guard, 8 bits of low": lambda x, w: built(x, w, low_bits=8),
     "… no guard, exponents per 128 of K": built_by_block,
     "… no guard, columns of K balanced": built_balanced,
     "bf16×6, every 64": bf16(6, 64),

@@ -115,9 +115,8 @@ def test_the_product_begins_with_a_part_of_k(
 
 
 def test_the_planner_counts_chunks_and_bands_as_the_kernels_do() -> None:
-    for file, name, value in (
-        ("cast.cuh", "kCastColumns", cast.COLUMNS), ("ahead.cuh", "kBands", hopper.BANDS),
-    ):  # fmt: skip
+    planned = ("cast.cuh", "kCastColumns", cast.COLUMNS), ("ahead.cuh", "kBands", hopper.BANDS)
+    for file, name, value in planned:
         assert f"constexpr int {name} = {value};" in (sources.KERNELS / file).read_text(encoding="utf-8")
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import gemmnorm
 from gemmnorm import plan, runtime, sources
-from gemmnorm.plan import ROLES, STRATEGIES, Buffer, Extent, Launch, Problem, Product, chip_for, make_plan
+from gemmnorm.plan import ROLES, STRATEGIES, Buffer, Extent, Launch, Problem, Product, chip_for, hopper, make_plan
 
 SIZES = [
     (2, 8, 1),
@@ -255,11 +255,11 @@ def test_arithmetic_follows_pytorch(fp32_precision, expected):
     assert runtime.arithmetic(torch.bfloat16) == runtime.arithmetic(torch.float64) == "native"
 
 
-@pytest.mark.parametrize(("features", "expected"), [(runtime.MOST_SPLIT_FEATURES, "ieee"), (8192, "float32")])
-def test_operands_are_split_for_so_many_features_only(features, expected):
-    x, weight = torch.empty(4, 8, device="meta"), torch.empty(features, 8, device="meta")
-    problem = runtime.problem_of(x, weight, None, None, torch.float32, None, False, False, False)
-    assert problem.arithmetic == expected
+@pytest.mark.parametrize("beyond", [True, False])
+def test_operands_are_split_for_so_many_features_only(beyond):
+    features = hopper.MOST_SPLIT_FEATURES - 4 * (not beyond)
+    problem = Problem(1024, 512, features, *["float32"] * 4, "float32", chip=chip_for(90))
+    assert make_plan(problem).strategy == ("cublas_folded_bn" if beyond else "one_kernel")
 
 
 def test_output_dtype_is_the_chains():

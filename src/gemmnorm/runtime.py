@@ -61,9 +61,6 @@ def _size(size: int | torch.SymInt) -> int:
     return size
 
 
-MOST_SPLIT_FEATURES = 1 << 24  # the kernels for split operands find a tile's results by 32-bit offsets
-
-
 def problem_of(
     x: Tensor,
     weight: Tensor,
@@ -76,16 +73,15 @@ def problem_of(
     scaled: bool,
 ) -> Problem:
     """The planner's view of a call. `linear` and `norm` are any of the tensors whose dtype the group has, or None."""
-    kind, features = arithmetic(x.dtype), _size(weight.shape[0])
     return Problem(
         _size(x.shape[0]),
         _size(x.shape[1]),
-        features,
+        _size(weight.shape[0]),
         _NAMES.get(x.dtype, str(x.dtype)),
         _NAMES.get(out_dtype, str(out_dtype)),
         "float32" if linear is None else _NAMES.get(linear.dtype, str(linear.dtype)),
         "float32" if norm is None else _NAMES.get(norm.dtype, str(norm.dtype)),
-        "ieee" if kind == "float32" and features >= MOST_SPLIT_FEATURES else kind,
+        arithmetic(x.dtype),
         activation,
         training,
         save,

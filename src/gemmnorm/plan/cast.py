@@ -36,8 +36,8 @@ def operands(problem: Problem) -> tuple[Buffer, ...]:
 
 
 def chunks(problem: Problem) -> int:
-    """Of K, that are cast one after the other."""
-    return -(-problem.in_features // COLUMNS)
+    """Of K, that are cast one after the other; 1 where nothing is."""
+    return -(-problem.in_features // COLUMNS) if problem.cast else 1
 
 
 def cast_rows(problem: Problem, x_rows: int, weight_rows: int, begun: int) -> Launch:
@@ -86,5 +86,6 @@ def with_operands(chosen: Plan, x_rows: int, weight_rows: int, begun: int) -> Pl
         steps=(cast_rows(problem, x_rows, weight_rows, begun), *chosen.steps),
         outputs=(*chosen.outputs, *kept),
         workspace=(*chosen.workspace, *lost),
-        seconds=chosen.seconds + cast_seconds(problem, min(x_rows, problem.batch), weight_rows),
+        seconds=chosen.seconds
+        + cast_seconds(problem, min(x_rows, problem.batch), weight_rows, min(begun * COLUMNS, problem.in_features)),
     )

@@ -25,11 +25,11 @@ def sweep_seconds(problem: Problem, reads: int, writes: int) -> float:
     return traffic / chip.bandwidth + 2e-6 * (reads + writes)
 
 
-def cast_seconds(problem: Problem, x_rows: int, weight_rows: int) -> float:
-    """Reading rows of float32 and writing them in half precision, and 2 µs for the launch."""
+def cast_seconds(problem: Problem, x_rows: int, weight_rows: int, columns: int) -> float:
+    """Reading so many columns of rows of float32 and writing them in half precision, and 2 µs for the launch."""
     chip = problem.chip or CHIPS[80]
     rows = x_rows * ("x" in problem.cast) + weight_rows * ("weight" in problem.cast)
-    return 6 * rows * problem.in_features / chip.bandwidth + 2e-6
+    return 6 * rows * columns / chip.bandwidth + 2e-6
 
 
 def split_seconds(problem: Problem) -> float:

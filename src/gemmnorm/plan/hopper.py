@@ -26,9 +26,10 @@ SPLIT_FLOPS = 1.2e8  # of one product; below, the launches around split operands
 LARGE_X = 1e8  # bytes from where reading x again costs more than stored tiles that leave the L2
 LONG_TILE = 3072  # stages × width from where other warps can normalise a tile during the next one's main loop
 MOST_TOGETHER = 4  # tiles of a panel; of larger clusters fewer run at once than there are multiprocessors for
+MOST_SPLIT_FEATURES = 1 << 24  # times 127 rows of a tile is below 2^31
 FEW_ROWS = 1024  # below which there is little time to make W's rows beside the product
 COUNTERS = 2  # before the two of each panel
-BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows and shared memory, where rows are split inside the kernel
+BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows where the kernel makes any; shared memory where it splits them
 _SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
           "weight_checksums", "most", "flagged")  # fmt: skip
 
@@ -81,6 +82,8 @@ def refusal(problem: Problem, strategy: str) -> str | None:
         return "the kernels use Hopper's instructions (compute capability 9.0)"
     if problem.arithmetic == "ieee":
         return "float32 arithmetic is asked for by name"
+    if problem.split and problem.out_features >= MOST_SPLIT_FEATURES:
+        return "the kernel finds float32 results by 32-bit offsets, which so many features exceed"
     if problem.split and strategy == "gemm_stats_apply":
         return "float32 by split operands is built into one_kernel only"
     size = DTYPE_BYTES[problem.dtype]
@@ -198,12 +201,12 @@ def _rows_ahead(problem: Problem, tile: Tile, group_panels: int) -> tuple[int, i
 def _chunks_ahead(problem: Problem, tile: Tile, x_rows: int) -> int:
     """Chunks of K that are cast before the product begins, of the rows that are; the kernel casts the others meanwhile.
 
-    All where its warps have much to do already: of few rows of x W's come fast, and x's may be left too; nor of many
-    waves, where a microsecond sooner is little (docs/time.md has the times).
+    All of them where rows of x are left to it too, where x has so few rows that its tiles soon need the next of W's,
+    and in many waves, of which only the first would begin earlier (docs/time.md has the times).
     """
     found, (rows, panels) = cast.chunks(problem), tile.counts(problem)
     waves = rows * panels / (problem.chip or CHIPS[90]).multiprocessors
-    early = problem.cast and x_rows == ALL_ROWS and 1 < waves <= 4 and rows * tile.rows >= FEW_ROWS
+    early = x_rows == ALL_ROWS and 1 < waves <= 4 and rows * tile.rows >= FEW_ROWS
     return -(-found // 2) if early else found
 
 
@@ -306,7 +309,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
             aliases = (("product", "y"),)
     counters = COUNTERS + 2 * panels if finish in ("kOneBlock", "kWholePanels", "kPersistent") else 0
     if ahead:
-        counters = COUNTERS + 2 * panels + (panels + BANDS) * (1 if problem.split else cast.chunks(problem))
+        counters = COUNTERS + 2 * panels + (panels + BANDS) * cast.chunks(problem)
     if problem.split:
         counters = (counters or COUNTERS + 2 * panels) + counters_to_recompute(problem)
         steps = (split_rows(problem, True, x_rows, 0 if problem.prepared else weight_rows), launch, recompute(problem))
