@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
-from gemmnorm import sources  # noqa: E402
+from gemmnorm.runtime import sources  # noqa: E402
 
 CASES = ("kb33", "kb39", "projector", "v0")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "amp")

@@ -23,8 +23,10 @@ from dataclasses import replace
 import torch
 
 import gemmnorm
-from gemmnorm import binding, plan, runtime
+from gemmnorm import plan
 from gemmnorm.plan import OWN_GEMM, STRATEGIES, Problem, gradient, split
+from gemmnorm.runtime import binding
+from gemmnorm.runtime import call as runtime
 
 # Batch, features, and multiprocessors: on few of them small problems take several waves.
 SIZES = {

@@ -11,15 +11,16 @@ from device_check import CASES, Timer
 from variants import changed
 
 import gemmnorm
-from gemmnorm import plan, runtime
+from gemmnorm import plan
 from gemmnorm.plan import hopper
+from gemmnorm.runtime import call as runtime
 
 SHARES = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 STORE = "if (WHOLE || "
 VARIANTS = {
     "as it is": [],
-    "1 at once": [("split_ahead.cuh", "kAtOnce = 4", "kAtOnce = 1")],
-    "no store": [("split_ahead.cuh", STORE, "if (v[i].at[0] == 1e30f) if (WHOLE || ")],  # wrong results
+    "1 at once": [("gemm/split_ahead.cuh", "kAtOnce = 4", "kAtOnce = 1")],
+    "no store": [("gemm/split_ahead.cuh", STORE, "if (v[i].at[0] == 1e30f) if (WHOLE || ")],  # wrong results
 }
 
 

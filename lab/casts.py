@@ -10,8 +10,9 @@ import torch
 from device_check import CASES, Timer
 
 import gemmnorm
-from gemmnorm import plan, runtime
+from gemmnorm import plan
 from gemmnorm.plan import cast, hopper
+from gemmnorm.runtime import call as runtime
 
 HALF = torch.bfloat16
 

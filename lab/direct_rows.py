@@ -4,7 +4,9 @@ import torch
 from device_check import DTYPES, Timer
 
 import gemmnorm
-from gemmnorm import binding, plan, runtime, sources
+from gemmnorm import plan
+from gemmnorm.runtime import binding, sources
+from gemmnorm.runtime import call as runtime
 
 SHAPES = ((4096, 512, 512), (4096, 512, 2048), (4096, 2048, 8192), (8192, 2048, 4096), (16384, 4096, 4096))
 LIMITS = (2048, 4096, 8192, 16384)
@@ -24,7 +26,7 @@ def main():
 
                 def patched(name, limit=limit):
                     text = read(name)
-                    if name == "panel_units.cuh":
+                    if name == "gemm/panel_units.cuh":
                         assert "kDirectRows = " in text
                         start = text.index("kDirectRows = ")
                         text = text[:start] + f"kDirectRows = {limit};" + text[text.index(";", start) + 1 :]

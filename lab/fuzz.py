@@ -14,7 +14,8 @@ from emulator import emulated
 from gpu_support import assert_accurate, poisoned_memory
 from support import Chain, arguments, step, stir, twin
 
-from gemmnorm import linear_scale_batch_norm, plan, runtime
+from gemmnorm import linear_scale_batch_norm, plan
+from gemmnorm.runtime import call as runtime
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
 

@@ -12,7 +12,9 @@ import torch
 from device_check import DTYPES, Timer
 
 import gemmnorm
-from gemmnorm import driver, plan, runtime, sources
+from gemmnorm import plan
+from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime import driver, sources
 
 BATCHES, FEW = (128, 256, 512, 1024, 2048, 4096), (1, 2, 16, 64)
 WIDTHS = ((512, 512), (1024, 512), (512, 2048), (2048, 2048), (2048, 8192), (4096, 1024), (8192, 4096))

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 import gemmnorm
-from gemmnorm import driver, plan, runtime
+from gemmnorm import plan
+from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime import driver
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")

@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 from device_check import CASES, Timer
 
-from gemmnorm import binding, plan, runtime
+from gemmnorm import plan
 from gemmnorm.plan import DTYPE_BYTES, NOTHING, Extent, Problem, gradient
+from gemmnorm.runtime import binding
+from gemmnorm.runtime import call as runtime
 
 CASES |= {"4096": (4096, 512, 8192, True, True, None), "8192": (8192, 512, 4096, True, True, None),
           "kb39 ReLU": (16384, 4096, 4096, True, True, "relu"), "32768": (32768, 512, 2048, True, True, None),

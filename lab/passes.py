@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 from device_check import CASES, DTYPES, Timer
 
-from gemmnorm import binding, plan, runtime, sources
+from gemmnorm import plan
 from gemmnorm.plan import Problem
+from gemmnorm.runtime import binding, sources
+from gemmnorm.runtime import call as runtime
 
 NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 # Function → elements of [B, O] that it reads and writes, in units of the product's element. Statistics of groups of 64

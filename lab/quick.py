@@ -3,7 +3,8 @@ import itertools
 import torch
 
 import gemmnorm
-from gemmnorm import plan, runtime
+from gemmnorm import plan
+from gemmnorm.runtime import call as runtime
 
 torch.manual_seed(0)
 

@@ -11,8 +11,9 @@ import torch
 from device_check import DTYPES, Chain, error
 
 import gemmnorm
-from gemmnorm import plan, runtime
+from gemmnorm import plan
 from gemmnorm.plan import hopper, small
+from gemmnorm.runtime import call as runtime
 
 SIZES = ((128, 256, 1024), (128, 512, 512), (128, 512, 4096), (64, 1024, 256), (128, 1024, 512), (128, 1024, 2048),
          (128, 3072, 512), (128, 4096, 512), (128, 4096, 1024), (128, 8192, 512), (128, 6144, 896),

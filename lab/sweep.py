@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from grid import KINDS, compile_unit
 
-from gemmnorm import binding, plan, sources
+from gemmnorm import plan
 from gemmnorm.plan import hopper, small
+from gemmnorm.runtime import binding, sources
 
 FEW = (
     ("fp32", "tf32", "bf16"),

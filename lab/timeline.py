@@ -14,8 +14,10 @@ import torch
 from cuda.bindings import driver as cu
 from device_check import CASES, Timer
 
-from gemmnorm import binding, driver, plan, runtime, sources
+from gemmnorm import plan
 from gemmnorm.plan import Problem
+from gemmnorm.runtime import binding, driver, sources
+from gemmnorm.runtime import call as runtime
 
 MARKS = ("wait for data", "main loop", "means", "squares, staging", "panel complete", "merged", "finished")
 MOST = 40  # tiles of a block
@@ -95,7 +97,7 @@ def build(problem, strategy, variant):
 
     def read(name):
         text = original(name)
-        if name != "fused_gemm.cuh":
+        if name != "gemm/fused_gemm.cuh":
             return text
         for old, new in VARIANTS[variant]:
             assert text.count(old) == 1, old

@@ -13,10 +13,12 @@ from dataclasses import replace
 import torch
 from device_check import CASES, Timer
 
-from gemmnorm import binding, plan, runtime, sources
+from gemmnorm import plan
 from gemmnorm.plan import Problem, hopper
+from gemmnorm.runtime import binding, sources
+from gemmnorm.runtime import call as runtime
 
-GEMM, UNITS = "fused_gemm.cuh", "panel_units.cuh"
+GEMM, UNITS = "gemm/fused_gemm.cuh", "gemm/panel_units.cuh"
 NO_UNITS = [  # wrong results; every tile merges for itself, or it would wait for ever
     (UNITS, "  for (;;) {\n    int unit = 0;", "  for (;;) {\n    return;\n    int unit = 0;"),
     (UNITS, "kDirectRows = 8192", "kDirectRows = 1 << 30"),

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import gemmnorm
-from gemmnorm import plan, runtime
+from gemmnorm import plan
+from gemmnorm.fuse import fuse as fusing
 from gemmnorm.plan import gradient, hopper
-from gemmnorm.tools import fuse as fusing
+from gemmnorm.runtime import call as runtime
 
 
 @pytest.fixture(autouse=True)

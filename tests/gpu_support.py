@@ -13,7 +13,9 @@ import torch.utils.deterministic
 from support import Chain, arguments, step, stir, twin
 from torch import Tensor
 
-from gemmnorm import driver, linear_scale_batch_norm, runtime
+from gemmnorm import linear_scale_batch_norm
+from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime import driver
 
 # precision → (dtype of the model, TF32 allowed)
 PRECISIONS = {

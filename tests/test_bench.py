@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gemmnorm.bench import accuracy, cells, suite, timing
+from gemmnorm.bench import results as bench
+from gemmnorm.bench.cells import Bench, CellResult, Options
+from gemmnorm.bench.files import Products
+from gemmnorm.bench.suite import CASES, Case, Cell
+from gemmnorm.bench.timing import Variant, WallClock
 from gemmnorm.errors import GemmNormWarning
-from gemmnorm.tools import accuracy, bench, cells, suite, timing
-from gemmnorm.tools.bench_files import Products
-from gemmnorm.tools.cells import Bench, CellResult, Options
-from gemmnorm.tools.suite import CASES, Case, Cell
-from gemmnorm.tools.timing import Variant, WallClock
 
 CPU = torch.device("cpu")
 # The row's keys that other people rely on (the result files' format).

@@ -9,8 +9,11 @@ from gpu_support import poisoned_memory
 from test_emulated import SMALL_HOPPER
 from torch import Tensor
 
-from gemmnorm import linear_scale_batch_norm, ops, plan, runtime, sources
+from gemmnorm import linear_scale_batch_norm, plan
+from gemmnorm.op import registration as ops
 from gemmnorm.plan import Plan, Problem, cast, hopper, small
+from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime import sources
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -115,7 +118,7 @@ def test_the_product_begins_with_a_part_of_k(
 
 
 def test_the_planner_counts_chunks_and_bands_as_the_kernels_do() -> None:
-    planned = ("cast.cuh", "kCastColumns", cast.COLUMNS), ("ahead.cuh", "kBands", hopper.BANDS)
+    planned = ("memory_bound/cast.cuh", "kCastColumns", cast.COLUMNS), ("gemm/ahead.cuh", "kBands", hopper.BANDS)
     for file, name, value in planned:
         assert f"constexpr int {name} = {value};" in (sources.KERNELS / file).read_text(encoding="utf-8")
 

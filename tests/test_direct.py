@@ -10,9 +10,11 @@ from emulator import COMPILER, emulated
 from gpu_support import precision
 from support import Chain, arguments, step, stir, twin
 
-from gemmnorm import linear_scale_batch_norm, ops, plan, runtime
+from gemmnorm import linear_scale_batch_norm, plan
 from gemmnorm.errors import GemmNormRuntimeError, GemmNormTypeError
-from gemmnorm.operands import Likeness
+from gemmnorm.op import registration as ops
+from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime.operands import Likeness
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gemmnorm.tools import doctor, report
-from gemmnorm.tools.doctor import Check, Facts
+from gemmnorm.cli import doctor, report
+from gemmnorm.cli.doctor import Check, Facts
 
 HEALTHY = Facts(
     python=(3, 12),

@@ -11,9 +11,11 @@ import pytest
 import torch
 from support import worst
 
-from gemmnorm import binding, driver, linear_scale_batch_norm, plan, runtime, sources
+from gemmnorm import linear_scale_batch_norm, plan
 from gemmnorm.errors import GemmNormWarning
 from gemmnorm.plan import Problem, chip_for, make_plan
+from gemmnorm.runtime import binding, driver, sources
+from gemmnorm.runtime import call as runtime
 
 compiler = pytest.mark.skipif(driver.unavailable() is not None, reason=str(driver.unavailable()))
 PROBLEM = Problem(256, 64, 512, save=True, activation="relu", chip=chip_for(80))
@@ -53,7 +55,7 @@ def test_the_source_hash_ignores_comments_and_follows_code(tmp_path, monkeypatch
     copy = package / "kernels"
     monkeypatch.setattr(sources, "KERNELS", copy)
     assert hashed() == before
-    common = copy / "common.cuh"
+    common = copy / "common/common.cuh"
     common.write_text("// a remark\n" + common.read_text())
     assert hashed() == before
     common.write_text(common.read_text() + "\nint x;\n")
@@ -120,7 +122,7 @@ def test_compiled_code_is_found_again_and_a_broken_file_is_not_trusted(monkeypat
 @compiler
 def test_compile_report_sees_a_spill():
     """The check that CI relies on can fail: 250 live values do not fit in the registers of eight resident blocks."""
-    from gemmnorm.tools.compile_all import Kernel, Outcome, compile_one
+    from gemmnorm.runtime.compile_all import Kernel, Outcome, compile_one
 
     wide = replace(PROBLEM, dtype="bfloat16", out_dtype="bfloat16")
     launch = make_plan(wide, "cublas_folded_bn").launches[-1]

@@ -15,8 +15,10 @@ from gpu_support import assert_accurate, error, poisoned_memory, precision
 from support import Chain, arguments, step, stir, twin
 from torch import Tensor
 
-from gemmnorm import binding, driver, linear_scale_batch_norm, plan, runtime
+from gemmnorm import linear_scale_batch_norm, plan
 from gemmnorm.plan import hopper, small
+from gemmnorm.runtime import binding, driver
+from gemmnorm.runtime import call as runtime
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 

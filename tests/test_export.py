@@ -13,10 +13,10 @@ from torch import nn
 
 from gemmnorm import plan
 from gemmnorm.errors import GemmNormValueError
+from gemmnorm.export import export as exporting
+from gemmnorm.export import host as cpp
 from gemmnorm.plan import small as small_panels
-from gemmnorm.tools import cpp
-from gemmnorm.tools import export as exporting
-from gemmnorm.tools.model_file import load_source
+from gemmnorm.verify.model_file import load_source
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import gemmnorm
-from gemmnorm.tools.analysis import analyse
+from gemmnorm.fuse.analysis import analyse
 
 # --- matches
 

@@ -14,8 +14,9 @@ from support import step, twin
 from torch import nn
 
 import gemmnorm
-from gemmnorm import LinearScaleBatchNorm1d, activations, linear_scale_batch_norm, runtime
+from gemmnorm import LinearScaleBatchNorm1d, activations, linear_scale_batch_norm
 from gemmnorm.plan import STRATEGIES, hopper, small
+from gemmnorm.runtime import call as runtime
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ import torch
 from gpu_support import poisoned_memory, precision
 
 import gemmnorm
-from gemmnorm import linear_scale_batch_norm, runtime
+from gemmnorm import linear_scale_batch_norm
+from gemmnorm.runtime import call as runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DRAWS, PER_TEST = 240, 20

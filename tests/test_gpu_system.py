@@ -15,8 +15,10 @@ from support import assert_same, step, twin
 from torch import nn
 
 import gemmnorm
-from gemmnorm import LinearScaleBatchNorm1d, binding, runtime
+from gemmnorm import LinearScaleBatchNorm1d
 from gemmnorm.plan import STRATEGIES
+from gemmnorm.runtime import binding
+from gemmnorm.runtime import call as runtime
 
 pytestmark = pytest.mark.gpu
 

@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from gemmnorm.tools import isolate
-from gemmnorm.tools.isolate import run_isolated
+from gemmnorm.verify import isolate
+from gemmnorm.verify.isolate import run_isolated
 
 HELPERS = """
 import os, signal, subprocess, sys, time
-from gemmnorm.tools.isolate import progress
+from gemmnorm.verify.isolate import progress
 
 
 def add(a, b):

@@ -1,4 +1,4 @@
-"""Kernels compiled through NVRTC, without a GPU: a sample here, all of them by `gemmnorm.tools.compile_all` in CI."""
+"""Kernels compiled through NVRTC, without a GPU: a sample here, all of them by `gemmnorm.runtime.compile_all` in CI."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from gemmnorm import activations, driver, plan
+from gemmnorm import activations, plan
 from gemmnorm.plan import STRATEGIES, Problem, make_plan
-from gemmnorm.tools import compile_all
+from gemmnorm.runtime import compile_all, driver
 
 pytestmark = pytest.mark.skipif(driver.unavailable() is not None, reason=str(driver.unavailable()))
 
@@ -71,7 +71,7 @@ def test_a_sample_compiles_without_a_spill(arch):
 
 
 def test_kernels_compiled_together_are_told_apart():
-    kernels = [k for k in compile_all.kernels(80, quick=True) if k.launch.source == "statistics.cuh"][:6]
+    kernels = [k for k in compile_all.kernels(80, quick=True) if k.launch.source == "memory_bound/statistics.cuh"][:6]
     assert compile_all.together(kernels, most=4) == [kernels[:4], kernels[4:]]
     alone = [compile_all.compile_one(kernel).report for kernel in kernels]
     assert len({report["registers"] for report in alone}) > 1

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from gemmnorm import ops  # noqa: F401  (registers)
+from gemmnorm.op import registration as ops  # noqa: F401  (registers)
 
 FORWARD = torch.ops.gemmnorm.linear_scale_batch_norm.default
 BACKWARD = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default

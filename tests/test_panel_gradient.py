@@ -12,8 +12,10 @@ from gpu_support import poisoned_memory
 from test_emulated import SMALL_HOPPER
 from torch import Tensor
 
-from gemmnorm import GemmNormError, binding, linear_scale_batch_norm, plan, runtime
+from gemmnorm import GemmNormError, linear_scale_batch_norm, plan
 from gemmnorm.plan import Problem, gradient
+from gemmnorm.runtime import binding
+from gemmnorm.runtime import call as runtime
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
 NOT_SPLIT = ("nothing", "nothing")

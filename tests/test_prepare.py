@@ -13,7 +13,9 @@ from test_emulated import SMALL_HOPPER
 from torch import Tensor, nn
 
 import gemmnorm
-from gemmnorm import driver, errors, plan, prepared, runtime
+from gemmnorm import errors, plan
+from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime import driver, prepared
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemmnorm.tools import report
+from gemmnorm.cli import report
 
 
 def row(**changes: Any) -> dict[str, Any]:

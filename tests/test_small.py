@@ -13,9 +13,10 @@ from gpu_support import assert_accurate, error, fused, golden, model, poisoned_m
 from support import Chain, step, stir, twin
 from test_emulated import check, run
 
-from gemmnorm import driver, linear_scale_batch_norm, plan, runtime
+from gemmnorm import linear_scale_batch_norm, plan
 from gemmnorm.plan import Problem, small
-from gemmnorm.tools import compile_all
+from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime import compile_all, driver
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
 HOPPER = plan.chip_for(90)

@@ -17,8 +17,9 @@ from gpu_support import poisoned_memory, precision
 from test_emulated import SMALL_HOPPER, check
 from torch import Tensor
 
-from gemmnorm import binding, linear_scale_batch_norm, plan
+from gemmnorm import linear_scale_batch_norm, plan
 from gemmnorm.plan import hopper, split
+from gemmnorm.runtime import binding
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 BATCH, INNER, FEATURES = 150, 256, 72

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from gemmnorm.errors import GemmNormValueError
-from gemmnorm.tools.equality import Limits, compare, pool
-from gemmnorm.tools.families import Case, draw_inputs, draw_state, roles
-from gemmnorm.tools.golden import Sample, run_trial
-from gemmnorm.tools.model_file import ModelFileError, load_candidate_file, load_model_file
-from gemmnorm.tools.rounding import Arithmetic, Kinks, Units
-from gemmnorm.tools.verify import Plan, check_files, judge, references, verify
+from gemmnorm.verify.equality import Limits, compare, pool
+from gemmnorm.verify.families import Case, draw_inputs, draw_state, roles
+from gemmnorm.verify.golden import Sample, run_trial
+from gemmnorm.verify.model_file import ModelFileError, load_candidate_file, load_model_file
+from gemmnorm.verify.rounding import Arithmetic, Kinks, Units
+from gemmnorm.verify.verify import Plan, check_files, judge, references, verify
 
 TRAPS = Path(__file__).parent / "traps"
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

@@ -2,11 +2,11 @@
 
 from .errors import GemmNormError
 from .functional import linear_scale_batch_norm
+from .fuse.explain import explain, warmup
+from .fuse.fuse import fuse, fuse_report, unfuse
+from .fuse.prepare import prepare, unprepare
 from .module import LinearScaleBatchNorm1d
 from .plan import set_strategy
-from .tools.explain import explain, warmup
-from .tools.fuse import fuse, fuse_report, unfuse
-from .tools.prepare import prepare, unprepare
 
 __version__ = "0.1.0"
 __all__ = [

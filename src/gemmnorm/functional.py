@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import activations, collective, ops, reference
-from .arguments import check_arguments
+from . import activations
+from .op import reference
+from .op import registration as ops
+from .op import sync as collective
+from .op.arguments import check_arguments
 
 
 def linear_scale_batch_norm(

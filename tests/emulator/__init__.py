@@ -29,8 +29,9 @@ from unittest import mock
 
 import torch
 
-from gemmnorm import driver, runtime, sources
 from gemmnorm.plan import ROLES, Chip, Launch, Map, Problem, c_types
+from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime import driver, sources
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -90,7 +91,7 @@ def _text(launch: Launch, problem: Problem) -> str:
 def compiled_function(name: str) -> Callable[[float], float]:
     """A function of kernels/functions.cuh: float → float."""
     with _stand_ins():
-        text = "#include <cuda.hpp>\n" + sources.device_source(["functions.cuh"])
+        text = "#include <cuda.hpp>\n" + sources.device_source(["common/functions.cuh"])
     function = _library(f'{text}extern "C" float call(float z) {{ return gemmnorm::{name}(z); }}\n').call
     function.restype, function.argtypes = ctypes.c_float, [ctypes.c_float]
     return function

@@ -1,6 +1,6 @@
 """Problem → Plan: which strategy, which kernels, which tiles and grids, which workspace. Pure: no GPU is asked.
 
-A plan is data. `runtime` runs it, `tools/export.py` prints it as C++, `explain` prints it as English; none of them
+A plan is data. `runtime` runs it, `export` prints it as C++, `explain` prints it as English; none of them
 decides anything. Grids and sizes are expressions in the batch size (`Extent`), because an exported file has the feature
 counts as constants and the batch as an argument.
 """

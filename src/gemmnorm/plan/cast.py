@@ -46,7 +46,7 @@ def cast_rows(problem: Problem, x_rows: int, weight_rows: int, begun: int) -> La
     grid = Extent(1, 1, limit=0 if x_rows == ALL_ROWS else x_rows + rows, plus=rows)
     return Launch(
         "fused_gemm_cast_operands",
-        "cast.cuh",
+        "memory_bound/cast.cuh",
         "cast_rows",
         (c_types(problem)["T"],),
         (*roles(problem), "weight_rows", "begun", "in_features"),

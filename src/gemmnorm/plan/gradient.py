@@ -65,7 +65,7 @@ def panel_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
     resident = min(range(min(3 if cheap else 2, SHARED // (shape.shared + 1024)) or 1, 0, -1), key=rounds)
     return Launch(
         "fused_gemm_scale_bn_gradient",
-        "panel_gradient.cuh",
+        "backward/panel_gradient.cuh",
         "panel_gradient",
         (*c_types(problem).values(), *map(str, (shape.lanes, shape.rows, cluster, shape.shared)), "Activation"),
         ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", *exponents,
@@ -127,7 +127,7 @@ def unit_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
     shared = (WARPS * 2 + 1) * columns * 4 + 16
     return Launch(
         "fused_gemm_scale_bn_gradient",
-        "gradient_units.cuh",
+        "backward/gradient_units.cuh",
         "gradient_units",
         (*c_types(problem).values(), str(_unit_rows(problem) // WARPS), str(shared), "Activation"),
         ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", "group_sum",
@@ -165,7 +165,7 @@ def _three_launches(problem: Problem, exponents: tuple[str, str]) -> tuple[Launc
     return (
         Launch(
             "fused_gemm_scale_bn_gradient_sums",
-            "gradient.cuh",
+            "backward/gradient.cuh",
             "gradient_sums",
             (*types.values(), *single.constants, kind, "Activation"),
             ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "group_sum",
@@ -175,7 +175,7 @@ def _three_launches(problem: Problem, exponents: tuple[str, str]) -> tuple[Launc
         ),
         Launch(
             "fused_gemm_scale_bn_gradient_merge",
-            "gradient.cuh",
+            "backward/gradient.cuh",
             "merge_gradients",
             (types["L"], types["R"], kind),
             ("group_sum", "group_dot", "group_linear", "scale", "scale_stride", "scale_value", "rstd", "bn_weight",
@@ -184,7 +184,7 @@ def _three_launches(problem: Problem, exponents: tuple[str, str]) -> tuple[Launc
         ),
         Launch(
             "fused_gemm_scale_bn_gradient_apply",
-            "gradient.cuh",
+            "backward/gradient.cuh",
             "product_gradient",
             (*types.values(), *several.constants, str(several.groups), kind, "Activation"),
             ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "mean_grad",

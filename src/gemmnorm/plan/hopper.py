@@ -249,7 +249,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         {"kEvaluate": "fused_gemm_scale_bn_evaluate", "kStatistics": "fused_gemm_statistics"}.get(
             finish, "fused_gemm_scale_bn"
         ),
-        "fused_gemm.cuh",
+        "gemm/fused_gemm.cuh",
         "fused_gemm",
         (
             types["T"] if half else "gemmnorm::split" if problem.split else "gemmnorm::tf32",

@@ -73,7 +73,7 @@ def merge(problem: Problem, fold: bool) -> Launch:
     types = c_types(problem)
     return Launch(
         "fused_gemm_scale_bn_merge",
-        "statistics.cuh",
+        "memory_bound/statistics.cuh",
         "merge_statistics",
         (types["L"], types["R"], _flag(fold)),
         ("group_mean", "group_m2", *VECTORS, "running_mean", "running_var", "num_batches_tracked", "momentum", "eps",
@@ -87,7 +87,7 @@ def normalize(problem: Problem, fold: bool, offset: str) -> Launch:
     t = tiling(problem, 4)
     return Launch(
         "fused_gemm_scale_bn_apply" if problem.training else "fused_gemm_scale_bn_evaluate",
-        "normalize.cuh",
+        "memory_bound/normalize.cuh",
         "normalize",
         (*c_types(problem).values(), *t.constants, str(t.groups), form(problem, fold), "Activation"),
         ("product", offset, *VECTORS, "mean", "rstd", "running_mean", "running_var", "bn_weight", "bn_bias", "eps", "y",
@@ -106,7 +106,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
     if problem.training:
         statistics = Launch(
             "fused_gemm_scale_bn_statistics",
-            "statistics.cuh",
+            "memory_bound/statistics.cuh",
             "column_statistics",
             (types["T"], types["L"], *t.constants, _flag(fold)),
             ("product", *VECTORS, "group_mean", "group_m2", "num_batches_tracked", "batch", "features"),

@@ -118,7 +118,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
         product, batches, *results = (NOTHING,) * (2 + len(results))
     launch = Launch(
         "fused_gemm_scale_bn" if problem.training else "fused_gemm_scale_bn_evaluate",
-        "small_panel.cuh",
+        "small/small_panel.cuh",
         "small_panel",
         (
             types["T"] if size == 2 else "gemmnorm::thirds" if problem.split else "gemmnorm::tf32",

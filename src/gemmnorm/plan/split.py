@@ -25,7 +25,7 @@ def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, c
     """The pass that splits the first rows of x and of the weight, with the sizes of rows that a guard wants to know."""
     return Launch(
         "fused_gemm_split_operands",
-        "split.cuh",
+        "memory_bound/split.cuh",
         "split_rows",
         (),
         ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents",
@@ -72,7 +72,7 @@ def recompute(problem: Problem) -> Launch:
     chip, types = problem.chip or CHIPS[90], c_types(problem)
     return Launch(
         "fused_gemm_scale_bn_recompute",
-        "recompute.cuh",
+        "gemm/recompute.cuh",
         "recompute_features",
         (types["L"], types["R"], "true" if problem.training else "false", "Activation"),
         ("x", "weight", "flagged", "most", "stored_product", "y", *VECTORS, "running_mean", "running_var",
@@ -96,7 +96,7 @@ def backward(problem: Problem, strategy: str) -> Plan:
     features, padded = Extent(problem.out_features), _padded(problem.out_features)
     split_gradient = Launch(
         "fused_gemm_split_gradient",
-        "split.cuh",
+        "memory_bound/split.cuh",
         "split_gradient",
         (),
         ("grad_product", "x_exponents", "weight_exponents", "column_exponents", "split_by_rows", "split_by_columns",
@@ -131,7 +131,7 @@ def _split_gemm(problem: Problem, out: str, operands: tuple[str, str, str], rows
     shared = -(-size // 1024) * 1024
     return Launch(
         "fused_gemm_split_" + out,
-        "split_gemm.cuh",
+        "backward/split_gemm.cuh",
         "split_gemm",
         ("true" if transposed else "false", str(SPLIT_GEMM_STAGES), str(shared)),
         ("map_a", "map_b", operands[2], out, "group_panels", rows, inner, "in_features"),

@@ -1,6 +1,6 @@
 // The emulator's side of ptx/hopper.cuh: barriers in shared memory, the copy engine, counters in global memory.
 #pragma once
-#include "common.cuh"
+#include "common/common.cuh"
 
 namespace gemmnorm {
 

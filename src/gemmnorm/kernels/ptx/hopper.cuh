@@ -1,7 +1,7 @@
 // Hopper's instructions (sm_90a), one named function each. wgmma has a file of its own.
 // PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
-#include "common.cuh"
+#include "common/common.cuh"
 
 namespace gemmnorm {
 

@@ -1,0 +1,399 @@
+"""`gemmnorm bench MODEL.py [NEW.py …]`: a model file, what gemmnorm makes of it, and replacements, side by side.
+
+User files run in a process of their own (`isolate`), all of them in the same one, because only samples taken in turn
+can be compared. Every subject gets the same weights by name and the same inputs. Per phase these are timed: the bare
+products (the shapes that the model's own forward and backward multiply, on random operands), the model, `torch.compile`
+of it, `gemmnorm.fuse` of it under every strategy that applies, and each replacement's `ModelNew`.
+
+A time of something that computes something else is worth nothing, so every subject's output is also compared with
+float64, roughly: `gemmnorm verify` is the judge.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import gemmnorm
+
+from .. import plan
+from ..runtime import call as runtime
+from ..verify.isolate import Outcome, progress, run_isolated
+from ..verify.model_file import ModelFile, ModelFileError, load_candidate_file, load_model_file
+from . import accuracy, suite, timing
+from .environment import environment, now
+from .suite import PHASES
+from .timing import CudaClock, Variant, WallClock
+
+SCHEMA = 1
+_BOUNDARY = 12.0  # an output this many times as wrong as eager's is not the same function; verify draws the fine line
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """How much to measure; JSON-able, because it travels to the child.
+
+    Attributes:
+        phases: of `suite.PHASES`.
+        strategies: time only these; None for all that apply.
+        device: None for the GPU where there is one.
+        compile: time torch.compile too; compile_limit_s: give its first call up after this long.
+        budget_s: sampling time per phase; limit_s: leave phases out that are expected to exceed this in all.
+    """
+
+    phases: Sequence[str] = PHASES
+    strategies: Sequence[str] | None = None
+    device: str | None = None
+    compile: bool = True
+    compile_limit_s: float = 120.0
+    budget_s: float = 1.5
+    limit_s: float = 300.0
+
+
+def bench_files(
+    model_path: str | Path,
+    candidate_paths: Sequence[str | Path] = (),
+    options: FileOptions | None = None,
+    *,
+    time_limit: float = 900.0,
+    tell: Callable[[str], None] = lambda _: None,
+    command: str = "",
+) -> dict[str, Any]:
+    """Time the files and return a document of kind "bench-files".
+
+    Its `status` is "ok", "failed" (a replacement or the fused model raises, hangs, crashes or computes something else;
+    `failed` says which and why) or "bad model" (`detail` says why). Rows are there for everything that ran.
+    """
+    options = options or FileOptions()
+    at = ["model", ""]
+
+    def on_progress(message: dict[str, Any]) -> None:
+        at[:] = [str(message.get("subject", "model")), str(message["stage"])]
+        tell(at[1])
+
+    kwargs = {
+        "model_path": str(model_path),
+        "candidate_paths": [str(p) for p in candidate_paths],
+        "options": {k: list(v) if isinstance(v, tuple) else v for k, v in vars(options).items()},
+    }
+    outcome = run_isolated("gemmnorm.bench.files:child", kwargs, time_limit=time_limit, on_progress=on_progress)
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kind": "bench-files",
+        "created": now(),
+        "command": command,
+        "model": str(model_path),
+        "candidates": [str(p) for p in candidate_paths],
+        "status": "ok",
+        "detail": "",
+        "rows": [],
+        "failed": {},
+        "notes": [],
+    }
+    if outcome.ok:
+        document.update(outcome.value)
+        document["status"] = "failed" if document["failed"] else "ok"
+        return document
+    document["detail"] = why_not(outcome, at[1])
+    if at[0] == "model":
+        document["status"] = "bad model"
+    else:
+        document["status"] = "failed"
+        document["failed"] = {at[0]: f"{outcome.status} while {at[1]}"}
+    return document
+
+
+def why_not(outcome: Outcome, stage: str) -> str:
+    """What a person is told of an isolated call without an answer: the message alone where it was written for them."""
+    detail = outcome.detail.strip()
+    if outcome.error_type is not None and outcome.error_type.endswith("ModelFileError"):
+        return detail.rpartition("ModelFileError: ")[2]
+    return f"{outcome.status} while {stage or 'starting'}: {detail}"
+
+
+# --- the child -------------------------------------------------------------------------------------------------------
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operands' shapes, layouts and dtype of every matrix product that runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            a, b = args[-2:]
+            self.found.append((a, b))
+        return func(*args, **(kwargs or {}))
+
+    def flops(self) -> float:
+        """Multiplications and additions of all products."""
+        return sum(2.0 * a.shape[0] * a.shape[1] * b.shape[1] for a, b in self.found)
+
+    def replay(self) -> Callable[[], object]:
+        """A function that computes the same products on random numbers of the same layout."""
+        pairs = [(_like(a), _like(b)) for a, b in self.found]
+        return lambda: [torch.mm(a, b) for a, b in pairs]
+
+
+def _like(tensor: Tensor) -> Tensor:
+    transposed = tensor.stride(0) == 1 and tensor.stride(1) != 1
+    rows, columns = tensor.shape
+    if transposed:
+        return torch.randn(columns, rows, device=tensor.device).to(tensor.dtype).t()
+    return torch.randn(rows, columns, device=tensor.device).to(tensor.dtype)
+
+
+@dataclass
+class _Subject:
+    """One thing to time: its kind ("eager", "compile", "fused", "candidate"), the module, the strategy around it."""
+
+    name: str
+    kind: str
+    module: nn.Module
+    strategy: str | None = None
+
+
+@dataclass
+class _Run:
+    """State of a child: what it was given and what it has found out."""
+
+    options: FileOptions
+    device: torch.device
+    inputs: list[Any]
+    state: dict[str, Tensor]
+    clock: WallClock | CudaClock
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+
+def child(model_path: str, candidate_paths: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    """Runs in the isolated process; see `bench_files`."""
+    chosen = FileOptions(**options)
+    device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    progress({"stage": f"loading {model_path}", "subject": "model"})
+    spec = load_model_file(model_path)
+    model = spec.build(0).to(device)
+    state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    inputs = [tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, item) for item in spec.inputs(0)]
+    run = _Run(chosen, device, inputs, state, timing.clock_for(device))
+    progress({"stage": f"running {model_path} once", "subject": "model"})
+    first_s = _first_call(spec, model, run)
+    subjects = [_Subject("eager", "eager", model)]
+    if chosen.compile:
+        subjects.append(_Subject("torch.compile", "compile", compiled(model)))
+    report = gemmnorm.fuse_report(model)
+    if report.matches:
+        subjects += _fused(model, run)
+    for path in candidate_paths:
+        subject = _candidate(path, spec, run)
+        if subject is not None:
+            subjects.append(subject)
+    for phase in chosen.phases:
+        expected = 2 * first_s * (3.0 if phase == "train_fwd_bwd" else 1.0) * (len(subjects) - len(run.failed) + 1)
+        left = chosen.limit_s - (time.monotonic() - run.started)
+        if run.rows and expected > left:
+            run.notes.append(f"{phase} was not timed: about {expected:.0f} s more, of {chosen.limit_s:.0f} s in all")
+            continue
+        _time_phase(phase, subjects, run, accurate=expected < left / 2)
+    return {
+        "environment": environment(device),
+        "report": str(report),
+        "matches": [str(m) for m in report.matches],
+        "refusals": [str(r) for r in report.refusals],
+        "rows": run.rows,
+        "failed": run.failed,
+        "notes": run.notes,
+    }
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """`torch.compile` of a copy of the model, for fixed shapes."""
+    return cast(nn.Module, torch.compile(copy.deepcopy(model), dynamic=False))
+
+
+def _first_call(spec: ModelFile, model: nn.Module, run: _Run) -> float:
+    """Run the model's forward; its seconds, or the reason as a ModelFileError."""
+    try:
+        with torch.no_grad():
+            for _ in range(2):  # the first call may be the only slow one
+                begin = time.perf_counter()
+                model(*run.inputs)
+                run.clock.synchronize()
+                seconds = time.perf_counter() - begin
+                if seconds > timing.SLOW_S:
+                    break
+    except Exception as error:
+        raise ModelFileError(f"{spec.name}: forward(*get_inputs()) raised {timing.reason(error)}") from error
+    model.load_state_dict(run.state)
+    return seconds
+
+
+def _fused(model: nn.Module, run: _Run) -> list[_Subject]:
+    """The model fused, once per strategy that serves all its chains (the reference only where nothing else does)."""
+    module = gemmnorm.fuse(copy.deepcopy(model))
+    with runtime.recording() as plans, torch.no_grad(), gemmnorm.set_strategy(None):
+        module(*run.inputs)
+    module.load_state_dict(run.state)
+    verdicts = [plan.applicable(p.problem) for p in plans]
+    able = [s for s in plan.STRATEGIES if verdicts and all(v[s] is None for v in verdicts)]
+    asked = run.options.strategies
+    if asked is not None:
+        able = [s for s in able if s in asked]
+    elif any(s != "reference" for s in able):
+        able = [s for s in able if s != "reference"]
+    refused: dict[str, list[str]] = {}
+    for strategy in plan.STRATEGIES:
+        why = next((v[strategy] for v in verdicts if v[strategy] is not None), None)
+        if why is not None and (asked is None or strategy in asked):
+            refused.setdefault(why, []).append(strategy)
+    run.notes += [f"{', '.join(names)}: not run, {why}" for why, names in refused.items()]
+    return [_Subject(f"fused: {s}", "fused", module, s) for s in able]
+
+
+def _candidate(path: str, spec: ModelFile, run: _Run) -> _Subject | None:
+    """A replacement with the model's weights; None, and the reason in `failed`, where it cannot be had."""
+    progress({"stage": f"loading {path}", "subject": path})
+    try:
+        loaded = load_candidate_file(path)
+        module = loaded.build(0, spec.init_inputs()).to(run.device)
+        module.load_state_dict(run.state)
+    except Exception as error:
+        run.failed[path] = timing.reason(error)
+        return None
+    return _Subject(path, "candidate", module)
+
+
+def _runner(module: nn.Module, inputs: list[Any], phase: str) -> Callable[[], object]:
+    """A function that runs one step of `phase`, made ready (mode, and for a backward the upstream gradients)."""
+    module.train(phase != "eval_fwd")
+    if phase != "train_fwd_bwd":
+        return lambda: module(*inputs)
+    wanted = [t for t in (*tree_leaves(inputs), *module.parameters()) if isinstance(t, Tensor) and t.requires_grad]
+    upstream: list[Tensor] = []
+
+    def step() -> object:
+        outputs = [t for t in tree_leaves(module(*inputs)) if isinstance(t, Tensor) and t.requires_grad]
+        if not upstream:
+            upstream.extend(torch.randn(t.shape, device=t.device).to(t.dtype) for t in outputs)
+        return torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
+
+    return step
+
+
+def _time_phase(phase: str, subjects: list[_Subject], run: _Run, accurate: bool) -> None:
+    inputs = run.inputs
+    if phase == "train_fwd_bwd":
+        inputs = [tree_map(_leaf, item) for item in inputs]
+    alive = [s for s in subjects if s.name not in run.failed]
+    for s in alive:  # the phase before has moved the running statistics, of each subject by its own number of calls
+        getattr(s.module, "_orig_mod", s.module).load_state_dict(run.state)
+    with torch.set_grad_enabled(phase == "train_fwd_bwd"):
+        errors = _errors(alive, run, phase) if accurate and phase != "train_fwd_bwd" else {}
+        alive = [s for s in alive if s.name not in run.failed]
+        products = Products()
+        try:
+            with products:
+                _runner(subjects[0].module, inputs, phase)()
+        except Exception as error:  # a model without a gradient, say
+            run.notes.append(f"{phase} was not timed, the model itself raises: {timing.reason(error)}")
+            return
+        variants = []
+        if products.found:
+            backends = ("cublas", "cublaslt") if run.device.type == "cuda" else (None,)
+            bare, flops = products.replay(), products.flops()
+            variants = [Variant(f"gemm {b}", bare, lambda b=b: suite.blas_backend(b)) for b in backends]  # type: ignore[misc]
+        floors = [v.name for v in variants]
+        del products
+        for s in alive:
+            limit = run.options.compile_limit_s if s.kind == "compile" else None
+            step = _runner(s.module, inputs, phase)
+            variants.append(Variant(s.name, step, lambda s=s: gemmnorm.set_strategy(s.strategy), limit_s=limit))  # type: ignore[misc]
+        kinds = {s.name: s.kind for s in alive}
+
+        def tell(text: str) -> None:
+            name = text.removeprefix("warming up ")
+            progress({"stage": f"{phase}: {text}", "subject": name if kinds.get(name) == "candidate" else "timing"})
+
+        left = run.options.limit_s - (time.monotonic() - run.started)
+        times = timing.interleave(
+            variants, run.clock, budget_s=run.options.budget_s, min_samples=3, limit_s=max(left, 1.0), on_progress=tell
+        )
+    for name, why in times.failed.items():
+        if kinds.get(name) in ("candidate", "fused"):
+            run.failed[name] = f"{phase}: {why}"
+        run.notes.append(f"{phase}: {name} did not run: {why}")
+    for s in alive:
+        if s.name in times.ran:
+            own = times.ran[s.name]
+            row = {"phase": phase, "variant": s.name, "kind": s.kind, "ms": own.ms, "ms_iqr": own.iqr}
+            row.update(samples=own.samples, gemm_ms=times.fastest(floors), eager_ms=times.ms("eager"))
+            row.update(flops=flops if floors else None, error=errors.get(s.name), eager_error=errors.get("eager"))
+            run.rows.append(row)
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().clone().requires_grad_()
+    return value
+
+
+def _errors(subjects: list[_Subject], run: _Run, phase: str) -> dict[str, float]:
+    """Error of every subject's outputs against float64; a replacement far beyond eager's goes to `failed`."""
+    progress({"stage": f"{phase}: float64", "subject": "model"})
+    model = copy.deepcopy(subjects[0].module).double()
+    wide = [tree_map(_widened, item) for item in run.inputs]
+    model.train(phase != "eval_fwd")
+    try:
+        want = [t for t in tree_leaves(model(*wide)) if isinstance(t, Tensor)]
+    except Exception as error:  # a model with dtypes of its own
+        run.notes.append(f"{phase}: no float64 run of the model, so no errors: {timing.reason(error)}")
+        return {}
+    found: dict[str, float] = {}
+    for s in subjects:
+        if s.kind == "compile":
+            continue
+        subject = s.name if s.kind == "candidate" else "timing"
+        progress({"stage": f"{phase}: {s.name} against float64", "subject": subject})
+        s.module.train(phase != "eval_fwd")
+        try:
+            with gemmnorm.set_strategy(s.strategy):
+                got = [t for t in tree_leaves(s.module(*run.inputs)) if isinstance(t, Tensor)]
+            found[s.name] = max((_tensor_error(g, w) for g, w in zip(got, want, strict=True)), default=0.0)
+        except Exception as error:
+            run.failed[s.name] = f"{phase}: {timing.reason(error)}"
+            continue
+        finally:
+            s.module.load_state_dict(run.state)
+        floor = 64 * torch.finfo(got[0].dtype).eps if got and got[0].is_floating_point() else 0.0
+        if not found[s.name] <= _BOUNDARY * found["eager"] + floor:
+            run.failed[s.name] = (
+                f"{phase}: computes something else (error {found[s.name]:.1e}, eager {found['eager']:.1e});"
+                " gemmnorm verify says more"
+            )
+    return found
+
+
+def _widened(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _tensor_error(got: Tensor, want: Tensor) -> float:
+    if got.shape != want.shape:
+        raise ValueError(f"output of shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+    columns = want.shape[-1] if want.dim() > 1 else 1
+    return accuracy.relative_error(got.reshape(-1, columns), want.double().reshape(-1, columns))

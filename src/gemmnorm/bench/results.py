@@ -1,0 +1,161 @@
+"""`gemmnorm bench --suite`: a suite of cells as a result file, and the merging of several runs into one.
+
+The file is written after every cell, under a temporary name and renamed, so that a run that is cut off keeps what it
+has; `resume=True` continues it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..runtime import sources
+from .cells import Bench, Options, Tell
+from .environment import environment, now
+from .suite import Cell
+from .timing import reason
+
+SCHEMA = 1
+ROW_KEY = ("case", "precision", "autocast", "phase")
+
+
+def write_json(path: str | Path, document: dict[str, Any]) -> None:
+    """Write `document` so that `path` never holds half of it: under a temporary name beside it, then renamed.
+
+    NaN and Infinity become strings: JSON has no such numbers, and other readers refuse Python's.
+    """
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(_plain(document), file, indent=1, ensure_ascii=False, allow_nan=False)
+            file.write("\n")
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that nobody else may read
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+        return str(value)
+    return value
+
+
+def command_line() -> str:
+    """The command that is running, as one could type it anywhere: of an absolute path the name alone."""
+    return shlex.join(["gemmnorm", *(Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:])])
+
+
+def tests_of(path: str | Path | None) -> dict[str, int | None]:
+    """Passed, failed and skipped tests of a JUnit file (`pytest --junit-xml`); null without one."""
+    if path is None:
+        return {"passed": None, "failed": None, "skipped": None}
+    total = failed = skipped = 0
+    for suite in ElementTree.parse(path).getroot().iter("testsuite"):
+        total += int(suite.get("tests", 0))
+        failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        skipped += int(suite.get("skipped", 0))
+    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
+
+
+def new_document(device: torch.device, command: str | None = None) -> dict[str, Any]:
+    """An empty result file of kind "bench"."""
+    return {
+        "schema": SCHEMA,
+        "kind": "bench",
+        "created": now(),
+        "command": command or command_line(),
+        "source_hash": sources.source_hash(),
+        "environment": environment(device),
+        "ceilings": {},
+        "rows": [],
+        "not_applicable": [],
+        "notes": [],
+        "tests": tests_of(None),
+    }
+
+
+def _previous(path: Path | None, fresh: dict[str, Any]) -> dict[str, Any]:
+    """The document at `path`, if it is of the same sources, torch and GPU; else `fresh` with a note."""
+    if path is None or not path.exists():
+        return fresh
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    same = all(
+        found.get("environment", {}).get(k) == fresh["environment"].get(k) for k in ("gpu", "torch", "cpu", "cuda")
+    )
+    if found.get("kind") == "bench" and found.get("source_hash") == fresh["source_hash"] and same:
+        commands = found["command"].split(" && ")
+        if fresh["command"] not in commands:
+            found["command"] = " && ".join([*commands, fresh["command"]])
+        return found
+    return {**fresh, "notes": [f"{path.name} was of other sources or another machine and was started anew"]}
+
+
+def cell_key(cell: Cell) -> tuple[Any, ...]:
+    """What identifies a cell's rows in a result file."""
+    return (cell.case.name, cell.precision, cell.autocast, cell.phase)
+
+
+def run_suite(
+    cells: Sequence[Cell],
+    device: torch.device,
+    options: Options,
+    *,
+    path: str | Path | None = None,
+    resume: bool = False,
+    tell: Tell = lambda _: None,
+    on_cell: Callable[[Cell], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure `cells` and return the result document.
+
+    Args:
+        path: write the document there after every cell.
+        resume: keep the rows that `path` already has, and measure only cells without any.
+        tell: told in a few words what is being done.
+        on_cell: called when a cell is finished.
+
+    A cell that fails as a whole (out of memory, say) leaves a note and no rows; a lost device ends the run.
+    """
+    document = new_document(device)
+    if resume:
+        document = _previous(Path(path) if path else None, document)
+    done = {tuple(row.get(k) for k in ROW_KEY) for row in (*document["rows"], *document["not_applicable"])}
+    todo = [c for c in cells if cell_key(c) not in done]
+    bench = Bench(device, options, tell)
+    if todo:
+        document["ceilings"] = bench.measure_ceilings(cells)
+    for cell in cells:
+        if cell in todo:
+            try:
+                result = bench.run_cell(cell)
+            except Exception as error:
+                document["notes"].append(f"{cell}: {reason(error)}")
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # raises where the device is lost, and with it all that would follow
+            else:
+                document["rows"] += result.rows
+                document["not_applicable"] += result.not_applicable
+                document["notes"] += result.notes
+            if path is not None:
+                write_json(path, document)
+        on_cell(cell)
+    if path is not None:
+        write_json(path, document)
+    return document

@@ -1,0 +1,325 @@
+"""The command line: `gemmnorm optimize | verify | bench | explain | report | doctor`.
+
+Exit codes: 0 done, and equal where equality was asked; 1 the replacement is not equal, raises, hangs or crashes; 2 the
+model file is bad or holds no chain, or the command line is wrong. 130 after Ctrl-C.
+
+Tables go to standard output, progress and complaints to standard error. User files run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import gemmnorm
+
+from ..bench.environment import now
+from ..bench.results import command_line, write_json
+from ..bench.suite import CASES, PHASES, SUITES
+from ..errors import GemmNormError
+from ..plan import STRATEGIES
+from . import report
+from .progress import reporting
+
+EQUAL, NOT_EQUAL, BAD_MODEL = 0, 1, 2
+_DTYPES = {"fp32": ("float32", "float32"), "tf32": ("float32", "tf32"), "bf16": ("bfloat16", "native")}
+_DTYPES["fp16"] = ("float16", "native")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.run(arguments, parser)
+    except GemmNormError as error:
+        print(f"gemmnorm: {error}", file=sys.stderr)
+        return BAD_MODEL
+    except KeyboardInterrupt:
+        print("gemmnorm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EQUAL
+    return code
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def _optimize(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    from .optimize import OptimizeOptions, optimize
+
+    options = OptimizeOptions(
+        output=arguments.output,
+        target=arguments.target,
+        strategy=arguments.strategy,
+        device=arguments.device,
+        seeds=arguments.seeds,
+        compile=not arguments.no_compile,
+        time_limit=arguments.time_limit,
+    )
+    with reporting("optimize", quiet=arguments.quiet) as progress:
+        document = optimize(arguments.model, options, tell=progress.tell, command=command_line())
+    _finish(document, arguments.json)
+    return {"equal": EQUAL, "not equal": NOT_EQUAL, "failed": NOT_EQUAL}.get(document["status"], BAD_MODEL)
+
+
+def _verify(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    from ..verify.verify import verify
+    from .optimize import verify_stage
+
+    with reporting("verify", quiet=arguments.quiet) as progress:
+        verdict = verify(
+            arguments.model,
+            arguments.new,
+            seeds=arguments.seeds,
+            device=arguments.device,
+            time_limit=arguments.time_limit,
+            on_progress=lambda message: progress.tell(verify_stage(message)),
+        )
+    document = {"kind": "verify", "created": now(), "command": command_line(), **verdict}
+    _finish(document, arguments.json)
+    return int(document["exit_code"])
+
+
+def _bench(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if (arguments.suite is None) == (not arguments.files):
+        parser.error("bench: expected either --suite NAME or MODEL.py [NEW.py …]")
+    return _bench_suite(arguments, parser) if arguments.suite else _bench_files(arguments)
+
+
+def _bench_suite(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    import torch
+
+    from ..bench import results as bench
+    from ..bench import suite
+    from ..bench.cells import Options
+
+    cells = suite.select(arguments.suite, arguments.case, arguments.precision, arguments.phase)
+    if not cells:
+        parser.error("bench: no cell of the suite passes the filters")
+    if arguments.resume and not arguments.json:
+        parser.error("bench: --resume needs --json FILE")
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    options = Options(budget_s=arguments.budget, compile=not arguments.no_compile, strategies=arguments.strategy)
+    with reporting("bench", len(cells), arguments.quiet) as progress:
+        document = bench.run_suite(
+            cells,
+            device,
+            options,
+            path=arguments.json,
+            resume=arguments.resume,
+            tell=progress.tell,
+            on_cell=lambda cell: progress.advance(),
+        )
+    if arguments.junit:
+        document["tests"] = bench.tests_of(arguments.junit)
+    _finish(document, arguments.json)
+    return EQUAL
+
+
+def _bench_files(arguments: argparse.Namespace) -> int:
+    from ..bench.files import FileOptions, bench_files
+
+    options = FileOptions(
+        phases=tuple(arguments.phase or PHASES),
+        strategies=arguments.strategy,
+        device=arguments.device,
+        compile=not arguments.no_compile,
+        budget_s=arguments.budget,
+        limit_s=0.75 * arguments.time_limit,
+    )
+    model, *candidates = arguments.files
+    with reporting("bench", quiet=arguments.quiet) as progress:
+        document = bench_files(
+            model,
+            candidates,
+            options,
+            time_limit=arguments.time_limit,
+            tell=progress.tell,
+            command=command_line(),
+        )
+    _finish(document, arguments.json)
+    if document["status"] == "ok" and not candidates and not document["matches"]:
+        print(f"gemmnorm: {model}: {document['report']}", file=sys.stderr)
+        return BAD_MODEL
+    return {"ok": EQUAL, "failed": NOT_EQUAL}.get(document["status"], BAD_MODEL)
+
+
+def _explain(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from .explain_files import explain_file, explain_sizes
+
+    what: list[str] = arguments.what
+    if len(what) == 3 and all(word.isdigit() for word in what):
+        dtype, arithmetic = _DTYPES[arguments.dtype]
+        document = explain_sizes(
+            *(int(word) for word in what),
+            dtype=dtype,
+            arithmetic=arithmetic,
+            training=not arguments.eval,
+            scaled=not arguments.no_scale,
+            activation=arguments.activation,
+            target=arguments.target,
+            strategy=arguments.strategy,
+        )
+    elif len(what) == 1:
+        with reporting("explain", quiet=arguments.quiet) as progress:
+            document = explain_file(
+                what[0],
+                target=arguments.target,
+                strategy=arguments.strategy,
+                time_limit=arguments.time_limit,
+                tell=progress.tell,
+            )
+    else:
+        parser.error("explain: expected MODEL.py, or three numbers: batch, in_features, out_features")
+    _finish(document, arguments.json)
+    return EQUAL if document["status"] == "ok" else BAD_MODEL
+
+
+def _report(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    _finish(report.load(arguments.result), None)
+    return EQUAL
+
+
+def _doctor(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    from .doctor import diagnose
+
+    _finish(diagnose(), arguments.json)
+    return EQUAL
+
+
+def _finish(document: dict[str, Any], path: str | None) -> None:
+    """Print the document, and write it where `--json` says."""
+    out = report.console()
+    for part in report.render(document):
+        out.print(part)
+    if path:
+        write_json(path, document)
+        print(f"wrote {path}", file=sys.stderr)
+
+
+# --- the arguments ---------------------------------------------------------------------------------------------------
+
+
+def _one_or_more(choices: Sequence[str]) -> Any:
+    """An argparse type: `a,b` → ["a", "b"], each of them one of `choices`."""
+
+    def parse(text: str) -> list[str]:
+        words = [word for word in text.split(",") if word]
+        for word in words:
+            if word not in choices:
+                raise argparse.ArgumentTypeError(f"expected one or more of {', '.join(choices)}; got {word!r}")
+        return words
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e7:
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds; got {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on; got {text!r}")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gemmnorm",
+        description="Linear → scale → BatchNorm at the price of the Linear: find, replace, verify and time it.",
+        epilog="Exit code 0: done, and equal; 1: NEW is not equal, raises, hangs or crashes;"
+        " 2: MODEL is bad or has no chain.",
+    )
+    parser.add_argument("--version", action="version", version=f"gemmnorm {gemmnorm.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", metavar="FILE", help="write everything there")
+    common.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    machine = argparse.ArgumentParser(add_help=False)
+    machine.add_argument("--device", help="torch device; default: the GPU where there is one")
+    limited = argparse.ArgumentParser(add_help=False)
+    limited.add_argument(
+        "--time-limit", type=_seconds, default=600.0, metavar="S", help="seconds that user files may take (600)"
+    )
+    one = argparse.ArgumentParser(add_help=False)
+    one.add_argument("--strategy", choices=STRATEGIES, help="default: the planner's choice")
+    aimed = argparse.ArgumentParser(add_help=False)
+    aimed.add_argument("--target", metavar="sm_XX", type=_target, help="GPU architecture; default: this machine's")
+    timed = argparse.ArgumentParser(add_help=False)
+    timed.add_argument("--no-compile", action="store_true", help="do not time torch.compile")
+
+    def command(name: str, run: Any, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
+        made.set_defaults(run=run)
+        return made
+
+    made = command(
+        "optimize",
+        _optimize,
+        "Write a verified and timed replacement of MODEL.py.",
+        machine,
+        limited,
+        one,
+        aimed,
+        timed,
+    )
+    made.add_argument("model", metavar="MODEL.py")
+    made.add_argument("-o", "--output", metavar="NEW.py", help="default: MODEL_new.py in the current directory")
+    made.add_argument("--seeds", type=_count, default=3, help="draws of weights and inputs to verify with (3)")
+
+    made = command("verify", _verify, "Is NEW.py the same function as MODEL.py?", machine, limited)
+    made.add_argument("model", metavar="MODEL.py")
+    made.add_argument("new", metavar="NEW.py")
+    made.add_argument("--seeds", type=_count, default=3, help="draws of weights and inputs (3)")
+
+    made = command(
+        "bench",
+        _bench,
+        "Time MODEL.py and replacements, or a suite, side by side with the peers.",
+        machine,
+        limited,
+        timed,
+    )
+    made.add_argument("files", nargs="*", metavar="FILE", help="MODEL.py [NEW.py …]")
+    made.add_argument("--suite", choices=SUITES)
+    made.add_argument("--case", type=_one_or_more(tuple(CASES)), help="of a suite; several with commas")
+    made.add_argument("--precision", type=_one_or_more(("fp32", "tf32", "bf16", "fp16", "amp")), help="of a suite")
+    made.add_argument("--phase", type=_one_or_more(PHASES))
+    made.add_argument("--strategy", type=_one_or_more(STRATEGIES))
+    made.add_argument("--budget", type=_seconds, default=1.5, metavar="S", help="sampling time per cell or phase (1.5)")
+    made.add_argument("--resume", action="store_true", help="keep what --json FILE has and measure only the rest")
+    made.add_argument("--junit", metavar="FILE", help="put a pytest run's counts into the result file")
+
+    made = command("explain", _explain, "The plan and its predicted time, in words.", limited, one, aimed)
+    made.add_argument("what", nargs="+", metavar="MODEL.py | BATCH IN OUT")
+    made.add_argument("--dtype", choices=_DTYPES, default="fp32", help="for three numbers (fp32)")
+    made.add_argument("--eval", action="store_true", help="evaluation mode, for three numbers")
+    made.add_argument("--no-scale", action="store_true", help="no scale, for three numbers")
+    made.add_argument("--activation", help="such as relu, for three numbers")
+
+    made = commands.add_parser("report", help="Render a result file.", description="Render a result file.")
+    made.add_argument("result", metavar="RESULT.json")
+    made.set_defaults(run=_report)
+
+    command("doctor", _doctor, "What this machine has, what will run, what is missing and what mends it.")
+    return parser
+
+
+def _target(text: str) -> str:
+    digits = text.removeprefix("sm_").removesuffix("a")
+    if not text.startswith("sm_") or not digits.isdigit() or int(digits) < 80:
+        raise argparse.ArgumentTypeError(f"expected sm_80 or higher, such as sm_90; got {text!r}")
+    return text

@@ -1,0 +1,395 @@
+"""Result files as text: tables for a terminal. Every JSON that a gemmnorm command writes renders here, by its `kind`.
+
+Nothing is computed that is not in the file, but ratios: R = ms / gemm_ms (what the whole chain costs in units of the
+bare GEMM), S = eager_ms / ms (the speed-up over eager).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import GemmNormError
+
+SCHEMA = 1
+Document = dict[str, Any]
+_WIDTH = 150  # where the output is no terminal
+
+
+class ReportError(GemmNormError, ValueError):
+    """A file that is no result of ours, or of another version."""
+
+
+def load(path: str | Path) -> Document:
+    """Read a result file.
+
+    Raises:
+        ReportError: it is missing, no JSON, of an unknown kind, or of another schema.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ReportError(f"{path}: expected a result file, got {error.strerror or error}") from error
+    except ValueError as error:
+        raise ReportError(f"{path}: expected JSON, got {error}") from error
+    check(document, str(path))
+    return dict(document)
+
+
+def check(document: Any, name: str = "document") -> None:
+    """Raise `ReportError` unless `document` can be rendered."""
+    if not isinstance(document, dict) or "schema" not in document:
+        raise ReportError(f'{name}: expected a gemmnorm result with a "schema"; got {type(document).__name__}')
+    if document["schema"] != SCHEMA:
+        raise ReportError(f"{name}: expected schema {SCHEMA}; got {document['schema']!r} (of another gemmnorm?)")
+    if kind_of(document) not in RENDERERS:
+        raise ReportError(f"{name}: expected a kind of {', '.join(RENDERERS)}; got {kind_of(document)!r}")
+
+
+def kind_of(document: Document) -> str:
+    """Which renderer a document wants; the published benchmark files carry no kind, `verify()`'s answer a tool."""
+    return str(document.get("kind") or document.get("tool") or "bench")
+
+
+def console(*, stderr: bool = False, file: io.StringIO | None = None) -> Console:
+    """A console that does not squeeze tables into 80 columns where nobody looks at a terminal."""
+    made = Console(stderr=stderr, file=file, highlight=False)
+    if not made.is_terminal:
+        made = Console(stderr=stderr, file=file, highlight=False, width=_WIDTH)
+    return made
+
+
+def render(document: Document) -> list[RenderableType]:
+    """The document as things that rich can print."""
+    check(document)
+    return list(RENDERERS[kind_of(document)](document))
+
+
+def text(document: Document) -> str:
+    """The document as plain text."""
+    buffer = io.StringIO()
+    out = Console(file=buffer, width=_WIDTH, highlight=False, no_color=True, legacy_windows=False)
+    for part in render(document):
+        out.print(part)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> float | None:
+    """A figure of the file; strings such as "inf" are figures too."""
+    if value is None or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def milliseconds(value: Any) -> str:
+    """Three or four significant digits; a dash where nothing was measured."""
+    ms = _number(value)
+    if ms is None:
+        return "–"
+    return f"{ms:.1f}" if ms >= 100 else f"{ms:.2f}" if ms >= 10 else f"{ms:.3f}" if ms >= 0.1 else f"{ms:.4f}"
+
+
+def _with_spread(row: Document) -> str:
+    spread = _number(row.get("ms_iqr"))
+    return milliseconds(row.get("ms")) + ("" if spread is None else f" ±{milliseconds(spread / 2)}")
+
+
+def _ratio(top: Any, bottom: Any) -> str:
+    a, b = _number(top), _number(bottom)
+    return "–" if a is None or not b else f"{a / b:.2f}"
+
+
+def _error(value: Any) -> str:
+    number = _number(value)
+    return "–" if number is None else f"{number:.1e}"
+
+
+def _microseconds(value: Any) -> str:
+    number = _number(value)
+    return "–" if number is None else f"{number:.1f}"
+
+
+def _megabytes(value: Any) -> str:
+    number = _number(value)
+    return "–" if number is None else f"{number / 1e6:.3g}" if number < 1e9 else f"{number / 1e6:.0f}"
+
+
+def _table(title: str, columns: Sequence[str], left: int) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right", no_wrap=True)
+    return table
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def _environment(document: Document) -> Iterable[RenderableType]:
+    env = document.get("environment")
+    if not env:
+        return
+    where = env.get("gpu") or f"{env.get('cpu') or 'CPU'} ({env.get('threads', '?')} threads)"
+    parts = [f"torch {env.get('torch')}", f"Python {env.get('python')}"]
+    for name in ("cuda", "driver", "nvrtc"):
+        if env.get(name) and env.get("gpu"):
+            parts.append(f"{name} {env[name]}")
+    yield Text(f"{where}, {', '.join(parts)}; {document.get('created', 'no date')}")
+
+
+def _condition(row: Document) -> str:
+    return "amp" if row.get("autocast") else str(row.get("precision"))
+
+
+def _bench(document: Document) -> Iterable[RenderableType]:
+    yield from _environment(document)
+    found = document.get("ceilings") or {}
+    if found.get("copy_gb_per_s"):
+        rates = ", ".join(f"{p} {r:.3g}" for p, r in (found.get("tflops") or {}).items() if r)
+        yield Text(f"ceilings: copy {found['copy_gb_per_s']:.0f} GB/s both ways; GEMM {rates} TFLOP/s")
+    rows = document.get("rows", [])
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == case]
+        yield _times(mine)
+        extras = _further(mine)
+        if extras is not None:
+            yield extras
+    if rows:
+        yield Text(
+            "R: ms / bare GEMM.  S: eager / ms.  bound: share of the roofline.  ●: planner's choice.  ±: half IQR."
+        )
+    yield from _left_out(document)
+
+
+def _times(rows: Sequence[Document]) -> Table:
+    first = rows[0]
+    parts = [name for name in ("bias", "scale") if first.get(name)]
+    parts += [first["activation"]] if first.get("activation") else []
+    title = f"{first['case']}  {first['batch']} × {first['in_features']} → {first['out_features']}"
+    columns = ["precision", "phase", "strategy", "ms", "GEMM", "R", "eager", "S", "compile", "R of it", "bound"]
+    columns += ["error", "eager's"]
+    tf32 = any(row.get("eager_tf32_ms") for row in rows)
+    columns += ["eager tf32"] if tf32 else []
+    table = _table(f"{title}  ({', '.join(parts) or 'no bias, no scale'})", columns, 3)
+    previous = None
+    for row in rows:
+        head = (_condition(row), str(row["phase"]))
+        cells = [*(head if head != previous else ("", "")), f"{row['strategy']}{' ●' if row.get('chosen') else ''}"]
+        bound, ms = _number(row.get("bound_ms")), _number(row.get("ms"))
+        cells += [
+            _with_spread(row),
+            milliseconds(row.get("gemm_ms")),
+            _ratio(row.get("ms"), row.get("gemm_ms")),
+            milliseconds(row.get("eager_ms")),
+            _ratio(row.get("eager_ms"), row.get("ms")),
+            milliseconds(row.get("compile_ms")),
+            _ratio(row.get("compile_ms"), row.get("gemm_ms")),
+            "–" if bound is None or not ms else f"{100 * bound / ms:.0f}%",
+            _error(row.get("error")),
+            _error(row.get("eager_error")),
+        ]
+        table.add_row(*cells, *([milliseconds(row.get("eager_tf32_ms"))] if tf32 else []))
+        previous = head
+    return table
+
+
+_FURTHER: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("graph µs", "graph_us", _microseconds),
+    ("eager", "eager_graph_us", _microseconds),
+    ("compile", "compile_graph_us", _microseconds),
+    ("host µs", "host_us", _microseconds),
+    ("eager", "eager_host_us", _microseconds),
+    ("sustained ms", "sustained_ms", milliseconds),
+    ("GEMM", "gemm_sustained_ms", milliseconds),
+    ("eager", "eager_sustained_ms", milliseconds),
+    ("kept MB", "peak_activation_bytes", _megabytes),
+    ("eager", "eager_activation_bytes", _megabytes),
+)
+
+
+def _further(rows: Sequence[Document]) -> Table | None:
+    """Graph replay, host time, sustained time and memory, where any of it was measured."""
+    own = ("graph_us", "host_us", "sustained_ms", "peak_activation_bytes")
+    shown = [row for row in rows if any(row.get(key) is not None for key in own)]
+    columns = [c for c in _FURTHER if any(row.get(c[1]) is not None for row in shown)]
+    if not shown:
+        return None
+    table = _table("", ["precision", "phase", "strategy", *(title for title, _, _ in columns)], 3)
+    for row in shown:
+        table.add_row(
+            _condition(row), str(row["phase"]), str(row["strategy"]), *(show(row.get(key)) for _, key, show in columns)
+        )
+    return table
+
+
+def _left_out(document: Document) -> Iterable[RenderableType]:
+    by_reason: dict[str, Counter[str]] = {}
+    for item in document.get("not_applicable", []):
+        by_reason.setdefault(item["reason"], Counter())[item["strategy"]] += 1
+    for reason, strategies in by_reason.items():
+        names = ", ".join(f"{name} ({count} cells)" for name, count in strategies.items())
+        yield Text(f"not run: {names}: {reason}")
+    for note in document.get("notes", []):
+        yield Text(f"note: {note}")
+
+
+def _bench_files(document: Document) -> Iterable[RenderableType]:
+    yield from _environment(document)
+    if document.get("report"):
+        yield Text(f"{document['model']}: {document['report']}")
+    columns = ["phase", "variant", "ms", "R", "S", "samples", "error", "eager's"]
+    table = _table(str(document["model"]), columns, 2)
+    previous = None
+    for row in document.get("rows", []):
+        phase = row["phase"]
+        if phase != previous and row.get("gemm_ms") is not None:
+            table.add_row(phase, "the bare products", milliseconds(row["gemm_ms"]), "1.00", "", "", "", "")
+            previous, phase = phase, ""
+        table.add_row(
+            phase if phase != previous else "",
+            str(row["variant"]),
+            _with_spread(row),
+            _ratio(row.get("ms"), row.get("gemm_ms")),
+            _ratio(row.get("eager_ms"), row.get("ms")),
+            str(row.get("samples", "–")),
+            _error(row.get("error")),
+            _error(row.get("eager_error")),
+        )
+        previous = row["phase"]
+    if document.get("rows"):
+        yield table
+        yield Text("R: ms / the bare products.  S: eager / ms.  ±: half the interquartile range.")
+    for name, why in (document.get("failed") or {}).items():
+        yield Text(f"FAILED {name}: {why}", style="red")
+    if document.get("detail"):
+        yield Text(str(document["detail"]), style="red")
+    for note in document.get("notes", []):
+        yield Text(f"note: {note}")
+
+
+def _verify(document: Document) -> Iterable[RenderableType]:
+    equal = bool(document.get("equal"))
+    word = str(document.get("verdict", "")).replace("_", " ")
+    style = "bold green" if equal else "bold red"
+    yield Text(f"{document['candidate']} against {document['model']}: {word}", style=style)
+    if document.get("reason"):
+        yield Text(str(document["reason"]))
+    summary = document.get("summary") or []
+    if summary:
+        columns = ["phase", "quantity", "measure", "error", "eager's", "allowed", "of it", ""]
+        table = _table("the worst of each", columns, 3)
+        for check in summary:
+            ratio = _number(check.get("ratio"))
+            table.add_row(
+                str(check["phase"]),
+                str(check["quantity"]),
+                str(check["measure"]),
+                _error(check.get("error")),
+                _error(check.get("eager_error")),
+                _error(check.get("limit")),
+                "–" if ratio is None else f"{ratio:.2f}" if ratio < 1000 else f"{ratio:.1e}",
+                "" if check["ok"] else "NOT EQUAL",
+            )
+        yield table
+        total = len(document.get("checks") or [])
+        seeds, failures = document.get("seeds"), document.get("failures", 0)
+        yield Text(f"{total} comparisons; draws of weights and inputs: {seeds}; failed: {failures}")
+    for name, value in (document.get("properties") or {}).items():
+        yield Text(f"{name.replace('_', ' ')}: {_property(value)}")
+    for heading in ("warnings", "skipped"):
+        for sentence in document.get(heading) or []:
+            yield Text(f"{heading.removesuffix('s')}: {sentence}")
+    if document.get("detail") and not equal:
+        yield Text(str(document["detail"]).rstrip(), style="dim")
+
+
+def _property(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_property(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if value is None or isinstance(value, bool):
+        return {True: "yes", False: "no", None: "not known"}[value]
+    return str(value)
+
+
+_VERDICTS = {
+    "equal": "equal",
+    "not equal": "NOT EQUAL",
+    "failed": "the replacement could not be written",
+    "bad model": "the model is bad",
+    "no chain": "no chain to replace",
+}
+
+
+def _optimize(document: Document) -> Iterable[RenderableType]:
+    status = str(document["status"])
+    found = document.get("export") or {}
+    if found.get("matches"):
+        yield Text(f"{document['model']}: {found['report']}")
+    judged, timed = document.get("verify"), document.get("bench")
+    if judged is not None:
+        yield from _verify({**judged, "properties": {}} if status == "equal" else judged)
+    if timed is not None:
+        yield from _bench_files({**timed, "report": ""})
+    for sentence in document.get("said") or []:
+        yield Text(str(sentence))
+    good = status == "equal"
+    yield Text(f"{document['output']}: {_VERDICTS[status]}", style="bold green" if good else "bold red")
+    if document.get("detail") and judged is None:
+        yield Text(str(document["detail"]))
+    if document.get("files"):
+        yield Text(f"wrote {', '.join(document['files'])}")
+    else:
+        yield Text("nothing was written")
+
+
+_MARKS = {"ok": ("✓", "green"), "missing": ("✗", "red"), "warning": ("!", "yellow"), "note": ("·", "")}
+
+
+def _doctor(document: Document) -> Iterable[RenderableType]:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for check in document.get("checks", []):
+        mark, style = _MARKS.get(check["state"], ("?", ""))
+        table.add_row(Text(mark, style=style), check["name"], check["found"], Text(check["advice"], style="dim"))
+    yield table
+    yield Text("will run:", style="bold")
+    for line in document.get("runs", []):
+        yield Text(f"  {line}")
+    commands = document.get("commands", [])
+    if commands:
+        yield Text("to mend it:", style="bold")
+    for command in commands:
+        yield Text(f"  {command}")
+
+
+def _explain(document: Document) -> Iterable[RenderableType]:
+    yield Text(str(document["subject"]), style="bold")
+    for line in document.get("lines", []):
+        yield Text(str(line))
+    if document.get("detail"):
+        yield Text(str(document["detail"]), style="red")
+
+
+RENDERERS: dict[str, Callable[[Document], Iterable[RenderableType]]] = {
+    "bench": _bench,
+    "bench-files": _bench_files,
+    "verify": _verify,
+    "optimize": _optimize,
+    "doctor": _doctor,
+    "explain": _explain,
+}

@@ -1,0 +1,423 @@
+"""A chain's plans printed as CUDA C++: the kernels that they launch, and host functions that do what `runtime` does.
+
+The printer decides nothing. It walks `plan.steps`, and whatever it does not know (a new field of a launch, a new role,
+a new kind of step) is an error that names it, never a file that silently does something else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import GemmNormRuntimeError
+from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Map, Plan, Problem, Product, c_types
+from ..plan.hopper import MOST_TOGETHER
+from ..plan.problem import CHIPS
+from ..plan.small import clusters_at_once
+from .kernels import Kernels, check_known, wrap
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+_SCALAR_TYPES = {
+    "float32": "torch::kFloat32",
+    "float16": "torch::kFloat16",
+    "bfloat16": "torch::kBFloat16",
+    "float64": "torch::kFloat64",
+    "int64": "torch::kInt64",
+}
+# The copy engine's names. float32 is rounded on the way in, where the tensor cores would truncate.
+_MAP_TYPES = {"float32": "TFLOAT32", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
+# Numbers that a launch may ask for, as expressions in the host function.
+_NUMBERS = ("batch", "features", "in_features", "scale_stride", "scale_value", "momentum", "eps")
+_GRADIENTS = ("grad_x", "grad_weight", "grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
+_INPUTS = ("x", "weight", "bias", "scale", "running_mean", "running_var", "num_batches_tracked", "bn_weight", "bn_bias")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Plans of one mode that serve some batch sizes, or all.
+
+    Attributes:
+        ending: what the names of its host functions carry ("" where every batch is served).
+        condition: which batches are served, in C++, with `batch` ("" for every one).
+        plans: save → plan.
+    """
+
+    ending: str
+    condition: str
+    plans: dict[bool, Plan]
+
+
+@dataclass(frozen=True)
+class Site:
+    """The plans of one kind of chain.
+
+    Attributes:
+        suffix: what its host functions' names end in ("" where the file has one kind of chain only).
+        forward, backward: training → cases, of which the last serves every batch.
+    """
+
+    suffix: str
+    forward: dict[bool, tuple[Case, ...]]
+    backward: dict[bool, tuple[Case, ...]]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        every = (*self.forward.values(), *self.backward.values())
+        return tuple(plan for cases in every for case in cases for plan in case.plans.values())
+
+
+@dataclass(frozen=True)
+class CudaText:
+    """The texts that `load_inline` takes, and the functions that it exposes to Python.
+
+    The translation unit is declarations, kernels, host, in this order.
+    """
+
+    declarations: str
+    kernels: str
+    host: str
+    functions: tuple[str, ...]
+
+
+_DECLARATIONS = """\
+#include <optional>
+#include <vector>
+#include <torch/types.h>
+
+using Tensors = std::vector<torch::Tensor>;
+using MaybeTensor = std::optional<torch::Tensor>;
+
+"""
+
+
+def cuda_text(sites: Sequence[Site]) -> CudaText:
+    """Print the plans of `sites` as one translation unit; launches that are the same share one kernel.
+
+    Raises:
+        GemmNormRuntimeError: a plan holds something that this printer does not know.
+    """
+    kernels = Kernels()
+    functions = [f for site in sites for f in _functions(site, kernels)]
+    launches = [launch for site in sites for plan in site.plans for launch in plan.launches]
+    files = ["host.cu", *(["hopper.cu"] if any(launch.shared for launch in launches) else [])]
+    helpers = [(TEMPLATES / name).read_text(encoding="utf-8") for name in files]
+    exposed = [f for f in functions if f.exposed]
+    return CudaText(
+        _DECLARATIONS + "\n".join(f"{f.signature};" for f in exposed) + "\n",
+        kernels.text(),
+        "\n".join([*helpers, *(f.text for f in functions)]),
+        tuple(f.name for f in exposed),
+    )
+
+
+# --- host functions --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Function:
+    name: str
+    signature: str
+    text: str
+    exposed: bool = True
+
+
+def _functions(site: Site, kernels: Kernels) -> list[_Function]:
+    found: list[_Function] = []
+    for training, cases in site.forward.items():
+        plain, saving = cases[-1].plans[False], cases[-1].plans[True]
+        name = f"forward_{'training' if training else 'evaluation'}{site.suffix}"
+        if len(cases) == 1 and plain.steps == saving.steps and not saving.aliases:
+            found.append(_forward(name, plain, saving, kernels, site.suffix))
+        else:
+            found += _forward_by_case(name, cases, kernels, site.suffix)
+    for training, cases in site.backward.items():
+        name = f"backward_{'training' if training else 'evaluation'}{site.suffix}"
+        saved = saved_roles(site.forward[training][-1].plans[True])
+        if len(cases) == 1:
+            found.append(_backward(name, cases[0].plans[True], saved, kernels, site.suffix))
+        else:
+            found += _backward_by_case(name, cases, saved, kernels, site.suffix)
+    return found
+
+
+def saved_roles(plan: Plan) -> tuple[str, ...]:
+    """What a saving forward returns besides y, for the backward."""
+    return tuple(b.role for b in plan.outputs if b.role != "y")
+
+
+def _signature(name: str, direction: str, problem: Problem, saved: Iterable[str] = ()) -> str:
+    """The head of a host function: `templates/<direction>.txt` has its parameters, one a line."""
+    text = (TEMPLATES / f"{direction}.txt").read_text(encoding="utf-8")
+    kept = "\n".join(f"const torch::Tensor& {role}" for role in saved)
+    text = text.format(inner=problem.in_features, features=problem.out_features, saved=kept)
+    return wrap(f"Tensors {name}(", text.splitlines(), ")")
+
+
+def _forward(name: str, plain: Plan, saving: Plan, kernels: Kernels, suffix: str) -> _Function:
+    """One function for both plans, which differ in what they keep."""
+    saved = saved_roles(saving)
+    mode = "Batch statistics" if plain.problem.training else "Running statistics"
+    comment = f"// {mode}. Returns y and, with `save`, what the backward needs: {', '.join(saved)}."
+    signature = _signature(name, "forward", plain.problem)
+    body = _Body(saving, kernels, suffix, _INPUTS)
+    aliases = dict(plain.aliases)
+    kept = {b.role for b in plain.outputs} | {b.role for b in plain.workspace}
+    first = [b for b in saving.outputs if b.role not in aliases]
+    for buffer in (*first, *(b for b in saving.outputs if b.role in aliases)):
+        otherwise = aliases.get(buffer.role, None if buffer.role in kept else "torch::Tensor()")
+        body.tensor(buffer, f"save ? {{}} : {otherwise}" if otherwise else "{}")
+    known = {b.role for b in saving.outputs}
+    scratch = {b.role: b for b in (*plain.workspace, *saving.workspace) if b.role not in known}
+    body.workspace(scratch.values())
+    body.steps()
+    body.line("if (!save) return {y};")
+    body.line(f"return {{{', '.join(['y', *saved])}}};")
+    return _Function(name, signature, body.function(comment, signature))
+
+
+def _forward_by_case(name: str, cases: Sequence[Case], kernels: Kernels, suffix: str) -> list[_Function]:
+    """A function for each plan, where they take other steps by batch or by what they keep, and one that chooses."""
+    found: list[_Function] = []
+    choice: list[str] = []
+    for case in reversed(cases):  # what the cases share is named without an ending
+        for save, plan in sorted(case.plans.items()):
+            inner = f"{name}{case.ending}_{'saving' if save else 'alone'}"
+            body = _Body(plan, kernels, case.ending + suffix, _INPUTS)
+            signature = _signature(inner, "forward", plan.problem)
+            for buffer in plan.outputs:
+                body.tensor(buffer)
+            body.workspace(plan.workspace)
+            body.aliases()
+            body.steps()
+            saved = saved_roles(plan) if save else ()
+            body.line(f"return {{{', '.join(['y', *saved])}}};")
+            what = f"y, and for the backward {', '.join(saved)}" if save else "y alone"
+            found.append(_Function(inner, signature, body.function(f"// {what}: {plan.strategy}.", signature), False))
+        head = f"  if ({case.condition})\n    run" if case.condition else "  auto run"
+        choice.append(f"{head} = save ? {name}{case.ending}_saving : {name}{case.ending}_alone;")
+    signature = _signature(name, "forward", cases[-1].plans[False].problem)
+    lines = [
+        f"// Chooses {'by the batch, and ' if len(cases) > 1 else ''}by whether something is kept for the backward.",
+        f"{signature} {{",
+        "  const c10::cuda::CUDAGuard guard(x.device());",
+        *(["  const int64_t batch = x.size(0);"] if len(cases) > 1 else []),
+        *choice,
+        wrap("  return run(", _parameter_names(signature), ");"),
+        "}\n",
+    ]
+    return [*found, _Function(name, signature, "\n".join(lines))]
+
+
+def _backward_by_case(
+    name: str, cases: Sequence[Case], saved: Sequence[str], kernels: Kernels, suffix: str
+) -> list[_Function]:
+    """A function for each plan, and one that chooses by the batch."""
+    found: list[_Function] = []
+    choice: list[str] = []
+    for case in reversed(cases):
+        inner = f"{name}{case.ending or '_any'}"
+        function = _backward(inner, case.plans[True], saved, kernels, case.ending + suffix)
+        found.append(replace(function, exposed=False))
+        choice.append(f"  if ({case.condition}) run = {inner};" if case.condition else f"  auto run = {inner};")
+    signature = _signature(name, "backward", cases[-1].plans[True].problem, saved)
+    lines = [
+        "// Chooses by the batch.",
+        f"{signature} {{",
+        "  const int64_t batch = x.size(0);",
+        *choice,
+        wrap("  return run(", _parameter_names(signature), ");"),
+        "}\n",
+    ]
+    return [*found, _Function(name, signature, "\n".join(lines))]
+
+
+def _parameter_names(signature: str) -> list[str]:
+    inside = re.sub(r"/\*.*?\*/", "", signature[signature.index("(") + 1 : signature.rindex(")")])
+    return [parameter.split()[-1].lstrip("&") for parameter in inside.split(",")]
+
+
+def _backward(name: str, plan: Plan, saved: Sequence[str], kernels: Kernels, suffix: str) -> _Function:
+    mode = "batch" if plan.problem.training else "running"
+    comment = (
+        f"// Through {mode} statistics. Returns the gradients of x, weight, bias, scale, bn_weight and bn_bias; those\n"
+        "// that `needs` leaves out are undefined."
+    )
+    signature = _signature(name, "backward", plan.problem, saved)
+    body = _Body(plan, kernels, suffix, ("grad_y", "x", "weight", "bias", "scale", "bn_weight", "bn_bias", *saved))
+    body.line("const torch::Tensor grad_y = dense(grad);")
+    for buffer in plan.outputs:
+        if buffer.role not in _GRADIENTS:
+            raise GemmNormRuntimeError(f"export: a backward returns {buffer.role}, which is no gradient that it knows")
+        body.tensor(buffer, f"needs[{_GRADIENTS.index(buffer.role)}] ? {{}} : torch::Tensor()")
+    body.optional = {b.role for b in plan.outputs}
+    body.workspace(plan.workspace)
+    body.aliases()
+    body.steps()
+    body.line(f"return {{{', '.join(_GRADIENTS)}}};")
+    return _Function(name, signature, body.function(comment, signature))
+
+
+class _Body:
+    """Collects the statements of one host function for one plan."""
+
+    def __init__(self, plan: Plan, kernels: Kernels, suffix: str, inputs: Iterable[str]) -> None:
+        check_known(plan)
+        self.plan = plan
+        self.kernels = kernels
+        self.suffix = suffix
+        self.types = c_types(plan.problem)
+        self.tensors = set(inputs)  # roles that are tensors, or optional ones
+        self.pointers: set[str] = set()  # roles that are pointers into the scratch memory
+        self.optional: set[str] = set()  # tensors that may be undefined
+        self.lines: list[str] = []
+        self.row_counts: dict[str, int] = {}
+
+    def line(self, text: str) -> None:
+        self.lines.append(f"  {text}")
+
+    def extent(self, extent: Extent, resident: int = 1) -> str:
+        """An extent as an expression; row groups, and multiprocessors with `resident` blocks each, by name."""
+        text = extent.cpp()
+        chip = self.plan.problem.chip
+        if extent.limit and chip and extent.limit == resident * chip.multiprocessors:
+            each = "" if resident == 1 else f"{resident} * "
+            text = text.replace(f", {extent.limit})", f", {each}multiprocessors())")
+        if extent.rows > 1:
+            name = "groups" if extent.rows == GROUP_ROWS else f"tiles_of_{extent.rows}"
+            self.row_counts[name] = extent.rows
+            text = text.replace(Extent(1, extent.rows).cpp(), name)
+        return text
+
+    def tensor(self, buffer: Buffer, form: str = "{}") -> None:
+        """Declare and allocate one tensor; `form` says under which condition."""
+        check_known(buffer)
+        shape = ", ".join(map(self.extent, buffer.shape))
+        value = form.format(f"empty(x, {_SCALAR_TYPES[buffer.dtype]}, {{{shape}}})")
+        self.tensors.add(buffer.role)
+        self.line(f"torch::Tensor {buffer.role} = {value};")
+
+    def workspace(self, buffers: Iterable[Buffer]) -> None:
+        """What dies with the call: the operands of products as tensors, the rest from one allocation."""
+        products = [s for s in self.plan.steps if isinstance(s, Product)]
+        operands = {role for p in products for role in (p.out, p.left, p.right)}
+        scratch = []
+        for buffer in buffers:
+            check_known(buffer)
+            if buffer.role in operands:
+                self.tensor(buffer)
+            else:
+                scratch.append(buffer)
+        if not scratch:
+            return
+        sizes = [" * ".join([str(DTYPE_BYTES[b.dtype]), *map(self.extent, b.shape)]) for b in scratch]
+        self.lines += wrap("  const Scratch scratch(x, {", sizes, "});").split("\n")
+        for i, buffer in enumerate(scratch):
+            kind = self.element_type(buffer.role)
+            self.pointers.add(buffer.role)
+            self.line(f"{kind}* {buffer.role} = scratch.piece<{kind}>({i});")
+
+    def aliases(self) -> None:
+        for role, target in self.plan.aliases:
+            self.tensors.add(role)
+            self.line(f"torch::Tensor {role} = {target};")
+
+    def element_type(self, role: str) -> str:
+        """The C type of one element of `role`."""
+        return self.c_type(role).removeprefix("const ").rstrip("*").strip()
+
+    def c_type(self, role: str) -> str:
+        if role not in ROLES:
+            raise GemmNormRuntimeError(f"export: a launch has an argument {role!r}, which plan.ROLES does not have")
+        return ROLES[role][0].format(**self.types)
+
+    def steps(self) -> None:
+        arguments = {role for step in self.plan.launches for role in step.arguments}
+        if "scale_stride" in arguments:
+            features = self.plan.problem.out_features
+            self.line(f"const int scale_stride = scale && scale->numel() == {features} ? 1 : 0;")
+        if self.plan.counters:
+            self.tensors.add("counters")
+            self.line(f"const torch::Tensor counters = take_counters(x, stream, {self.plan.counters});")
+        self.line("")
+        for step in self.plan.steps:
+            if isinstance(step, Product):
+                self.product(step)
+            elif isinstance(step, Launch):
+                self.launch(step)
+            else:
+                kind = type(step).__name__
+                raise GemmNormRuntimeError(f"export: a plan has a step of kind {kind}, which it cannot print")
+        self.line("")
+
+    def product(self, step: Product) -> None:
+        check_known(step)
+        left = step.left + (".t()" if step.transpose_left else "")
+        right = step.right + (".t()" if step.transpose_right else "")
+        condition = f"if ({step.out}.defined()) " if step.out in self.optional else ""
+        self.line(f"{condition}at::mm_out({step.out}, {left}, {right});  // by the library")
+
+    def launch(self, step: Launch) -> None:
+        name = self.kernels.name(step, self.plan.problem, self.suffix)
+        own = {role: f"{value} /* {role} */" for role, value in step.numbers}
+        own |= {m.role: self.tensor_map(m) for m in step.maps}
+        arguments = [own.get(role) or self.argument(role) for role in step.parameters]
+        size = [self.extent(step.grid, step.resident if step.cooperative else 1), str(step.block)]
+        if step.shared or step.cooperative:
+            cluster, waits = str(step.cluster), "true" if step.cooperative else "false"
+            if step.cluster > 1 and step.function == "fused_gemm":  # of all tiles of a panel, of any batch
+                tiles, chip = self.extent(Extent(1, step.grid.rows)), self.plan.problem.chip or CHIPS[90]
+                sizes = range(step.cluster, MOST_TOGETHER + 1)
+                most = max(n for n in sizes if step.grid.times <= clusters_at_once(chip.multiprocessors, n))
+                cluster, waits = f"{tiles} <= {most} ? {tiles} : 1", f"{tiles} > {most}"
+            more = [f"{step.shared} /* shared */", f"{cluster} /* cluster */", f"{waits} /* cooperative */"]
+            head = "  launch_hopper("
+        else:
+            head, more = "  launch(", []
+        if step.only_for in self.optional:
+            head = f"  if ({step.only_for}.defined()) {head.strip()}"
+        self.lines += wrap(head, [name, *size, *more, "stream", *arguments], ");").split("\n")
+
+    def tensor_map(self, found: Map) -> str:
+        """The expression that encodes a tensor map."""
+        check_known(found)
+        p, role = self.plan.problem, dict(self.plan.aliases).get(found.tensor, found.tensor)
+        buffers = {b.role: b for b in (*self.plan.outputs, *self.plan.workspace)}
+        buffers["x"] = Buffer("x", p.dtype, (Extent(1, 1), Extent(p.in_features)))
+        buffers["weight"] = Buffer("weight", p.dtype, (Extent(p.out_features), Extent(p.in_features)))
+        rows, columns = map(self.extent, buffers[role].shape)
+        dtype = buffers[role].dtype
+        kind = "CU_TENSOR_MAP_DATA_TYPE_" + ("FLOAT32" if found.exact and dtype == "float32" else _MAP_TYPES[dtype])
+        box_rows = f"std::min<int64_t>({found.rows}, ({rows} + 7) / 8 * 8)" if found.fits else found.rows
+        return f"tensor_map({self.argument(role)}, {kind}, {rows}, {columns}, {box_rows}, {found.columns})"
+
+    def argument(self, role: str) -> str:
+        """What a launch is given for `role`."""
+        if role == "stored_product":
+            role = "product"
+        elif role == "offset" and self.plan.keeps_offsets:
+            role = "group_mean"
+        elif role == "most":
+            return f"{self.argument('counters')} + {self.plan.counters - 4}"
+        if role in self.pointers:
+            return role
+        if role in self.tensors:
+            return f"pointer<{self.element_type(role)}>({role})"
+        if self.c_type(role).endswith("*"):
+            return f"nullptr /* {role} */"
+        if role not in _NUMBERS:
+            raise GemmNormRuntimeError(f"export: no host expression is known for the argument {role!r}")
+        constants = {"features": self.plan.problem.out_features, "in_features": self.plan.problem.in_features}
+        return str(constants.get(role, role))
+
+    def function(self, comment: str, signature: str) -> str:
+        start = [
+            "  const c10::cuda::CUDAGuard guard(x.device());",
+            "  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();",
+            "  const int64_t batch = x.size(0);",
+            *(f"  const int64_t {name} = (batch + {rows - 1}) / {rows};" for name, rows in self.row_counts.items()),
+        ]
+        lines = [line.rstrip() for line in (*start, *self.lines)]
+        return "\n".join([comment, f"{signature} {{", *lines, "}", ""])

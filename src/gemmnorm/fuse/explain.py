@@ -1,0 +1,59 @@
+"""What will run, in words, and compiling it ahead of time."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import plan
+from ..plan import Plan, Problem
+from ..runtime import call as runtime
+from .fuse import fuse, fuse_report
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The plans of a model's chains in the order they run, and what was matched or refused; `str()` is the text."""
+
+    plans: tuple[Plan, ...]
+    report: str = ""
+
+    def __str__(self) -> str:
+        return "\n".join([*([self.report] if self.report else []), *map(str, self.plans)])
+
+
+def explain(model_or_problem: nn.Module | Problem, *inputs: Any, strategy: str | None = None) -> Explanation:
+    """The plan, in words: which strategy, kernels and grids, the predicted time against the bare GEMM, and why.
+
+    Args:
+        model_or_problem: a `gemmnorm.plan.Problem`, or a model (fused or not; it is not changed).
+        inputs: the model's inputs; its forward is run once on a copy of the model to see the sizes. Without inputs
+            only the report of matches and refusals is returned.
+        strategy: explain this one instead of the planner's choice.
+    """
+    if isinstance(model_or_problem, Problem):
+        return Explanation((plan.make_plan(model_or_problem, plan.check_strategy(strategy)),))
+    model = fuse(copy.deepcopy(model_or_problem))  # fusing a fused model changes nothing
+    report = str(fuse_report(model))
+    if not inputs:
+        return Explanation((), report)
+    with plan.set_strategy(strategy or plan.check_strategy(None)), runtime.recording() as plans, torch.no_grad():
+        model(*inputs)
+    return Explanation(tuple(plans), report)
+
+
+def warmup(model: nn.Module, *inputs: Any) -> None:
+    """Compile every kernel that a forward and, in training mode, a backward of `model` on `inputs` will need.
+
+    Runs both once on a copy of the model, so that parameters, gradients and running statistics stay untouched; kernels
+    are kept in memory and in the disk cache. Autocast and precision settings in force at the call are honoured.
+    """
+    model = copy.deepcopy(model)
+    with torch.set_grad_enabled(model.training and torch.is_grad_enabled()):
+        out = model(*inputs)
+        if model.training and isinstance(out, torch.Tensor) and out.requires_grad:
+            out.float().sum().backward()

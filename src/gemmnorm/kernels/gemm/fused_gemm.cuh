@@ -1,0 +1,409 @@
+// The whole chain in one Hopper kernel: GEMM → scale → BatchNorm → activation (sm_90a).
+//
+// A persistent block is one warpgroup that feeds and two that multiply. Warp 0 copies tiles of x and W into a ring of
+// shared-memory stages; each consumer warpgroup multiplies its half of a tile: 64 features by all rows (tile_by_features.cuh),
+// or of a narrow tile 64 rows by all features (tile_by_rows.cuh). It takes mean and M2 of its rows from the
+// accumulators, and stores the product minus the mean. The other warps, by Finish:
+// - whole panels (a panel is a column of tiles): warps 2 and 3 serve a consumer each, while it multiplies the next tile,
+//   and warp 1 merges statistics (whole_panels.cuh);
+// - persistent: warp 1 stores staged tiles and counts what is complete; warps 2 and 3 normalise complete panels out of the
+//   L2 (panel_units.cuh);
+// - evaluation: warp 1 computes the next tile's coefficients.
+// Before that warps 2 and 3 cast or split the rows that later tiles need, or the last columns of them that the first tiles
+// need, where that was left to them (ahead.cuh).
+// The last tile of every block never leaves the registers before it is normalised.
+#pragma once
+#include "gemm/gemm_shared.cuh"
+#include "gemm/split_product.cuh"
+#include "gemm/tile_by_features.cuh"
+#include "gemm/tile_by_rows.cuh"
+#include "gemm/whole_panels.cuh"
+
+namespace gemmnorm {
+
+// What a consumer holds of a tile.
+template <bool BY_FEATURES>
+struct Held {
+  template <class T, class Y, int TM, int TN>
+  using Tile = TileByFeatures<T, Y, TM, TN>;
+};
+template <>
+struct Held<false> {
+  template <class T, class Y, int TM, int TN>
+  using Tile = TileByRows<T, Y, TM, TN>;
+};
+
+template <class OP, class T, class Y, class L, class R, int TM, int TN, int STAGES, int SHARED_BYTES, Finish FINISH,
+          class Activation>
+__device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_features] */,
+    const TensorMap& map_weight /* [features, in_features] */, const TensorMap& map_product /* [batch, features] */,
+    const TensorMap& map_y /* [batch, features] */, T* product /* [batch, features]: minus group_mean */,
+    Y* y /* [batch, features]; the product's memory where that is not kept */, const L* bias /* [features] or null */,
+    const L* scale /* [features] or [1] or null */, int scale_stride, float scale_value,
+    R* running_mean /* [features] or null */, R* running_var /* [features] or null */,
+    i64* batches_tracked /* [1] or null */, const R* bn_weight /* [features] or null */,
+    const R* bn_bias /* [features] or null */, float momentum, float eps, float* group_mean /* [groups, features] */,
+    float* group_m2 /* [groups, features] */, float* mean /* [features] */, float* rstd /* [features] */,
+    float* merged_slope /* [features] */, float* merged_shift /* [features] */,
+    u32* counters /* zero, and left zero */,
+    const float* x /* [batch, in_features], where the operand is made of it here: cast or split */,
+    const float* weight /* [features, in_features], likewise */,
+    typename Operand<OP>::Ahead::Element* operand_x /* see cast_rows and split_rows, likewise */,
+    typename Operand<OP>::Ahead::Element* operand_weight /* likewise */, int* x_exponents /* [batch], of split operands */,
+    int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
+    float* weight_total /* [features], likewise */, const u64* weight_checksums /* [features] or null, likewise */,
+    u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already, or */,
+    int begun /* times kCastColumns of them */, int group_panels, int in_registers, int stream_x, int keep_product, int batch,
+    int in_features, int features) {
+  constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
+  using Shape = TileShape<TM, TN>;
+  constexpr int kWidth = Shape::kWidth, kAccumulators = kWidth / 2;
+  constexpr int kPlanes = Operand<OP>::kPlanes;
+  constexpr bool kSplit = kPlanes == 2, kMoveRegisters = kWidth * kPlanes == 256;
+  // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
+  constexpr bool kSplitsToo = kSplit && (FINISH == Finish::kPersistent || FINISH == Finish::kEvaluate);
+  constexpr int kFeeder = kSplit && !kSplitsToo ? 40 : kSplit && FINISH == Finish::kEvaluate ? 72 : Operand<OP>::kFeeder;
+  constexpr int kConsumer = (3 * 168 - kFeeder) / 16 * 8;
+  using Element = typename Operand<OP>::Element;
+  constexpr bool kStaged = !kSplit && (Shape::kByFeatures || (sizeof(T) == 2 && TN >= 64));  // on the way out
+  constexpr bool kStagedY = kStaged && (Shape::kByFeatures || sizeof(Y) == 2);
+  constexpr int kTrips = kStaged ? Shape::template kTrips<T> : 1, kTripsY = kStagedY ? Shape::template kTrips<Y> : 1;
+  constexpr bool kWaits = kStaged && sizeof(T) == 2;  // a tile has room to wait in shared memory
+  constexpr bool kWhole = FINISH == Finish::kWholePanels, kLater = FINISH == Finish::kPersistent || (kWhole && kWaits);
+  constexpr int kAhead = 4;  // partial results in flight
+  constexpr int kMergeAhead = kSplit ? 1 : 4;  // loads in flight while a warp merges or normalises
+  using Shared = GemmShared<TM, TN, STAGES, kPlanes, kStaged, kSplitsToo>;
+  static_assert(sizeof(Shared) == SHARED_BYTES, "plan.py and GemmShared disagree");
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+
+  const Features<L, R> f = {bias,      scale,   scale_stride, scale_value,     running_mean, running_var,
+                            bn_weight, bn_bias, batches_tracked, momentum,     eps,          group_mean,
+                            group_m2,  mean,    rstd,         merged_slope,    merged_shift,
+                            {most, weight_largest, weight_total, flagged}, batch, features,
+                            (batch + Shape::kMeanRows - 1) / Shape::kMeanRows, Shape::kMeanRows};
+  const Raster raster = {(batch + TM - 1) / TM, (features + TN - 1) / TN, group_panels};
+  const int chunks = kSplit ? 1 : (in_features + kCastColumns - 1) / kCastColumns;  // of rows that are made here
+  const RowsAhead rows_ahead = {counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features,
+                                features, chunks, kSplit || !x ? chunks : begun, kSplit || !weight ? chunks : begun};
+  typename Operand<OP>::Ahead ahead = {rows_ahead, x, weight, operand_x, operand_weight};
+  if constexpr (kSplit) {
+    ahead.x_exponents = x_exponents, ahead.weight_exponents = weight_exponents;
+    ahead.weight_largest = weight_largest, ahead.weight_total = weight_total;
+    ahead.most = most, ahead.weight_checksums = weight_checksums;
+  }
+  const bool makes_rows = kSplitsToo || (sizeof(T) == 2 && FINISH != Finish::kOneBlock && (x || weight));
+  constexpr bool kTrains = FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics;
+  const bool resets = kTrains || makes_rows;  // the counters
+  const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
+  // Tiles that leave the registers and are normalised later; the rest, the last of each block, stay in registers.
+  const int stored = kLater && !in_registers ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
+  const int warpgroup = threadIdx.x / 128;
+
+  if (threadIdx.x == 0) {
+    prefetch_map(map_x);
+    prefetch_map(map_weight);
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], 2);
+    }
+    for (int c = 0; c < 2; ++c) {
+      barrier_init(&shared.staged[c], 128);
+      barrier_init(&shared.unstaged[c], 1);
+      barrier_init(&shared.known[c], 32);
+      barrier_init(&shared.used[c], 256);
+    }
+    barrier_init(&shared.left, kGemmThreads / 32 - 1);
+    if constexpr (kSplitsToo)
+      for (int p = 0; p < kWorkers * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
+    fence_barrier_init();
+    fence_async_shared();
+  }
+  __syncthreads();
+  wait_for_previous();
+  allow_next();
+  if (FINISH == Finish::kStatistics && batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
+
+  if (warpgroup == 0) {
+    if (kMoveRegisters) release_registers<kFeeder>();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp == 0 && lane == 0) {  // feeds the ring
+      // Of a box of x. In training rows beyond the batch have to be zero; else nobody looks at them.
+      const int rows = FINISH == Finish::kEvaluate ? min(TM, (batch + 7) / 8 * 8) : TM;
+      const u64 x_policy = stream_x ? kEvictFirst : kEvictNormal;
+      int stage = 0;
+      u32 parity = 1;
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+        const Tile tile = raster.at(t);
+        for (int k = 0; k < steps; ++k) {
+          constexpr int kStepsOfChunk = Operand<OP>::Ahead::kStepsOfChunk;
+          if (makes_rows && k % kStepsOfChunk == 0) ahead.template wait_for<TM, TN>(raster, tile, k / kStepsOfChunk);
+          barrier_wait(&shared.empty[stage], parity);
+          barrier_expect(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);
+#pragma unroll
+          for (int p = 0; p < kPlanes; ++p) {
+            const int column = (k * kPlanes + p) * kTileK;
+            copy_to_shared(shared.x[stage][p], map_x, &shared.full[stage], column, tile.m * TM, x_policy);
+            copy_to_shared(shared.weight[stage][p], map_weight, &shared.full[stage], column, tile.n * TN, kEvictNormal);
+          }
+          if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+          }
+        }
+      }
+    } else if (warp == 1 && FINISH == Finish::kEvaluate) {  // computes coefficients, a tile ahead of the multiplications
+      int buffer = 0;
+      u32 parity = 1;
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+        const Tile tile = raster.at(t);
+        barrier_wait(&shared.used[buffer], parity);
+        evaluation_coefficients<TN>(f, tile.n * TN, tile.m == 0, shared.slope[buffer], shared.shift[buffer]);
+        barrier_arrive(&shared.known[buffer]);
+        buffer ^= 1;
+        if (buffer == 0) parity ^= 1;
+      }
+    } else if (warp == 1 && !kWhole) {  // stores staged tiles, counts what is complete
+      u32 parity = 0;
+      for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+        const Tile tile = raster.at(t);
+        const bool later = FINISH == Finish::kStatistics || t < stored, leaves = later || keep_product;
+        const u64 kept = FINISH == Finish::kPersistent && later ? kEvictLast : kEvictNormal;  // until it is normalised
+        for (int trip = 0; trip < (leaves ? kTrips : 1); ++trip, parity ^= 1) {
+          for (int c = 0; c < 2; ++c) {
+            barrier_wait(&shared.staged[c], parity);
+            __syncwarp();  // nobody waits for this phase any more
+            if (lane > 0) continue;
+            if (kStaged && leaves) store_staged<Shape, T>(map_product, shared.staging[c], tile, c, trip, batch, kept);
+            // Of a tile that stays in registers nobody reads the product: its statistics are all that others wait for.
+            if (FINISH == Finish::kPersistent && !later && trip == 0) add_release(&counters[kPanels + tile.n], 1);
+            if (kStaged) wait_copies_read();
+            barrier_arrive(&shared.unstaged[c]);
+            if (FINISH == Finish::kPersistent && later && trip == kTrips - 1) {
+              if (kStaged) {
+                wait_copies();
+                fence_async_global();
+              }
+              add_release(&counters[kPanels + tile.n], 1);
+            }
+          }
+        }
+      }
+    } else if (warp == 1 && kWaits) {  // of whole panels
+      merge_panels<TN>(f, raster, counters, stored);
+    } else if (warp >= 2) {
+      if constexpr (kSplitsToo) ahead.template split<TM, TN>(shared.rings[warp - 2], raster, warp - 2);
+      if constexpr (kSplitsToo && FINISH == Finish::kEvaluate) ahead.template find_features<TM>(f, raster, warp - 2);
+      if constexpr (sizeof(T) == 2) {
+        if (makes_rows) ahead.template cast<TM, TN>(raster, warp - 2);
+      }
+      if constexpr (kWhole) {
+        serve_consumer<T, Y, TN, Activation, kStaged, kWaits>(f, raster, shared, warp - 2, map_product, map_y, y, counters,
+                                                              stored, keep_product);
+      } else if (FINISH == Finish::kPersistent) {
+        take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+      }
+    }
+    if (resets && warp > 0) leave(shared.left);
+  } else {
+    if (kMoveRegisters) claim_registers<kConsumer>();
+    const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32;
+    typename Held<Shape::kByFeatures>::template Tile<T, Y, TM, TN> held(consumer);
+    int stage = 0;
+    u32 parity = 0, staging_parity = 1;
+    int buffer = 0;
+    u32 known_parity = 0;
+    float acc[kAccumulators];
+    // Of split operands: high·high of one stage, which `acc` adds up because the tensor cores truncate; and both products
+    // with a low part, in units of 2^-11, whose truncation is far below.
+    float part[kSplit ? kAccumulators : 1], cross[kSplit ? kAccumulators : 1];
+
+    // Each consumer finishes half of a tile's columns, kLanes threads to a column. Of a narrow tile, which leaves registers
+    // for it, it reads what that takes before the multiplications.
+    constexpr int kLanes = 256 / TN;
+    constexpr bool kEarly = (FINISH == Finish::kOneBlock || kWhole) && TN <= 64;
+
+    for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+      typename Features<L, R>::Own early = {};
+      if (kEarly) early = f.own(min(raster.at(t).n * TN + consumer * (TN / 2) + thread / kLanes, features - 1));
+      if (kSplit) {
+#pragma unroll
+        for (int i = 0; i < kAccumulators; ++i) acc[i] = 0.0f;
+      }
+      for (int k = 0; k < steps; ++k) {
+        barrier_wait(&shared.full[stage], parity);
+        wgmma_fence();
+        const auto shares = [&](int plane) { return Shape::kByFeatures ? shared.weight[stage][plane] : shared.x[stage][plane]; };
+        const auto whole = [&](int plane) { return Shape::kByFeatures ? shared.x[stage][plane] : shared.weight[stage][plane]; };
+        const u64 a = matrix_descriptor(shares(0) + consumer * 64 * kRowBytes), b = matrix_descriptor(whole(0));
+        if constexpr (kSplit) {
+          const u64 a_low = matrix_descriptor(shares(1) + consumer * 64 * kRowBytes), b_low = matrix_descriptor(whole(1));
+          multiply_stage<kWidth>(part, cross, a, a_low, b, b_low, k == 0);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            Wgmma<Element, kWidth>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
+          wgmma_commit();
+        }
+        if (kSplit && k == 0) {  // exponents; `sums` is free until the statistics are taken
+          const Tile tile = raster.at(t);
+          const int n = (Shape::kByFeatures ? tile.m * TM : tile.n * TN) + thread;
+          const int own = (Shape::kByFeatures ? tile.n * TN : tile.m * TM) + consumer * 64 + thread;
+          const int* exponents = Shape::kByFeatures ? x_exponents : weight_exponents;
+          const int* of_own = Shape::kByFeatures ? weight_exponents : x_exponents;
+          if (thread < kWidth) {
+            const PowerOfTwo p = power_of_two(n < (Shape::kByFeatures ? batch : features) ? load_l2(exponents + n) : 0);
+            shared.sums[consumer][0][thread] = p.first;
+            shared.sums[consumer][1][thread] = p.second;
+          }
+          if (thread < 64)
+            shared.exponents[consumer][thread] = own < (Shape::kByFeatures ? features : batch) ? load_l2(of_own + own) : 0;
+        }
+        if (k > 0 || kSplit) wgmma_wait<1>();
+        if constexpr (kSplit) {
+#pragma unroll
+          for (int i = 0; i < kAccumulators; ++i) acc[i] += part[i];
+        }
+        if (k > 0) {
+          if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+        }
+        if (++stage == STAGES) {
+          stage = 0;
+          parity ^= 1;
+        }
+      }
+      wgmma_wait<0>();
+      if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+
+      const Tile tile = raster.at(kSplit ? computed_anew(t) : t);
+      if constexpr (kSplit) {  // back to the scale of x and W
+        sync_threads(1 + consumer, 128);
+        const int* own = &shared.exponents[consumer][thread / 32 * 16 + lane / 4];
+        const PowerOfTwo low = power_of_two(own[0]), high = power_of_two(own[8]);
+#pragma unroll
+        for (int i = 0; i < kWidth / 8; ++i) {
+          const int c = i * 8 + (lane % 4) * 2;
+          const float2 first = *reinterpret_cast<const float2*>(&shared.sums[consumer][0][c]);
+          const float2 second = *reinterpret_cast<const float2*>(&shared.sums[consumer][1][c]);
+#pragma unroll
+          for (int q = 0; q < 4; ++q) {
+            const PowerOfTwo across = {q % 2 ? first.y : first.x, q % 2 ? second.y : second.x};
+            acc[4 * i + q] = times(times(acc[4 * i + q] + kLowUnit * cross[4 * i + q], q < 2 ? low : high), across);
+          }
+          if (i % 4 == 3) keep_order();
+        }
+        sync_threads(1 + consumer, 128);
+      }
+
+      constexpr bool kOneBlock = FINISH == Finish::kOneBlock;
+      bool finish_here = FINISH == Finish::kEvaluate, finish_feature_here = false;
+      const int finished = consumer * (TN / 2) + thread / kLanes, at_column = tile.n * TN + finished;
+      if constexpr (FINISH != Finish::kEvaluate) {
+        if ((kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
+        held.template take_means<kOneBlock>(f, shared, tile, acc);
+        finish_here = kOneBlock || ((kWhole || FINISH == Finish::kPersistent) && t >= stored);
+        const bool leaves = !finish_here || keep_product, stages = kStaged && leaves;  // the product
+        unsigned char* staging = shared.staging[consumer];
+        // The staging memory is free. No consumer gets two tiles ahead of the warp that serves it.
+        const auto wait_for_staging = [&] {
+          barrier_wait(&shared.unstaged[consumer], staging_parity);
+          if (stages && (kOneBlock || kWhole) && kStagedY) sync_threads(1 + consumer, 128);
+        };
+        if (kWaits && stages) wait_for_staging();
+        held.template take_squares<kOneBlock>(f, shared, tile, acc, kWaits && stages ? staging : nullptr);
+        if (!(kWaits && stages)) wait_for_staging();
+#pragma unroll
+        for (int trip = 0; trip < kTrips; ++trip) {
+          if (trip > 0 && !leaves) break;
+          if (trip > 0) barrier_wait(&shared.unstaged[consumer], staging_parity);
+          staging_parity ^= 1;
+          if (!kWaits && leaves) held.template store_product<kStaged>(acc, trip, staging, product, tile, batch, features);
+          if (kStaged) fence_async_shared();
+          barrier_arrive(&shared.staged[consumer]);
+        }
+
+        if (finish_here) {
+          const bool mine = at_column < features, direct = !kLater || f.batch <= kDirectRows;
+          const auto own = kEarly ? early : f.own(mine ? at_column : 0);
+          if (kOneBlock) {
+            sync_threads(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);
+          } else {
+            if (thread == 0) {
+              if (direct) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
+              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], TN);
+            }
+            sync_threads(1 + consumer, 128);
+          }
+          float centre = 0.0f, r = 0.0f;
+          if (direct) {
+            const auto load_group = [&](bool of_m2, int g) {
+              if (kOneBlock) return (of_m2 ? shared.shift : shared.slope)[g][finished];
+              return load_l2((of_m2 ? group_m2 : group_mean) + f.at(g, mine ? at_column : 0));
+            };
+            Column merged;
+            if constexpr (kOneBlock && Shape::kByFeatures) merged = {load_group(false, 0), load_group(true, 0)};
+            else merged = merge_column<kAhead>(f, computed_anew(thread % kLanes), kLanes, load_group);
+            centre = merged.mean;
+            r = 1.0f / sqrtf(own.s * own.s * merged.m2 / batch + eps);
+            shared.squares[finished] = merged.m2;
+            const bool mine_to_finish = !kLater || !raster.has_stored(tile.n, stored);
+            finish_feature_here = mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish;
+          } else if (mine) {
+            centre = load_l2(mean + at_column);
+            r = load_l2(rstd + at_column);
+          }
+          if (thread % kLanes == 0) {
+            shared.mean[finished] = centre;
+            shared.finished_slope[finished] = own.slope * r;
+            shared.finished_shift[finished] = own.shift;
+          }
+          sync_threads(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);
+          held.take_coefficients(shared);
+          if (kStagedY) barrier_wait(&shared.unstaged[consumer], staging_parity);  // the product has left its memory
+        }
+      }
+      if (finish_here) {
+        constexpr bool kEvaluate = FINISH == Finish::kEvaluate;
+        const int evaluated = buffer;
+        if (kEvaluate) {
+          barrier_wait(&shared.known[buffer], known_parity);
+          buffer ^= 1;
+          if (buffer == 0) known_parity ^= 1;
+        }
+#pragma unroll
+        for (int trip = 0; trip < kTripsY; ++trip) {
+          if (kStagedY && (kEvaluate || trip > 0) && thread == 0) wait_copies_read();
+          sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
+          held.template store_results<Activation, kEvaluate, kStagedY>(acc, trip, shared, evaluated, y, tile, batch, features);
+          if (kEvaluate && trip == kTripsY - 1) barrier_arrive(&shared.used[evaluated]);
+          if (kStagedY) fence_async_shared();
+          sync_threads(1 + consumer, 128);
+          if (kStagedY && thread == 0)
+            store_staged<Shape, Y>(map_y, shared.staging[consumer], tile, consumer, trip, batch);
+        }
+        if (finish_feature_here)  // nobody waits
+          f.finish(at_column, kEarly ? early : f.own(at_column), shared.mean[finished], shared.squares[finished]);
+      }
+    }
+    if (FINISH == Finish::kPersistent) take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+    if (resets) leave(shared.left);
+    if (kStagedY && thread == 0) wait_copies_read();
+  }
+
+  if (FINISH == Finish::kOneBlock && momentum >= 0.0f) {  // no block waits for another, none reads the count of batches
+    if (batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
+  } else if (resets && threadIdx.x == 0) {
+    // When nobody in the block will look at the counters again, the last block leaves them as it found them, and counts the
+    // batch. Meanwhile the results leave.
+    barrier_wait(&shared.left, 0);
+    __threadfence();
+    if (atomicAdd(&counters[kDone], 1u) == gridDim.x - 1) {
+      __threadfence();
+      const int used = kPanels + 2 * raster.tiles_n + (makes_rows ? (raster.tiles_n + kBands) * chunks : 0);
+      for (int i = 0; i < used; ++i) counters[i] = 0;
+      if (kTrains && batches_tracked) *batches_tracked += 1;
+    }
+  }
+}
+
+}  // namespace gemmnorm

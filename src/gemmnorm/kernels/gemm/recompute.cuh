@@ -1,0 +1,192 @@
+// Features whose split operands were not enough, once more in float32 arithmetic; nothing where there are none. In
+// training whoever merges a feature's statistics puts it on the list (Guard), in evaluation who splits the weight does
+// (split_ahead.cuh).
+#pragma once
+#include "gemm/panel_units.cuh"
+
+namespace gemmnorm {
+
+// A tile of their product: 128 rows of x by 64 features of the list, K in steps of 16, from float4 to float4.
+constexpr int kAgainRows = 128, kAgainColumns = 64, kAgainStep = 16;
+constexpr int kAgainPart = 128;  // of K that is added up by itself: less error than one long sum
+
+struct AgainShared {
+  alignas(16) float x[kAgainStep][kAgainRows + 4];  // a word of K to a row: what is read together lies together
+  alignas(16) float weight[kAgainStep][kAgainColumns + 4];
+};
+
+// This thread's 8 × 4 of the tile's sums, rows 8·(thread / 16) and columns 4·(thread % 16) on. `list` has `count` features.
+__device__ __forceinline__ void multiply_tile(const float* x, const float* weight, const int* list, int count,
+                                              int first_row, AgainShared& shared, float (&sum)[8][4], int batch,
+                                              int in_features) {
+  constexpr int kWords = kAgainStep / 4, kPerX = kAgainRows * kWords / kThreads;
+  static_assert(kAgainColumns * kWords == kThreads, "a thread loads one word of the weight");
+  const int thread = threadIdx.x, word = thread % kWords * 4, row = thread / kWords;
+  const float* of_weight = weight + static_cast<i64>(list[min(row, count - 1)]) * in_features;
+  const float* of_x[kPerX];
+#pragma unroll
+  for (int i = 0; i < kPerX; ++i)
+    of_x[i] = x + static_cast<i64>(min(first_row + row + i * (kAgainRows / kPerX), batch - 1)) * in_features;
+  float part[8][4] = {};
+#pragma unroll
+  for (int r = 0; r < 8; ++r)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[r][c] = 0.0f;
+  for (int k0 = 0; k0 < in_features; k0 += kAgainStep) {
+    const bool inside = k0 + word < in_features;
+    const Vec<float, 4> w = inside ? load<float, 4>(of_weight + k0 + word) : Vec<float, 4>{};
+    Vec<float, 4> a[kPerX];
+#pragma unroll
+    for (int i = 0; i < kPerX; ++i) a[i] = inside ? load<float, 4>(of_x[i] + k0 + word) : Vec<float, 4>{};
+    __syncthreads();  // the step before is read
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      shared.weight[word + q][row] = w.at[q];
+#pragma unroll
+      for (int i = 0; i < kPerX; ++i) shared.x[word + q][row + i * (kAgainRows / kPerX)] = a[i].at[q];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kAgainStep; ++k) {
+      const Vec<float, 4> low = load<float, 4>(&shared.x[k][thread / 16 * 8]);
+      const Vec<float, 4> high = load<float, 4>(&shared.x[k][thread / 16 * 8 + 4]);
+      const Vec<float, 4> b = load<float, 4>(&shared.weight[k][thread % 16 * 4]);
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          part[r][c] += low.at[r] * b.at[c];
+          part[r + 4][c] += high.at[r] * b.at[c];
+        }
+    }
+    if ((k0 + kAgainStep) % kAgainPart && k0 + kAgainStep < in_features) continue;
+#pragma unroll
+    for (int r = 0; r < 8; ++r)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        sum[r][c] += part[r][c];
+        part[r][c] = 0.0f;
+      }
+  }
+}
+
+// Sum over a block, in a fixed order, handed to every thread.
+__device__ __forceinline__ float sum_over_block(float value, float* shared /* [kThreads / 32] */) {
+#pragma unroll
+  for (int bit = 16; bit; bit /= 2) value += __shfl_xor_sync(~0u, value, bit);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  float sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) sum += shared[w];
+  return sum;
+}
+
+// The product's column j, in y → its statistics, where they are the batch's, and y itself. Other blocks wrote it.
+template <bool TRAINING, class Activation, class L, class R>
+__device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j, float* product, float* y,
+                                                 float* shared /* [kThreads / 32] */) {
+  const float s = f.s(j), b = f.b(j);
+  float centre, r;
+  if (TRAINING) {
+    float sum = 0.0f;
+    for (int row = threadIdx.x; row < f.batch; row += kThreads) sum += load_l2(y + static_cast<i64>(row) * f.features + j);
+    centre = sum_over_block(sum, shared) / f.batch;
+    sum = 0.0f;
+    for (int row = threadIdx.x; row < f.batch; row += kThreads) {
+      const float deviation = load_l2(y + static_cast<i64>(row) * f.features + j) - centre;
+      sum += deviation * deviation;
+    }
+    const float variance = s * s * sum_over_block(sum, shared) / f.batch;
+    r = 1.0f / sqrtf(variance + f.eps);
+    if (threadIdx.x == 0) {  // the counter counts this batch already
+      const float batches = f.batches_tracked ? static_cast<float>(*f.batches_tracked) : 0.0f;
+      finish_feature(j, centre, variance, s, b, batches, f.running_mean, f.running_var, value_or(f.running_mean, j, 0.0f),
+                     value_or(f.running_var, j, 0.0f), f.momentum, f.eps, f.mean, f.rstd, f.batch);
+    }
+    for (int g = threadIdx.x; g < f.groups; g += kThreads) f.group_mean[static_cast<i64>(g) * f.features + j] = 0.0f;
+  } else {
+    centre = to_float(f.running_mean[j]);
+    r = 1.0f / sqrtf(to_float(f.running_var[j]) + f.eps);
+  }
+  const float slope = f.slope(j, r), origin = TRAINING ? centre : 0.0f;
+  const float shift = f.shift(j) + (TRAINING ? 0.0f : value_or(f.bn_weight, j, 1.0f) * r * (s * b - centre));
+  for (int row = threadIdx.x; row < f.batch; row += kThreads) {
+    const i64 at = static_cast<i64>(row) * f.features + j;
+    const float a = load_l2(y + at);
+    if (product) product[at] = a;
+    y[at] = Activation::value(slope * (a - origin) + shift);
+  }
+}
+
+// The blocks share out the tiles; who finishes the last one of 64 features normalises them. y serves as memory for the
+// product's columns until then.
+template <class L, class R, bool TRAINING, class Activation>
+__device__ __forceinline__ void recompute_features(const float* x /* [batch, in_features] */,
+                                                   const float* weight /* [features, in_features] */,
+                                                   const int* flagged /* [features]: a list */,
+                                                   u32* most /* [4], after a number for each 64 features: left zero */,
+                                                   float* product /* [batch, features] or null */,
+                                                   float* y /* [batch, features] */,
+                                                   const L* bias /* [features] or null */,
+                                                   const L* scale /* [features] or [1] or null */, int scale_stride,
+                                                   float scale_value, R* running_mean /* [features] or null */,
+                                                   R* running_var /* [features] or null */,
+                                                   const i64* batches_tracked /* [1] or null: counts this batch */,
+                                                   const R* bn_weight /* [features] or null */,
+                                                   const R* bn_bias /* [features] or null */, float momentum, float eps,
+                                                   float* group_mean /* [groups, features] */,
+                                                   float* mean /* [features] */, float* rstd /* [features] */,
+                                                   int keep_product, int batch, int in_features, int features) {
+  __shared__ AgainShared shared;
+  __shared__ float sums[kThreads / 32];
+  __shared__ int list[kAgainColumns];
+  __shared__ u32 arrived;
+  const Features<L, R> f = {bias,    scale,   scale_stride, scale_value,     running_mean, running_var,
+                            bn_weight, bn_bias, batches_tracked, momentum,   eps,          group_mean,
+                            nullptr, mean,    rstd,         nullptr,         nullptr,      {},
+                            batch,   features, (batch + kGroupRows - 1) / kGroupRows, kGroupRows};
+  allow_next();
+  wait_for_previous();
+  if (blockIdx.x == 0 && threadIdx.x == 0) most[0] = most[1] = 0;  // nobody reads them here
+  const u32 found = most[kFlagged];
+  if (found == 0) return;
+  __syncthreads();
+  if (threadIdx.x == 0 && atomicAdd(&most[kReaders], 1u) == gridDim.x - 1) most[kReaders] = most[kFlagged] = 0;
+  const int count = static_cast<int>(found), row_tiles = (batch + kAgainRows - 1) / kAgainRows;
+  const int chunks = (count + kAgainColumns - 1) / kAgainColumns;
+  u32* const done = most - (features + kAgainColumns - 1) / kAgainColumns;
+  for (int item = blockIdx.x; item < chunks * row_tiles; item += gridDim.x) {
+    const int chunk = item % chunks, first_row = item / chunks * kAgainRows;
+    const int columns = min(count - chunk * kAgainColumns, kAgainColumns);
+    if (threadIdx.x < columns) list[threadIdx.x] = flagged[chunk * kAgainColumns + threadIdx.x];
+    __syncthreads();
+    float sum[8][4];
+    multiply_tile(x, weight, list, columns, first_row, shared, sum, batch, in_features);
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      const int row = first_row + threadIdx.x / 16 * 8 + r;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int column = threadIdx.x % 16 * 4 + c;
+        if (row < batch && column < columns) y[static_cast<i64>(row) * features + list[column]] = sum[r][c];
+      }
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      arrived = atomicAdd(&done[chunk], 1u);
+      __threadfence();
+    }
+    __syncthreads();
+    if (arrived == row_tiles - 1) {
+      if (threadIdx.x == 0) done[chunk] = 0;
+      for (int n = 0; n < columns; ++n)
+        normalize_column<TRAINING, Activation>(f, list[n], keep_product ? product : nullptr, y, sums);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace gemmnorm

@@ -1,0 +1,64 @@
+// A tile on its way out of the accumulators: pairs of neighbouring columns, of rows that are eight apart.
+#pragma once
+#include "gemm/panel_units.cuh"
+
+namespace gemmnorm {
+
+// Two neighbouring values less the mean, as T holds them: statistics and results agree with what is stored, so that the
+// rounding of a value that stands out is normalised away as PyTorch's is. Without computed_anew ptxas finds that these
+// writes reach the next wgmma and puts all of them in series (C7520).
+template <class T>
+__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
+  const u32 both = pack(a - mean.x, b - mean.y, T{});
+  a = computed_anew(element_of(both, 0, T{}));
+  b = computed_anew(element_of(both, 1, T{}));
+}
+__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
+  a -= mean.x;
+  b -= mean.y;
+}
+
+// Per-column numbers of a thread's next N pairs of columns, all in flight at once.
+template <int N>
+__device__ __forceinline__ void load_pairs(const float* columns, float2 (&out)[N]) {
+#pragma unroll
+  for (int q = 0; q < N; ++q) out[q] = *reinterpret_cast<const float2*>(columns + q * 8 + (threadIdx.x % 4) * 2);
+}
+
+// A thread's two neighbouring results (the i-th such pair) of row own_row, and of own_row + 8, to where the copy engine
+// will fetch them as T.
+template <class T>
+__device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row, int i, float2 low, float2 high) {
+  if constexpr (sizeof(T) == 2) {
+    unsigned char* to = staging + (i / 8) * kGroupRows * kRowBytes + own_row * kRowBytes +
+                        (((i % 8) * 16 + (threadIdx.x % 4) * 4) ^ ((own_row % 8) << 4));
+    *reinterpret_cast<u32*>(to) = pack(low.x, low.y, T{});
+    *reinterpret_cast<u32*>(to + 8 * kRowBytes) = pack(high.x, high.y, T{});
+  }
+}
+
+constexpr int kPartBytes = 64 * kRowBytes;  // of a box that the copy engine stores
+
+// Asks the copy engine, as one thread, to store what a consumer has staged in one trip.
+template <class Shape, class V>
+__device__ __forceinline__ void store_staged(const TensorMap& map, const unsigned char* staging, Tile tile, int consumer,
+                                             int trip, int batch, u64 policy = kEvictNormal) {
+  constexpr int kParts = Shape::kParts / Shape::template kTrips<V>, kColumns = kRowBytes / sizeof(V);  // kColumns: of a box
+  for (int i = 0; i < kParts; ++i) {
+    const int part = trip * kParts + i, row = Shape::row(tile, consumer, part);
+    if (row >= batch) continue;
+    for (int c = 0; c < 64; c += kColumns)
+      copy_to_global(map, staging + (c / kColumns * kParts + i) * kPartBytes, Shape::column(tile, consumer, part) + c, row,
+                     policy);
+  }
+  commit_copies();
+}
+
+// Two neighbouring results of one row, straight to global memory.
+template <class Y>
+__device__ __forceinline__ void store_pair(Y* to, float2 v) {
+  const float pair[2] = {v.x, v.y};
+  store<Y, 2>(to, pair);
+}
+
+}  // namespace gemmnorm

@@ -1,0 +1,58 @@
+// float32 operands that autocast wants in half precision: rows of x and of the weight, rounded to nearest.
+#pragma once
+#include "common/common.cuh"
+
+namespace gemmnorm {
+
+constexpr int kCastColumns = 2048;  // of a row, that are cast at a time
+
+// Casts a row as one of LANES threads: WORDS loads of 16 bytes are in flight at once. `columns` is a multiple of 4.
+template <class T, int LANES, int WORDS>
+__device__ __forceinline__ void cast_row(const float* from, T* to, int columns, int lane) {
+#pragma unroll 1
+  for (int first = lane * 4; first < columns; first += LANES * 4 * WORDS) {
+    Vec<float, 4> v[WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) v[i] = load<float, 4>(from + min(first + i * LANES * 4, columns - 4));
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      const int c = first + i * LANES * 4;
+      const float(&f)[4] = v[i].at;
+      if (c < columns) *reinterpret_cast<uint2*>(to + c) = make_uint2(pack(f[0], f[1], T{}), pack(f[2], f[3], T{}));
+    }
+  }
+}
+
+// Casts kCastColumns as one lane of a warp. All loads are in flight at once.
+template <class T>
+__device__ __forceinline__ void cast_chunk(const float* from, T* to, int lane) {
+  constexpr int kWords = kCastColumns / 128;
+  Vec<float, 4> v[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) v[i] = load<float, 4>(from + lane * 4 + i * 128);
+  __syncwarp();  // else the compiler lets later loads wait for registers of earlier ones
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const float(&f)[4] = v[i].at;
+    *reinterpret_cast<uint2*>(to + lane * 4 + i * 128) = make_uint2(pack(f[0], f[1], T{}), pack(f[2], f[3], T{}));
+  }
+}
+
+// A block casts the beginning of one row. The weight's come in descending order and x's last: what the product reads first is
+// then still in the L2.
+template <class T>
+__device__ __forceinline__ void cast_rows(const float* x /* [batch, in_features] or null */,
+                                          const float* weight /* [features, in_features] or null */,
+                                          T* cast_x /* [batch, in_features] */, T* cast_weight /* [features, in_features] */,
+                                          int weight_rows /* to cast, of the first */,
+                                          int begun /* times kCastColumns are cast, of each row */, int in_features) {
+  allow_next();
+  wait_for_previous();
+  const int block = blockIdx.x;
+  const bool of_weight = block < weight_rows;
+  const i64 first = static_cast<i64>((of_weight ? weight_rows : static_cast<int>(gridDim.x)) - 1 - block) * in_features;
+  cast_row<T, kThreads, 8>((of_weight ? weight : x) + first, (of_weight ? cast_weight : cast_x) + first,
+                           min(begun * kCastColumns, in_features), threadIdx.x);
+}
+
+}  // namespace gemmnorm

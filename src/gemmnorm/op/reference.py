@@ -1,0 +1,182 @@
+"""The executable definition of the operator, forward and backward, in plain PyTorch.
+
+It is also the path of every device, dtype and machine that the CUDA kernels do not serve, so it is written for speed as
+well: the products are BLAS calls, the statistics PyTorch's own batch normalisation, and nothing is computed twice
+except the scaled product, which the backward rebuilds instead of keeping it.
+
+    z = (x Wᵀ + b)·s        ŷ = (z − mean)·rstd        y = φ(γ·ŷ + β)
+
+Its saved tensors are its own affair: `product` is x Wᵀ + b, `statistics` [2, O] are the mean and rstd of z. (The
+kernels keep the product without bias and its mean; a forward and its backward always take the same path.)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import activations
+
+Scale = Tensor | float | None
+
+
+def scaled(product: Tensor, scale: Scale) -> Tensor:
+    """`product` [B, O] times a scale of shape [O], [1, O], [1] or [], or times a number."""
+    return product if scale is None or (isinstance(scale, float) and scale == 1.0) else product * scale
+
+
+def averaging_factor(momentum: float, num_batches_tracked: Tensor | None) -> float:
+    """The weight of the new statistics: momentum, or 1/n at the n-th batch where momentum is negative (cumulative).
+
+    A cumulative average without a counter has weight 0, as in `nn.BatchNorm1d`. Reads the counter on the host.
+    """
+    if momentum >= 0:
+        return momentum
+    return 0.0 if num_batches_tracked is None else 1.0 / float(num_batches_tracked)
+
+
+def chain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Scale,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: str | None,
+) -> Tensor:
+    """The original chain, op by op, differentiated by PyTorch. x [..., I]; BatchNorm1d normalises dimension 1."""
+    z = F.linear(x, weight, bias)
+    if isinstance(scale, Tensor):
+        z = z * scale if torch.is_grad_enabled() else _scaled_in_place(z, scale)
+    else:
+        z = scaled(z, scale)
+    factor = 0.0
+    if training:
+        if num_batches_tracked is not None:
+            num_batches_tracked.add_(1)
+        factor = averaging_factor(momentum, num_batches_tracked)
+    return _activate(F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps), activation)
+
+
+def statistics_dtype(out: torch.dtype) -> torch.dtype:
+    """The dtype in which mean and rstd are kept: float32, or float64 where the output is."""
+    return torch.float64 if out == torch.float64 else torch.float32
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Scale,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: str | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and what the backward needs: product [B, O], statistics [2, O] in float32 or float64 (empty unless `save`).
+
+    x [B, I], weight [O, I], bias [O], running statistics, bn_weight and bn_bias [O]. Where `training` is set, batch
+    statistics are used and the running ones updated (unbiased variance), and the counter is incremented.
+    """
+    product = F.linear(x, weight, None if bias is None else bias.to(x.dtype))  # under autocast the bias is float32
+    z = scaled(product, scale) if save or not isinstance(scale, Tensor) else _scaled_in_place(product, scale)
+    if training and num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+    factor = averaging_factor(momentum, num_batches_tracked) if training else 0.0
+    if not save:
+        out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
+        nothing = out.new_empty(0, dtype=statistics_dtype(out.dtype))
+        return _activate(out, activation), product.new_empty(0), nothing
+    if x.shape[0] == 0:  # nothing to normalise with: PyTorch counts the batch and leaves the rest alone
+        out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
+        zeros = out.new_zeros((2, weight.shape[0]), dtype=statistics_dtype(out.dtype))
+        return _activate(out, activation), product, zeros
+    out, mean, rstd = torch.native_batch_norm(z, bn_weight, bn_bias, running_mean, running_var, training, factor, eps)
+    kept = statistics_dtype(out.dtype)
+    if not training:
+        assert running_mean is not None and running_var is not None
+        mean, rstd = running_mean, (running_var.to(kept) + eps).rsqrt()
+    # Without a scale the product is z itself: the same memory, kept once.
+    return _activate(out, activation), product, torch.stack([mean.to(kept), rstd.to(kept)])
+
+
+def _scaled_in_place(product: Tensor, scale: Tensor) -> Tensor:
+    """The scaled product in the product's own memory, unless the scale promotes it to a wider type."""
+    return product.mul_(scale) if torch.result_type(product, scale) == product.dtype else product * scale
+
+
+def _activate(out: Tensor, activation: str | None) -> Tensor:
+    return out.relu_() if activation == "relu" else activations.forward(out, activation)
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Scale,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    product: Tensor,
+    statistics: Tensor,
+    training: bool,
+    eps: float,
+    activation: str | None,
+    needs: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of (x, weight, bias, scale, bn_weight, bn_bias); None where `needs` is False. grad: ∂L/∂y [B, O]."""
+    if x.shape[0] == 0:
+        operands = (x, weight, bias, scale if isinstance(scale, Tensor) else None, bn_weight, bn_bias)
+        return tuple(
+            torch.zeros_like(t) if t is not None and needed else None for t, needed in zip(operands, needs, strict=True)
+        )
+    z = scaled(product, scale)
+    mean, rstd = statistics.unbind(0)
+    if activation is not None:
+        normalised = (z - mean) * rstd
+        normalised = normalised if bn_weight is None else normalised * bn_weight
+        normalised = normalised if bn_bias is None else normalised + bn_bias
+        grad = activations.backward(grad, normalised.to(grad.dtype), activation)
+    need_z = any(needs[:4])
+    # PyTorch wants running statistics in the parameters' dtype, and saved ones too where it runs on the CPU.
+    like = next((t for t in (bn_weight, bn_bias) if t is not None), mean)
+    variance = None if training else (rstd.double().pow(-2) - eps).to(like.dtype)
+    saved = (mean, rstd) if z.is_cuda else (mean.to(like.dtype), rstd.to(like.dtype))
+    grad_z, grad_gamma, grad_beta = torch.ops.aten.native_batch_norm_backward(
+        grad, z, bn_weight, None if training else mean.to(like.dtype), variance, *saved, training, eps,
+        [need_z, needs[4] and bn_weight is not None, needs[5] and bn_bias is not None],
+    )  # fmt: skip
+    grad_bias = grad_scale = None
+    grad_x = grad_weight = None
+    if need_z:
+        grad_product = grad_z
+        if isinstance(scale, Tensor):
+            if needs[3]:
+                grad_scale = _reduced(grad_z * product, scale)
+            grad_product = grad_z.mul_(scale).to(product.dtype)
+        elif scale is not None and scale != 1.0:
+            grad_product = grad_z.mul_(scale)
+        if needs[2] and bias is not None:
+            # In training the mean takes the bias out again: its gradient is exactly zero.
+            grad_bias = torch.zeros_like(bias) if training else grad_product.sum(0).to(bias.dtype)
+        grad_x = grad_product @ weight if needs[0] else None
+        grad_weight = grad_product.t() @ x if needs[1] else None
+    return grad_x, grad_weight, grad_bias, grad_scale, grad_gamma, grad_beta
+
+
+def _reduced(per_element: Tensor, scale: Tensor) -> Tensor:
+    """Sum of `per_element` [B, O] over what `scale` was broadcast along."""
+    return per_element.sum_to_size(scale.shape).to(scale.dtype)

@@ -1,0 +1,319 @@
+"""A plan bound to its loaded kernels: what a call allocates, and where each kernel argument comes from.
+
+Everything that the plan alone decides is worked out once (`bind`), so that a call is a few allocations, one list of
+addresses, and the launches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan import CAST, DTYPE_BYTES, PREPARED, Buffer, Launch, Map, Plan, Problem, Product
+from . import driver
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+}
+# The tensors that a call hands in, and the numbers, in order.
+INPUTS = {
+    "forward": (
+        "x", "weight", "bias", "scale", "running_mean", "running_var", "num_batches_tracked", "bn_weight", "bn_bias",
+    ),
+    "backward": ("grad_y", "x", "weight", "bias", "scale", "bn_weight", "bn_bias", "product", "statistics"),
+    "prepare": ("weight", "weight_checksums"),
+}  # fmt: skip
+SCALARS = ("scale_stride", "scale_value", "momentum", "eps", "batch", "features", "in_features")
+# What a forward keeps per feature, as rows of one float32 tensor `statistics` [2 or 2 + groups, O]: the mean of the
+# product, 1/sqrt(var + eps), and where the product is stored minus means of groups of rows, those.
+_KEPT = ("mean", "rstd", "group_mean")
+# Bytes of scratch that a stream keeps for the plans that need no more: an allocation less for each of their calls.
+BORROWED = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product by the library, of tensors by their place in the list."""
+
+    out: int
+    left: int
+    right: int
+    transpose_left: bool
+    transpose_right: bool
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        out, left, right = tensors[self.out], tensors[self.left], tensors[self.right]
+        if out is not None:
+            assert left is not None and right is not None
+            _multiply(
+                left.t() if self.transpose_left else left, right.t() if self.transpose_right else right, out
+            )  # fmt: skip
+
+
+_WIDENS = hasattr(torch.ops.aten.mm, "dtype_out")  # PyTorch 2.8 and later
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """left · right into `out`, whose dtype may differ from theirs; in float32 it is not rounded in between."""
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    elif _WIDENS and left.is_cuda and out.dtype == torch.float32:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(torch.mm(left, right))
+
+
+def _make_map(known: dict[int, Any], t: Tensor, described: Map) -> Any:
+    """The tensor map of a matrix argument that is not `known` yet, by address: a map holds an address and sizes."""
+    if len(known) >= 1024:
+        known.clear()
+    found = known[t.data_ptr()] = driver.tensor_map(t, described)
+    return found
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _statistics_offset(problem: Problem) -> int:
+    """Where the statistics begin in a `packed` forward's `kept`, behind the product: in bytes."""
+    return -(-problem.batch * problem.out_features * DTYPE_BYTES[problem.dtype] // 256) * 256
+
+
+def unpacked(kept: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Product [B, O] and statistics [2 or 2 + groups, O], as views of what a `packed` forward keeps."""
+    shape, dtype = (problem.batch, problem.out_features), DTYPES[problem.dtype]
+    product = kept[: math.prod(shape) * DTYPE_BYTES[problem.dtype]].view(dtype).view(shape)
+    return product, kept[_statistics_offset(problem) :].view(torch.float32).view(-1, shape[1])
+
+
+def scalars(problem: Problem, scale: Tensor | None, scale_value: float, momentum: float, eps: float) -> tuple[Any, ...]:
+    """The numbers of `SCALARS`, in the kernels' types."""
+    return (
+        driver.int32(0 if scale is None or scale.numel() < problem.out_features else 1),
+        driver.float32(scale_value),
+        driver.float32(momentum),
+        driver.float32(eps),
+        driver.int32(problem.batch),
+        driver.int32(problem.out_features),
+        driver.int32(problem.in_features),
+    )
+
+
+class Bound:
+    """A plan with its kernels loaded; called with the inputs' tensors and the numbers, in their order.
+
+    The pool of arguments is a list: the addresses of `tensors` (inputs, then what is allocated), addresses inside of
+    those, the numbers, the counters, the maps. Each launch picks its arguments out of it.
+
+    `packed`: product and statistics are one tensor `kept` (`unpacked`), an allocation less. Only where no library's
+    product has to see the product by itself.
+    """
+
+    def __init__(self, chosen: Plan, packed: bool = False) -> None:
+        batch = chosen.problem.batch
+        inputs = INPUTS[chosen.phase] + (PREPARED if chosen.problem.prepared else ())
+        if packed and chosen.phase == "backward":
+            inputs = (*inputs[:-2], "kept")
+        operands = {
+            role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)
+        }
+        operands |= {m.tensor for launch in chosen.launches for m in launch.maps}
+        allocated: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+        inside: list[tuple[str, str, int]] = []  # role, the tensor that it is part of, byte offset
+
+        def shape(buffer: Buffer) -> tuple[int, ...]:
+            return tuple(extent.value(batch) for extent in buffer.shape)
+
+        features = chosen.problem.out_features
+        host, begin = ("kept", _statistics_offset(chosen.problem)) if packed else ("statistics", 0)
+        if packed:
+            inside.append(("product", host, 0))
+        kept = [b for role in _KEPT for b in chosen.outputs if b.role == role]
+        made = [b for b in chosen.outputs if b.role in CAST]
+        for buffer in chosen.outputs:
+            if buffer not in (*kept, *made) and not (packed and buffer.role == "product"):
+                allocated.append((buffer.role, shape(buffer), DTYPES[buffer.dtype]))
+        if kept:
+            rows = 0
+            for buffer in kept:
+                inside.append((buffer.role, host, begin + 4 * features * rows))
+                rows += math.prod(shape(buffer)) // features
+            if packed:
+                allocated.append((host, (begin + 4 * features * rows,), torch.uint8))
+            else:
+                allocated.append((host, (rows, features), torch.float32))
+        allocated += [(buffer.role, shape(buffer), DTYPES[buffer.dtype]) for buffer in made]
+        self.outputs = tuple(role for role, _, _ in allocated)
+        size = 0
+        for buffer in chosen.workspace:
+            if buffer.role in operands:
+                allocated.append((buffer.role, shape(buffer), DTYPES[buffer.dtype]))
+            else:
+                inside.append((buffer.role, "scratch", size))
+                size += -(-math.prod(shape(buffer)) * DTYPE_BYTES[buffer.dtype] // 256) * 256
+        # One kernel after the other may use what the stream keeps; several of a plan might have others in between.
+        self._borrowed = size if size <= BORROWED and len(chosen.steps) == 1 else 0
+        if size and not self._borrowed:
+            allocated.append(("scratch", (size,), torch.uint8))
+        if host in inputs:
+            inside += [("mean", host, begin), ("rstd", host, begin + 4 * features)]
+            if chosen.keeps_offsets:
+                inside.append(("offset", host, begin + 8 * features))
+
+        names = [*inputs, *(role for role, _, _ in allocated)]
+        names += ["scratch"] if self._borrowed else []
+        slots = {role: i for i, role in enumerate([*names, *(role for role, _, _ in inside), *SCALARS])}
+        slots |= {alias: slots[role] for alias, role in chosen.aliases}
+        if "product" in slots:
+            slots["stored_product"] = slots["product"]
+        slots |= {f"wide_{name}": slots[name] for name in ("x", "weight") if name in slots}
+        count = len(names) + len(inside) + len(SCALARS)
+        constants: list[Any] = [0]  # the address of what is absent, then the numbers that the plan decides
+        absent, always = count, 0  # where the pool has nothing, and where it always has something: the first input
+        steps: list[_Product | tuple[driver.Launcher, Callable[[Sequence[Any]], tuple[Any, ...]], int]] = []
+
+        def find(role: str) -> Callable[[Sequence[Any]], Tensor]:
+            if slots[role] < len(names):
+                return itemgetter(slots[role])
+            return lambda tensors: unpacked(tensors[names.index("kept")], chosen.problem)[0]
+
+        # The place of a matrix's address, its maps by address, how it is found, and what the map is like.
+        maps: list[tuple[int, dict[int, Any], Callable[[Sequence[Any]], Tensor], Map]] = [
+            (slots[m.tensor], {}, find(m.tensor), m) for launch in chosen.launches for m in launch.maps
+        ]
+        constants += [driver.int32(value) for launch in chosen.launches for _, value in launch.numbers]
+        next_number, next_map = count + 1, count + len(constants)
+        if chosen.counters:
+            slots["counters"] = next_map + len(maps)
+            slots["most"] = slots["counters"] + 1
+        for step in chosen.steps:
+            if isinstance(step, Launch):
+                own = {role: next_number + i for i, (role, _) in enumerate(step.numbers)}
+                own |= {m.role: next_map + i for i, m in enumerate(step.maps)}
+                next_number, next_map = next_number + len(step.numbers), next_map + len(step.maps)
+                picked = itemgetter(*(own.get(role, slots.get(role, absent)) for role in step.parameters))
+                steps.append((driver.Launcher(step, chosen.problem), picked, slots.get(step.only_for, always)))
+            else:
+                steps.append(
+                    _Product(
+                        slots[step.out], slots[step.left], slots[step.right], step.transpose_left, step.transpose_right
+                    )
+                )
+        self._allocated = tuple((size, _strides(size), dtype) for _, size, dtype in allocated)
+        self._inside = tuple((names.index(tensor), offset) for _, tensor, offset in inside)
+        self._constants, self._maps, self._steps = tuple(constants), tuple(maps), tuple(steps)
+        self._counters = chosen.counters
+        self._inputs = len(inputs)
+
+    def __call__(
+        self, inputs: tuple[Tensor | None, ...], scalars: tuple[Any, ...], wanted: tuple[bool, ...] | None = None
+    ) -> list[Tensor | None]:
+        """Run on the current stream of the tensors' device; the outputs (`self.outputs`), None where not `wanted`."""
+        first = inputs[0]
+        assert first is not None
+        index = first.device.index
+        if index != driver.current_device():
+            with torch.cuda.device(index):
+                return self(inputs, scalars, wanted)
+        driver.enter(index)
+        empty, tensors = driver.empty, [*inputs]
+        for i, (size, strides, dtype) in enumerate(self._allocated):
+            skipped = wanted is not None and i < len(self.outputs) and not wanted[i]
+            tensors.append(None if skipped else empty(size, strides, dtype))
+        handle, capturing = driver.stream_handle(index), driver.capturing()
+        if self._borrowed:  # not by a captured call, which may be replayed beside anything
+            tensors.append(empty((self._borrowed,), (1,), torch.uint8) if capturing else scratch(index, handle))
+        pool: list[Any] = [0 if t is None else t.data_ptr() for t in tensors]
+        pool += [pool[tensor] + offset for tensor, offset in self._inside]
+        pool += scalars
+        pool += self._constants
+        for place, known, find, described in self._maps:
+            pool.append(known.get(pool[place]) or _make_map(known, find(tensors), described))
+        if self._counters:
+            address = counters(index).take(handle, self._counters, capturing)
+            pool += (address, address + 4 * (self._counters - 4))
+        stream = driver.stream(handle)
+        for step in self._steps:
+            if isinstance(step, _Product):
+                step(tensors)
+            else:
+                launch, picked, needed = step
+                if pool[needed]:
+                    launch(stream, picked(pool))
+        return tensors[self._inputs : self._inputs + len(self.outputs)]
+
+
+@functools.lru_cache(maxsize=4096)
+def bind(chosen: Plan, packed: bool = False) -> Bound:
+    """`chosen` with its kernels compiled and loaded, remembered. Raises what the compiler or the driver raises."""
+    return Bound(chosen, packed)
+
+
+@functools.lru_cache(maxsize=256)
+def scratch(index: int | None, stream: int) -> Tensor:
+    """Memory for kernels that keep nothing in it, on the current stream of the current device; one after the other."""
+    return driver.empty((BORROWED,), (1,), torch.uint8)
+
+
+class Counters:
+    """Device memory that is zero whenever no kernel runs on it: the kernels leave it as they found it.
+
+    Calls on one stream follow each other and share their numbers; a captured call may be replayed at any time, beside
+    anything, so it gets numbers of its own for good.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._by_stream: dict[tuple[int, int], int] = {}
+        self._blocks: list[Tensor] = []  # all memory that was ever handed out
+        self._next, self._end = 0, 0  # addresses: what is left of the newest block
+        self._lock = threading.Lock()
+
+    def take(self, stream: int, count: int, capturing: bool) -> int:
+        """The address of at least `count` numbers for a call on `stream`, the current one."""
+        found = None if capturing else self._by_stream.get((stream, count))
+        if found is None:
+            with self._lock:
+                found = self._find(stream, 1 << max(count - 1, 31).bit_length(), capturing)
+                if not capturing:
+                    self._by_stream[stream, count] = found
+        return found
+
+    def _find(self, stream: int, size: int, capturing: bool) -> int:
+        """`take`, where `size` is a power of two: counts up to the same one share their numbers."""
+        found = None if capturing else self._by_stream.get((stream, size))
+        if found is not None:
+            return found
+        if self._end - self._next < 4 * size:
+            if capturing:  # set to zero by the graph, at each replay: nobody else may have a part of it
+                self._blocks.append(torch.zeros(size, dtype=torch.int32, device=self._device))
+                return self._blocks[-1].data_ptr()
+            self._blocks.append(torch.zeros(max(size, 1 << 16), dtype=torch.int32, device=self._device))
+            torch.cuda.current_stream(self._device).synchronize()  # other streams will use the rest of it
+            self._next = self._blocks[-1].data_ptr()
+            self._end = self._next + 4 * self._blocks[-1].numel()
+        found, self._next = self._next, self._next + 4 * size
+        if not capturing:
+            self._by_stream[stream, size] = found
+        return found
+
+
+@functools.lru_cache(maxsize=64)
+def counters(index: int | None) -> Counters:
+    """The counters of the GPU of this index."""
+    return Counters(torch.device("cpu") if index is None else torch.device("cuda", index))

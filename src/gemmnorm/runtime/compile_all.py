@@ -1,0 +1,218 @@
+"""Compile the kernels that plans ask for, for every architecture, and fail on a spill. Needs no GPU.
+
+    python -m gemmnorm.runtime.compile_all [--arch 90 …] [--jobs 2] [--quick]
+
+The kernels are not listed anywhere: plans are made for a grid of problems, as the planner would make them for a user,
+and their launches are what is compiled. A kernel passes when it compiles, uses no stack and spills no register, which
+a kernel that indexes an array at run time or asks for too many resident blocks would, and when the tensor cores'
+asynchronous multiplications stay asynchronous.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import itertools
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .. import activations, plan
+from ..plan import Launch, Problem
+from . import driver, sources
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+
+# (x and W, y, bias and scale, BatchNorm): whole model in one type; autocast with a scale; autocast without one;
+# a half-precision model whose BatchNorm was kept in float32.
+_FORMS = (
+    ("T", "T", "T", "T"),
+    ("T", "float32", "float32", "float32"),
+    ("T", "T", "float32", "float32"),
+    ("T", "T", "T", "float32"),
+)
+
+# Batches and feature counts that between them lead to every vector width (1 to 8) and every tile (8, 16, 32 threads).
+_BATCHES = (2, 1024, 2048, 4096, 16384, 65536)
+_FEATURES = (8192, 4096, 512, 8196, 516, 8194, 514, 8193, 513)
+_IN_FEATURES = (64, 100, 8192)
+# Likewise: one tile of rows by clusters of one, two, four and eight blocks (plan/small.py), gradients of panels by
+# clusters of one and of two (plan/gradient.py), and wide tiles of 64, 128 and 256 rows, one for all rows or many.
+_SMALL = (
+    (100, 512, 32), (100, 512, 192), (100, 512, 1024), (100, 512, 8192), (256, 8192, 8192), (512, 8192, 8192),
+    (64, 16384, 4096), (100, 16384, 4096), (256, 16384, 4096), (5000, 2048, 8192), (3000, 200, 8192),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One translation unit: the launch, a problem that asks for it, and the architecture."""
+
+    launch: Launch
+    problem: Problem
+    arch: int
+
+    def __str__(self) -> str:
+        constants = ", ".join(c.removeprefix("gemmnorm::") for c in self.launch.constants)
+        return f"sm_{self.arch} {self.launch.function}<{constants}> {self.problem.activation or 'identity'}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the compiler said: its report, or the error."""
+
+    kernel: Kernel
+    report: dict[str, int]
+    error: str = ""
+
+    @property
+    def fault(self) -> str:
+        """Empty where the kernel is as it should be."""
+        spent = {name: value for name, value in self.report.items() if name != "registers" and value}
+        return self.error or ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in spent.items())
+
+
+def dtype_forms() -> Iterator[tuple[str, str, str, str]]:
+    """(dtype, out_dtype, linear_dtype, norm_dtype) of the calls that users make."""
+    yield ("float32", "float32", "float32", "float32")
+    for dtype, form in itertools.product(("bfloat16", "float16"), _FORMS):
+        compute, out, linear, norm = (dtype if f == "T" else f for f in form)
+        yield (compute, out, linear, norm)
+
+
+def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
+    """The grid: dtypes × sizes × phases × activations.
+
+    Every size for the identity; the widest vectors, which need the most registers, for the activations and for float16,
+    whose code is bfloat16's but for the conversions.
+    """
+    names = [None, *(row.name for row in activations.TABLE)]
+    chip = plan.chip_for(arch)
+    for (dtype, out, linear, norm), activation in itertools.product(dtype_forms(), names):
+        uniform = out == linear == norm == dtype
+        # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. In the first two,
+        # two activations that need many registers stand for the others.
+        half = dtype == "float16" and uniform
+        few = (
+            (100, 256, 1024, 16384, 65536) if arch == 90 and (half or activation in ("gelu", "silu")) else (1024, 16384)
+        )
+        everywhere = activation is None and dtype in (("float32",) if quick else ("float32", "bfloat16"))
+        sizes = itertools.product(
+            _BATCHES if everywhere else few,
+            _FEATURES if everywhere else _FEATURES[:1],
+            _IN_FEATURES if everywhere else _IN_FEATURES[-1:],
+        )
+        small = _SMALL if arch == 90 and activation in (None, "gelu", "silu") and (half or dtype != "float16") else ()
+        for batch, features, inner in (*sizes, *small):
+            if activation is not None and (dtype == "float16" or not uniform):
+                continue
+            for training, save, arithmetic in itertools.product(
+                (True, False), (True, False), ("tf32", "float32", "ieee") if dtype == "float32" else ("native",)
+            ):
+                yield Problem(
+                    batch, inner, features, dtype, out, linear, norm, arithmetic,
+                    activations.canonical(activation), training, save, True, chip,
+                )  # fmt: skip
+
+
+def kernels(arch: int, quick: bool = False) -> list[Kernel]:
+    """Every distinct kernel of every strategy's plans for `arch`, in a fixed order."""
+    found: dict[tuple[object, ...], Kernel] = {}
+    for problem in problems(arch, quick):
+        for strategy, phase in itertools.product(plan.STRATEGIES, ("forward", "backward")):
+            if phase == "backward" and not problem.save:
+                continue
+            chosen = plan.make_plan(problem, strategy, phase)
+            launches = chosen.launches
+            if phase == "forward" and problem.dtype != "float32" == problem.linear_dtype:  # as autocast has it
+                for cast in (("x", "weight"), ("weight",)):
+                    launches = (*launches, *plan.make_plan(replace(problem, cast=cast), strategy).launches)
+            if problem.split and chosen.strategy == "one_kernel" and phase == "forward" and not problem.training:
+                ahead = plan.make_plan(replace(problem, prepared=True), strategy, phase)
+                launches = (*launches, *ahead.launches, *plan.prepare(problem).launches)
+            for launch in launches:
+                same = replace(launch, grid=plan.Extent(1))
+                uses_activation = "Activation" in launch.constants
+                types = tuple(plan.c_types(problem).values())
+                activation = problem.activation if uses_activation else None
+                found.setdefault((same, types, activation), Kernel(launch, problem, arch))
+    distinct: dict[str, Kernel] = {}
+    for kernel in found.values():
+        distinct.setdefault(sources.translation_unit(kernel.launch, kernel.problem), kernel)
+    return list(distinct.values())
+
+
+def compile_one(kernel: Kernel) -> Outcome:
+    """Compile `kernel`; never raises, so that one failure does not hide the others."""
+    try:
+        return Outcome(kernel, driver.compile_report(kernel.launch, kernel.problem, kernel.arch))
+    except Exception as error:
+        return Outcome(kernel, {}, f"{type(error).__name__}: {error}")
+
+
+def together(chosen: Sequence[Kernel], most: int = 16) -> list[list[Kernel]]:
+    """Kernels that can share the reading of one source file; those of the own products, where that is little, alone."""
+    groups: dict[tuple[object, ...], list[Kernel]] = {}
+    for number, kernel in enumerate(chosen):
+        activation = kernel.problem.activation if "Activation" in kernel.launch.constants else None
+        alone = number if kernel.launch.source.endswith("gemm.cuh") else None
+        groups.setdefault((kernel.arch, kernel.launch.source, activation, alone), []).append(kernel)
+    return [group[i : i + most] for group in groups.values() for i in range(0, len(group), most)]
+
+
+def compile_group(kernels: Sequence[Kernel]) -> list[Outcome]:
+    """Compile kernels that `together` put together; one by one where that fails, to say which it is."""
+    try:
+        pairs = [(kernel.launch, kernel.problem) for kernel in kernels]
+        reports = driver.compile_reports(pairs, kernels[0].arch)
+        return [Outcome(kernel, report) for kernel, report in zip(kernels, reports, strict=True)]
+    except Exception:
+        return [compile_one(kernel) for kernel in kernels]
+
+
+def compile_all(jobs: int, chosen: Sequence[Kernel]) -> Iterator[Outcome]:
+    """The outcome of every kernel, as they come in."""
+    groups = together(chosen)
+    if jobs <= 1:
+        yield from itertools.chain.from_iterable(map(compile_group, groups))
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        yield from itertools.chain.from_iterable(pool.map(compile_group, groups, chunksize=2))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m gemmnorm.runtime.compile_all", description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), help="compute capability × 10")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--quick", action="store_true", help="float32 in full, half precision at the widest vectors")
+    parser.add_argument("--list", action="store_true", help="print the kernels and compile nothing")
+    options = parser.parse_args(arguments)
+    chosen = [kernel for arch in options.arch for kernel in kernels(arch, options.quick)]
+    if options.list:
+        print(*chosen, sep="\n")
+        return 0
+    missing = driver.unavailable()
+    if missing is not None:
+        print(f"nothing was compiled: {missing}", file=sys.stderr)
+        return 2
+    begun, faults, most = time.monotonic(), 0, dict.fromkeys(options.arch, 0)
+    for count, outcome in enumerate(compile_all(options.jobs, chosen), start=1):
+        arch = outcome.kernel.arch
+        most[arch] = max(most[arch], outcome.report.get("registers", 0))
+        if outcome.fault:
+            faults += 1
+            print(f"FAULT {outcome.kernel}: {outcome.fault}", flush=True)
+        if count % 250 == 0:
+            print(f"{count} of {len(chosen)} kernels, {time.monotonic() - begun:.0f} s", flush=True)
+    for arch in options.arch:
+        number = sum(kernel.arch == arch for kernel in chosen)
+        print(f"sm_{arch}: {number} kernels, at most {most[arch]} registers a thread")
+    print(f"{len(chosen)} kernels compiled in {time.monotonic() - begun:.0f} s, {faults} with a fault")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

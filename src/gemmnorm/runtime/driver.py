@@ -1,0 +1,319 @@
+"""The only place that touches CUDA's own interfaces: compiling with NVRTC, the program cache, and launching.
+
+Built on `cuda.core`, NVIDIA's Python package, which is optional: where it, a driver or a compiler is missing,
+`unavailable()` says why and every caller takes the plain PyTorch path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import os
+import re
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import GemmNormRuntimeError, GemmNormWarning
+from ..plan import Launch, Map, Problem, target
+from . import sources
+
+_lock = threading.Lock()
+_failures: dict[str, str] = {}
+
+
+@functools.lru_cache(maxsize=1)
+def unavailable() -> str | None:
+    """None where kernels can be compiled and launched; else what is missing and the command that mends it."""
+    extra = f"cu{(torch.version.cuda or '13').split('.')[0]}"
+    try:
+        import cuda.core  # noqa: F401
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+    except ImportError as error:
+        return f"cuda.core is missing ({error}); pip install 'gemmnorm[{extra}]'"
+    except Exception as error:  # a broken or half-removed installation
+        return f"cuda.core does not load ({type(error).__name__}: {error}); pip install 'gemmnorm[{extra}]'"
+    try:
+        result = nvrtc.nvrtcVersion()
+        if int(result[0]) != 0:
+            return f"NVRTC answers with error {result[0]}"
+    except Exception as error:
+        return f"NVRTC does not load ({error}); pip install 'gemmnorm[{extra}]'"
+    return None
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: `GEMMNORM_CACHE_DIR`, else `gemmnorm` in the user's cache directory."""
+    explicit = os.environ.get("GEMMNORM_CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or str(Path.home() / ".cache")
+    return Path(base) / "gemmnorm"
+
+
+@functools.lru_cache(maxsize=1)
+def _disk_cache() -> Any | None:
+    """cuda.core's file cache, or None (with one warning) where its directory cannot be written."""
+    from cuda.core.utils import FileStreamProgramCache
+
+    try:
+        directory = cache_directory()
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(f"no permission to write {directory}")
+        return FileStreamProgramCache(directory)
+    except OSError as error:
+        warnings.warn(
+            f"kernels are compiled anew in every process: {error} (GEMMNORM_CACHE_DIR names another directory)",
+            GemmNormWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _program(text: str, arch: int, **options: Any) -> Any:
+    from cuda.core import Program
+
+    return Program(text, "c++", _options(arch, **options))
+
+
+def compile_report(launch: Launch, problem: Problem, arch: int) -> dict[str, int]:
+    """Compile for `arch` without loading: registers, bytes of stack, spill stores and spill loads, and whether the
+    compiler put the tensor cores' asynchronous multiplications in series (ptxas' C7510 and following).
+
+    Needs neither GPU nor driver. Raises what NVRTC raises for a source that does not compile.
+    """
+    return compile_reports([(launch, problem)], arch)[0]
+
+
+def compile_reports(kernels: Sequence[tuple[Launch, Problem]], arch: int) -> list[dict[str, int]]:
+    """`compile_report` of several launches of one source file and activation, whose text is then read only once."""
+    named = [(replace(launch, entry=f"{launch.entry}_{i}"), problem) for i, (launch, problem) in enumerate(kernels)]
+    (first, of_first), *more = named
+    log = io.StringIO()
+    _program(sources.translation_unit(first, of_first, *more), arch, ptxas_options="-v").compile("cubin", logs=log)
+    _, *parts = re.split(r"Compiling entry function '(\w+)'", log.getvalue())
+    said = dict(zip(parts[::2], parts[1::2], strict=True))
+    return [_report(launch.entry, said.get(launch.entry, "")) for launch, _ in named]
+
+
+def _report(entry: str, text: str) -> dict[str, int]:
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    registers = re.findall(r"Used (\d+) registers", text)
+    if not spills or not registers:
+        raise GemmNormRuntimeError(f"the compiler's report of {entry} was not understood:\n{text}")
+    stack, stores, loads = (max(int(v) for v in values) for values in zip(*spills, strict=True))
+    return {
+        "registers": max(map(int, registers)),
+        "stack": stack,
+        "spill_stores": stores,
+        "spill_loads": loads,
+        "serialized_wgmma": text.count("wgmma.mma_async instructions are serialized"),
+    }
+
+
+@functools.cache
+def _kernel(text: str, entry: str, arch: int) -> Any:
+    """The loaded kernel `entry` of a translation unit; from the disk cache where it has been compiled before."""
+    from cuda.core import ObjectCode
+
+    cache = _disk_cache()
+    stored = recall(cache, text, arch)
+    if stored is not None:
+        with contextlib.suppress(Exception):  # made by a compiler that this driver does not understand
+            return ObjectCode.from_cubin(stored).get_kernel(entry)
+    code = bytes(_program(text, arch).compile("cubin").code)
+    remember(cache, text, arch, code)
+    return ObjectCode.from_cubin(code).get_kernel(entry)
+
+
+def recall(cache: Any | None, text: str, arch: int) -> bytes | None:
+    """The compiled code of a translation unit from the disk cache, or None.
+
+    An entry carries its SHA-256, because the driver crashes on a truncated kernel rather than refuse it.
+    """
+    if cache is None:
+        return None
+    try:
+        entry = cache.get(_cache_key(text, arch)) or b""
+    except OSError:
+        return None
+    code, digest = entry[:-32], entry[-32:]
+    return code if code and hashlib.sha256(code).digest() == digest else None
+
+
+def remember(cache: Any | None, text: str, arch: int, code: bytes) -> None:
+    """Put compiled code into the disk cache; a failure is one warning."""
+    if cache is None:
+        return
+    try:
+        cache[_cache_key(text, arch)] = code + hashlib.sha256(code).digest()
+    except OSError as error:
+        warnings.warn(f"a compiled kernel could not be stored: {error}", GemmNormWarning, stacklevel=2)
+
+
+def _cache_key(text: str, arch: int) -> bytes:
+    from cuda.core.utils import make_program_cache_key
+
+    key: bytes = make_program_cache_key(code=text, code_type="c++", options=_options(arch), target_type="cubin")
+    return key
+
+
+def _options(arch: int, **options: Any) -> Any:
+    from cuda.core import ProgramOptions
+
+    return ProgramOptions(arch=target(arch), std="c++17", name="gemmnorm.cu", **options)
+
+
+@functools.lru_cache(maxsize=1)
+def _map_options() -> tuple[Any, Any, dict[torch.dtype | None, Any]]:
+    """128-byte swizzle, 256-byte promotion in the L2, and the copy engine's name of each dtype; None: exact float32."""
+    # cuda.core 1.2 documents these enumerations and exports them here only.
+    from cuda.core._tensor_map import TensorMapDataType, TensorMapL2Promotion, TensorMapSwizzle
+
+    types = {
+        torch.float16: TensorMapDataType.FLOAT16,
+        torch.bfloat16: TensorMapDataType.BFLOAT16,
+        torch.float32: TensorMapDataType.TFLOAT32,
+        None: TensorMapDataType.FLOAT32,
+    }
+    return TensorMapSwizzle.SWIZZLE_128B, TensorMapL2Promotion.L2_256B, types
+
+
+class _Address:
+    """Memory as `__cuda_array_interface__` describes it. Owns nothing: a map must not keep a tensor's memory alive."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(t.shape),
+            "typestr": "<i2" if t.element_size() == 2 else "<f4",
+            "data": (t.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+            "stream": None,
+        }
+
+
+def tensor_map(t: torch.Tensor, found: Map) -> Any:
+    """The copy engine's view of a contiguous matrix, cut into the boxes of `found`.
+
+    A map holds an address and sizes, nothing of the contents, and keeps no memory alive.
+    """
+    from cuda.core.utils import StridedMemoryView
+
+    swizzle, promotion, types = _map_options()
+    view = StridedMemoryView.from_any_interface(_Address(t), stream_ptr=-1)
+    kind = types[None if found.exact and t.dtype == torch.float32 else t.dtype]
+    return view.as_tensor_map(found.box(t.shape[0]), data_type=kind, swizzle=swizzle, l2_promotion=promotion)
+
+
+class Launcher:
+    """A launch bound to its compiled kernel; called with a stream and the arguments in order."""
+
+    def __init__(self, launch: Launch, problem: Problem) -> None:
+        from cuda.core import LaunchConfig
+        from cuda.core import launch as core_launch
+
+        assert problem.chip is not None
+        text = sources.translation_unit(launch, problem)
+        with _lock:
+            self._kernel = _kernel(text, launch.entry, problem.chip.arch)
+        self._config = LaunchConfig(
+            grid=launch.grid.value(problem.batch) // launch.cluster,  # cuda.core counts clusters
+            cluster=launch.cluster if launch.cluster > 1 else None,
+            block=launch.block,
+            shmem_size=launch.shared,
+            is_cooperative=launch.cooperative,
+            programmatic_stream_serialization=problem.chip.arch >= 90 and not launch.cooperative,
+        )
+        self._launch = core_launch
+        if launch.shared > 48 * 1024:
+            _allow_shared(self._kernel, launch.shared, problem.chip.arch)
+
+    def __call__(self, stream: Any, values: Sequence[Any]) -> None:
+        self._launch(stream, self._config, self._kernel, *values)
+
+
+def _allow_shared(kernel: Any, size: int, arch: int) -> None:
+    """Lift the limit of 48 KB of dynamic shared memory on every device of this architecture."""
+    from cuda.bindings import driver as cu
+
+    attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        if major * 10 + minor != arch:
+            continue
+        (result,) = cu.cuKernelSetAttribute(attribute, size, kernel.handle, cu.CUdevice(index))
+        if int(result) != 0:
+            raise GemmNormRuntimeError(f"{size} bytes of shared memory are not to be had: {result}")
+
+
+@functools.lru_cache(maxsize=256)
+def stream(handle: int) -> Any:
+    """A stream as cuda.core takes it."""
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.entered: set[int] = set()
+
+
+_thread = _Thread()
+
+
+def enter(device_index: int) -> None:
+    """Make the device's context current in this thread, which PyTorch's backward threads leave to the first caller."""
+    if device_index not in _thread.entered:
+        from cuda.core import Device
+
+        Device(device_index).set_current()
+        _thread.entered.add(device_index)
+
+
+def _empty(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device="cuda")
+
+
+# (size, strides, dtype) → memory on the current device. What TorchInductor's code allocates with: half the host time of
+# `torch.empty_strided`, which takes a third less than `torch.empty`.
+empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", _empty
+)
+
+
+def current_device() -> int:
+    """The index of PyTorch's current device, CUDA being initialised: `torch.cuda.current_device` without its checks."""
+    index: int = torch._C._cuda_getDevice()
+    return index
+
+
+def capturing() -> bool:
+    """Whether PyTorch's current stream is being captured into a graph, likewise."""
+    answer: bool = torch._C._cuda_isCurrentStreamCapturing()
+    return answer
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that was asked of a device."""
+    torch.cuda.synchronize(device)
+
+
+def stream_handle(device_index: int) -> int:
+    """PyTorch's current stream on a device, as a number."""
+    handle: int = torch._C._cuda_getCurrentRawStream(device_index)
+    return handle
+
+
+int32 = np.int32
+float32 = np.float32

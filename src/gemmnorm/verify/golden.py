@@ -1,0 +1,346 @@
+"""What a candidate is compared with: the original run eagerly, in float64, and with rounding errors made on purpose.
+
+:class:`Original` holds the original under one seed and turns cases (:mod:`gemmnorm.verify.families`) into
+:class:`Reference` objects, one per case and phase.  A reference holds everything that judging needs, so that many
+candidates can be judged by the same references.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_flatten
+
+from .equality import PERIOD, Limits, pool
+from .families import Case, draw_inputs, draw_state, leading_rows, roles
+from .model_file import ModelFile, ModelFileError
+from .rounding import Arithmetic, DtypeRecorder, Kinks, Units, unit_roundoff
+
+__all__ = ["Original", "Reference", "Sample", "Trial", "load_in_place", "run_trial"]
+
+_SAMPLE = 1 << 21  # elements of one tensor that are compared in most cases
+_SUBSETS = 6  # runs beyond the kinks: all elements near one, and random halves of them
+_FULL_SAMPLE = 1 << 24  # and in the full-size case
+
+
+@dataclass
+class Trial:
+    """One run of one model.  ``values`` by quantity: "output", "bn.running_var", "grad:gemm.weight", "grad:input0"."""
+
+    values: dict[str, Tensor]
+    others: list[Any]  # outputs that are no tensors
+    inputs: list[Any]  # as they are after the run
+    outputs: list[Tensor]  # the tensors themselves, not copies
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Which rows of a very large tensor are compared, and the tensor's shape."""
+
+    rows: Tensor
+    shape: torch.Size
+
+    @staticmethod
+    def of(value: Tensor, budget: int) -> Sample:
+        """About ``budget`` elements' worth of rows: whole periods of roles, spread evenly, first and last included."""
+        periods = (value.shape[0] + PERIOD - 1) // PERIOD
+        wanted = max(2, min(periods, budget * value.shape[0] // (value.numel() * PERIOD)))
+        starts = torch.linspace(0, periods - 1, wanted, dtype=torch.float64).round().long() * PERIOD
+        rows = (starts[:, None] + torch.arange(PERIOD)).flatten()
+        return Sample(rows[rows < value.shape[0]].to(value.device), value.shape)
+
+
+@dataclass
+class Reference:
+    """One case in one phase, ready to judge a candidate.
+
+    state       what every model is loaded with; ``case.load`` says how
+    eager       the original's quantities in its own precision; ``error`` instead if it raises on purpose (one row)
+    golden      the same in float64, with ``limits`` per quantity
+    samples     the rows of very large tensors that are compared; eager, golden and limits hold only those
+    mutates     the original itself changes its inputs
+    """
+
+    case: Case
+    phase: str
+    seed: int
+    state: dict[str, Tensor]
+    inputs: list[Any]
+    eager: dict[str, Tensor] = field(default_factory=dict)
+    golden: dict[str, Tensor] = field(default_factory=dict)
+    limits: dict[str, Limits] = field(default_factory=dict)
+    samples: dict[str, Sample] = field(default_factory=dict)
+    others: list[Any] = field(default_factory=list)
+    cotangents: list[Tensor] = field(default_factory=list)
+    mutates: bool = False
+    error: str | None = None
+
+    @property
+    def training(self) -> bool:
+        return self.phase == "train"
+
+    @property
+    def gradients(self) -> bool:
+        return self.phase in self.case.gradients
+
+    def sampled(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The rows that are compared, of each quantity."""
+        return {n: v[self.samples[n].rows] if n in self.samples else v for n, v in values.items()}
+
+
+def run_trial(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    *,
+    training: bool,
+    cotangent: Callable[[int, Tensor], Tensor] | None,
+    mode: AbstractContextManager[Any] | None = None,
+) -> Trial:
+    """Run ``model`` forward, and backward against ``cotangent(i, output_i)`` unless that is None; collect everything.
+
+    The inputs are used as they are (floating-point ones become leaves that require gradients).
+    """
+    model.train(training)
+    model.zero_grad(set_to_none=True)
+    leaves = []
+    for value in inputs:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            value.grad = None
+            value.requires_grad_(cotangent is not None)
+        leaves.append(value)
+    with mode or contextlib.nullcontext(), torch.set_grad_enabled(cotangent is not None):
+        flat, _ = tree_flatten(model(*leaves))
+        outputs = [value for value in flat if isinstance(value, Tensor)]
+        if cotangent is not None:
+            pairs = [(y, cotangent(i, y).to(y)) for i, y in enumerate(outputs) if y.requires_grad]
+            if pairs:
+                torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+    values = {_output_name(i, len(outputs)): y.detach().clone() for i, y in enumerate(outputs)}
+    parameters = dict(model.named_parameters())
+    for name, buffer in model.state_dict().items():
+        if name not in parameters and training:
+            values[name] = buffer.detach().clone()
+    if cotangent is not None:
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                values[f"grad:{name}"] = parameter.grad.detach()
+        for i, value in enumerate(leaves):
+            if isinstance(value, Tensor) and value.grad is not None:
+                values[f"grad:input{i}"] = value.grad.detach()
+    model.zero_grad(set_to_none=True)
+    return Trial(values, [v for v in flat if not isinstance(v, Tensor)], leaves, outputs)
+
+
+def _output_name(index: int, count: int) -> str:
+    return "output" if count == 1 else f"output[{index}]"
+
+
+def load_in_place(model: nn.Module, state: dict[str, Tensor], *, buffers_only: bool = False) -> None:
+    """Write a state into a model as an optimizer would: element by element, in place, behind no hook's back."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in model.state_dict(keep_vars=True).items():
+            if not (buffers_only and name in parameters):
+                value.copy_(state[name])
+
+
+class Original:
+    """The original model under one seed.
+
+    repeats  how many noisy runs estimate the spread; fewer for large models, whose many features average it instead
+    """
+
+    def __init__(self, file: ModelFile, seed: int, device: torch.device) -> None:
+        self.file = file
+        self.seed = seed
+        self.device = device
+        self.model = file.build(seed).to(device)
+        self.initial = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        self.role_of = roles(self.model)
+        self.golden = file.build(seed).to(device).double()
+        self.inputs = [v.to(device) if isinstance(v, Tensor) else v for v in file.inputs(seed)]
+        self.size = sum(v.numel() for v in self.initial.values())
+        self.repeats = 8 if self.size < 200_000 else 3 if self.size < 4_000_000 else 2
+        self.units: Units | None = None
+
+    @property
+    def rows(self) -> int | None:
+        return leading_rows(self.inputs)
+
+    def references(self, cases: Sequence[Case]) -> Iterator[Reference]:
+        """The references of each case in turn, training before evaluation."""
+        state: dict[str, Tensor] = {}
+        for index, case in enumerate(cases):
+            generator = torch.Generator().manual_seed(1_000_003 * self.seed + index)
+            if case.load != "keep" or not state:
+                state = draw_state(self.initial, self.role_of, case.weights, generator)
+            offset = 131 * index
+            inputs = draw_inputs(self.inputs, case, generator, offset=offset)
+            settled = self._settle(state, inputs) if case.settled else state
+            for phase in case.phases:
+                phase_state = settled if phase == "eval" else state
+                yield self._reference(Reference(case, phase, self.seed, phase_state, inputs), generator)
+
+    def accepts_rows(self, rows: int) -> bool:
+        """Whether the model runs with another leading dimension than get_inputs() makes."""
+        inputs = draw_inputs(self.inputs, Case("probe", rows), torch.Generator().manual_seed(0))
+        try:
+            run_trial(self.model, inputs, training=False, cotangent=None)
+        except Exception:
+            return False
+        return True
+
+    def draws_random_numbers(self, rows: int | None) -> bool:
+        """Whether the training pass depends on the random generator (dropout): then nothing can be compared."""
+        results = []
+        for seed in (1, 2):
+            inputs = draw_inputs(self.inputs, Case("probe", rows), torch.Generator().manual_seed(0))
+            load_in_place(self.model, self.initial)
+            torch.manual_seed(seed)
+            try:
+                results.append(self._run(self.model, inputs, True, None, None).values)
+            except Exception as error:
+                raise self._cannot_run("on what get_inputs() returns", error) from error
+        return any(
+            value.is_floating_point() and not torch.allclose(value, results[1][name], 0.05, 0.05, equal_nan=True)
+            for name, value in results[0].items()
+        )
+
+    def _settle(self, state: dict[str, Tensor], inputs: Sequence[Any]) -> dict[str, Tensor]:
+        """The state with running statistics replaced by those of these inputs (momentum 1, in float64)."""
+        norms = [m for m in self.golden.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        if not norms or (self.rows is not None and leading_rows(inputs) == 1):
+            return state
+        momenta = [m.momentum for m in norms]
+        load_in_place(self.golden, state)
+        for module in norms:
+            module.momentum = 1.0
+        try:
+            values = self._run(self.golden, _copies(inputs, double=True), True, None, Arithmetic()).values
+        finally:
+            for module, momentum in zip(norms, momenta, strict=True):
+                module.momentum = momentum
+        wanted = {name for name, role in self.role_of.items() if role in ("mean", "var")}
+        return {n: values[n].to(v.dtype) if n in wanted and n in values else v for n, v in state.items()}
+
+    def _reference(self, reference: Reference, generator: torch.Generator) -> Reference:
+        """Fill in a reference: eager, golden, noisy runs, and the run on the other side of the kinks."""
+        training = reference.training
+        cotangents: list[Tensor] = reference.cotangents
+
+        def draw(index: int, output: Tensor) -> Tensor:
+            while len(cotangents) <= index:
+                drawn = torch.randn(output.shape, generator=generator).add_(0.5)
+                cotangents.append(drawn.to(output.device, output.dtype))
+            return cotangents[index]
+
+        def given(index: int, output: Tensor) -> Tensor:
+            return cotangents[index]
+
+        load_in_place(self.model, reference.state)
+        recorder = DtypeRecorder()
+        inputs = _copies(reference.inputs)
+        try:
+            eager = self._run(self.model, inputs, training, draw if reference.gradients else None, recorder)
+        except Exception as error:
+            if reference.case.rows == 1 and training:
+                reference.error = type(error).__name__
+                return reference
+            raise self._cannot_run(f"on its inputs ({reference.case.name}, {reference.phase})", error) from error
+        reference.mutates = not same_inputs(eager.inputs, reference.inputs)
+        budget = _FULL_SAMPLE if reference.case.name == "full size" else _SAMPLE
+        for name, value in eager.values.items():
+            if value.ndim > 1 and value.numel() > budget:
+                reference.samples[name] = Sample.of(value, budget)
+        reference.eager, reference.others = reference.sampled(eager.values), eager.others
+        del eager
+        backward = given if reference.gradients else None
+        kinks = Kinks("record")
+
+        def golden_run(units: Units | None, seed: int) -> dict[str, Tensor]:
+            load_in_place(self.golden, reference.state)
+            mode = Arithmetic(units, seed=seed, kinks=kinks)
+            copies = _copies(reference.inputs, double=True)
+            try:
+                return reference.sampled(self._run(self.golden, copies, training, backward, mode).values)
+            except Exception as error:
+                raise self._cannot_run("in float64, which is what candidates are measured against", error) from error
+
+        reference.golden = golden_run(None, 0)
+        units = _units(recorder.dtypes, self.device)
+        squares: dict[str, Tensor] = {}
+        kinks.mode = "measure"
+        hashed = replace(units, grid=None, hashed=True) if units.grid else units
+        for draw_index in range(max(2, self.repeats) if units.grid else self.repeats):
+            noisy = golden_run(hashed if draw_index % 2 else units, 7 + draw_index)
+            for name, value in noisy.items():
+                if value.is_floating_point() and name in reference.golden:
+                    squared = (value - reference.golden[name]).square_()
+                    squares[name] = squares[name].add_(squared) if name in squares else squared
+            del noisy
+        flips: dict[str, Tensor] = {}
+        if reference.gradients and kinks.mark(pool):
+            kinks.mode = "flip"
+            for kinks.subset in range(_SUBSETS if self.repeats > 3 else 2):
+                for name, value in golden_run(None, 0).items():
+                    if value.is_floating_point() and name in squares:
+                        change = (value - reference.golden[name]).abs_()
+                        flips[name] = torch.maximum(flips[name], change) if name in flips else change
+        for name, total in squares.items():
+            spread = pool(total.nan_to_num_(0.0).div_(max(1, kinks.draws))).sqrt_()
+            reference.limits[name] = Limits(spread, flips.get(name))
+        return reference
+
+    def _cannot_run(self, what: str, error: Exception) -> ModelFileError:
+        return ModelFileError(f"{self.file.name}: Model must run {what}, it raised {type(error).__name__}: {error}")
+
+    def _run(
+        self,
+        model: nn.Module,
+        inputs: Sequence[Any],
+        training: bool,
+        cotangent: Callable[[int, Tensor], Tensor] | None,
+        mode: AbstractContextManager[Any] | None,
+    ) -> Trial:
+        with torch.backends.cudnn.flags(enabled=False) if isinstance(mode, Arithmetic) else contextlib.nullcontext():
+            return run_trial(model, inputs, training=training, cotangent=cotangent, mode=mode)
+
+
+def same_inputs(after: Sequence[Any], before: Sequence[Any]) -> bool:
+    """Whether tensors kept every bit (NaN equals NaN)."""
+    pairs = [(a, b) for a, b in zip(after, before, strict=True) if isinstance(b, Tensor)]
+    return all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
+
+
+def _copies(inputs: Sequence[Any], *, double: bool = False) -> list[Any]:
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        copied = value.detach().clone()
+        return copied.double() if double and copied.is_floating_point() else copied
+
+    return [copy(value) for value in inputs]
+
+
+def _units(dtypes: set[torch.dtype], device: torch.device) -> Units:
+    """The precision of a chain: the coarsest dtype it stores, accumulated in float32 (float64 for float64)."""
+    if not dtypes or dtypes == {torch.float64}:
+        return Units(2.0**-52, 2.0**-52)  # the golden run rounds as well
+    coarsest = max(dtypes, key=unit_roundoff)
+    grid = coarsest if coarsest in (torch.float16, torch.bfloat16) else None
+    tf32 = device.type == "cuda" and torch.float32 in dtypes and tf32_allowed()
+    return Units(unit_roundoff(coarsest), unit_roundoff(torch.float32), 2.0**-11 if tf32 else 0.0, grid)
+
+
+def tf32_allowed() -> bool:
+    """Whether torch's switches let float32 products run in TF32."""
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
