@@ -6,8 +6,12 @@ import shutil
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from support import Chain, arguments, assert_same, step, stir, twin, worst
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
+import gemmnorm
 from gemmnorm import LinearScaleBatchNorm1d, linear_scale_batch_norm
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -16,6 +20,20 @@ BACKENDS = [
     "aot_eager",
     pytest.param("inductor", marks=pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")),
 ]
+NAMES_EXPORTS = pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="Dynamo does not say so")
+
+
+class Plain(nn.Module):
+    """A chain as its user writes it, for `fuse`."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.gemm = nn.Linear(in_features, out_features)
+        self.scale = nn.Parameter(torch.randn(out_features))
+        self.bn = nn.BatchNorm1d(out_features)
+
+    def forward(self, x):
+        return self.bn(self.gemm(x) * self.scale)
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +96,40 @@ def test_the_graph_holds_the_operator_once():
     module = LinearScaleBatchNorm1d(6, 8)
     torch.compile(module, fullgraph=True, backend=backend)(torch.randn(4, 6))
     assert len(seen) == 1 and len(seen[0]) == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_fused_model_holds_the_operator_forward_and_backward(training):
+    """Not the plain ops, which compute the same: `torch.compiler.is_exporting()` is traced as True by some versions."""
+    graphs = {"forward": [], "backward": []}
+
+    def record(phase):
+        def compiler(graph, inputs):
+            for node in graph.graph.nodes:  # one that writes to its arguments is itself an argument
+                inner = [a for a in node.args if isinstance(a, torch._ops.OpOverload)]
+                graphs[phase].append(str(inner[0] if inner else node.target))
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    backend = aot_autograd(fw_compiler=record("forward"), bw_compiler=record("backward"))
+    original = stir(Plain(12, 7)).train(training)
+    fused = gemmnorm.fuse(twin(original))
+    compiled = torch.compile(fused, fullgraph=True, backend=backend)
+    x, grad = torch.randn(16, 12), torch.randn(16, 7)
+    assert_same(step(fused, compiled, x, grad), step(original, original, x, grad), 1e-4, 1e-5)
+    for phase, name in (("forward", "linear_scale_batch_norm"), ("backward", "linear_scale_batch_norm_backward")):
+        assert [t for t in graphs[phase] if "gemmnorm" in t] == [f"gemmnorm.{name}.default"], graphs[phase]
+        assert not any(plain in t for t in graphs[phase] for plain in ("addmm", "aten.mm", "native_batch_norm"))
+
+
+@pytest.mark.parametrize("strict", [pytest.param(True, marks=NAMES_EXPORTS), False])
+def test_an_export_of_a_fused_model_holds_plain_ops(strict):
+    model = gemmnorm.fuse(stir(Plain(12, 7)).eval())
+    x = torch.randn(16, 12)
+    program = torch.export.export(model, (x,), strict=strict)
+    assert "gemmnorm" not in str(program.graph)
+    assert worst(program.module()(x), model(x), 1e-5, 1e-6) is None
 
 
 def test_any_batch_size_in_one_dynamic_graph():

@@ -224,7 +224,8 @@ def test_torch_compile_takes_the_whole_graph() -> None:
         got = compiled(x)
         torch.manual_seed(4)
         torch.testing.assert_close(got, original(x))
-    assert sum("gemmnorm.linear_scale_batch_norm" in t for t in targets) == 2 * 6
+    chains = 6 if hasattr(torch.compiler, "is_exporting") else 3  # an older Dynamo shows a Sequential as one node
+    assert sum("gemmnorm.linear_scale_batch_norm" in t for t in targets) == 2 * chains
     torch.testing.assert_close(model.state_dict(), original.state_dict())
 
 
