@@ -62,8 +62,8 @@ def error_of(a: Tensor, b: Tensor) -> float:
 
 
 def finish(chosen: Plan) -> str:
-    constants = [c for launch in chosen.launches for c in launch.constants if "Finish" in c]
-    return constants[0].rpartition("::")[2] if constants else chosen.launches[1].function
+    finishes = [str(value) for launch in chosen.launches for name, value in launch.config if name == "kFinish"]
+    return finishes[0].rpartition("::")[2] if finishes else chosen.launches[1].function
 
 
 @needs_compiler
@@ -89,7 +89,7 @@ def test_the_kernels_cast_as_pytorch_does(
         chosen = check(operands, strategy, training, torch.bfloat16, wide)
     assert finish(chosen) == way
     product = [launch for launch in chosen.launches if launch.function == "fused_gemm"]
-    left = [role for launch in product for role in launch.arguments if role.startswith("wide_")]
+    left = [role for launch in product for field in launch.params if (role := launch.role(field)).startswith("wide_")]
     assert left == ([f"wide_{name}" for name in wide] if batch > 140 else [])
 
 
@@ -148,7 +148,7 @@ def test_a_plan_casts_only_what_it_is_told_to() -> None:
         problem = Problem(16384, 4096, 4096, "bfloat16", "bfloat16", save=True, cast=("weight",))
         chosen = plan.make_plan(problem, strategy)
         assert chosen.strategy == strategy
-        assert chosen.launches[0].parameters == ("wide_weight", "cast_weight", "weight_rows", "begun", "in_features")
+        assert chosen.launches[0].params == ("wide_weight", "cast_weight", "weight_rows", "begun", "in_features")
         assert [b.role for b in chosen.outputs if b.role in cast.CAST] == ["cast_weight"]
         first = chosen.launches[0].grid.value(problem.batch)
         assert first < 4096 if strategy in plan.OWN_GEMM else first == 4096

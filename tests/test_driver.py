@@ -33,7 +33,7 @@ def test_an_entry_names_what_it_fuses_and_types_its_arguments():
         text = sources.entry_source(launch, PROBLEM)
         assert launch.entry.startswith("fused_gemm_scale_bn")
         assert f"__launch_bounds__({launch.block}, {launch.resident}) {launch.entry}(" in text
-        assert "{" + "T" + "}" not in text and text.count("\n    ") == len(launch.parameters)
+        assert "{" + "T" + "}" not in text and all(f" {field};" in text for field in launch.params)
 
 
 def test_equal_launches_have_equal_sources_whatever_the_batch():

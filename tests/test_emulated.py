@@ -16,7 +16,7 @@ from support import Chain, arguments, step, stir, twin
 from torch import Tensor
 
 from gemmnorm import linear_scale_batch_norm, plan
-from gemmnorm.plan import hopper, small
+from gemmnorm.plan import hopper, params, small
 from gemmnorm.runtime import binding, driver
 from gemmnorm.runtime import call as runtime
 
@@ -41,8 +41,8 @@ def run(module: Chain, x: Tensor, strategy: str, finish: str | None = None) -> T
     with runtime.recording() as plans:
         y = linear_scale_batch_norm(x, *positional, **keywords)
     assert [p.strategy for p in plans] == [strategy], plans[0].reasons
-    constants = [c for launch in plans[0].launches for c in launch.constants]
-    assert finish is None or f"gemmnorm::Finish::{finish}" in constants
+    members = [member for launch in plans[0].launches for member in launch.config]
+    assert finish is None or ("kFinish", f"gemmnorm::Finish::{finish}") in members
     return y
 
 
@@ -243,7 +243,7 @@ def test_a_value_that_stands_out(finish, batch):
     exact = linear_scale_batch_norm(*(t if t is None else t.double() for t in half), training=True)
     with emulated(SMALL_HOPPER), poisoned_memory(), runtime.recording() as plans:
         y = linear_scale_batch_norm(*half, training=True, strategy="one_kernel")
-    assert f"gemmnorm::Finish::{finish}" in plans[0].launches[0].constants
+    assert plans[0].launches[0].member("kFinish") == f"gemmnorm::Finish::{finish}"
     assert error(y, exact) <= 1.25 * error(exact.bfloat16(), exact)
 
 
@@ -280,7 +280,7 @@ def test_a_stream_lends_its_scratch_to_calls_that_are_not_captured(monkeypatch):
 
     class Recorder:
         def __init__(self, launch, problem):
-            self.place = launch.parameters.index("mean")
+            self.place = [f.name for f in params.layout(launch, problem).fields].index("mean")
 
         def __call__(self, stream, values):
             addresses.append(values[self.place])

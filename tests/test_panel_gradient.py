@@ -149,7 +149,7 @@ def test_turns_where_the_gradient_of_y_is_wider_than_the_product(activation: str
     vectors, grad = [torch.randn(136) for _ in range(4)], torch.randn(300, 136)
     problem = Problem(300, 24, 136, "bfloat16", *("float32",) * 3, chip=SMALL_HOPPER, activation=activation, save=True)
     launch = plan.make_plan(problem, "one_kernel", "backward").launches[0]
-    assert launch.function == "gradient_units" and launch.constants[:2] == ("gemmnorm::bfloat16", "float")
+    assert launch.function == "gradient_units" and launch.config[:2] == (("T", "gemmnorm::bfloat16"), ("Y", "float"))
     wide = [t.double() for t in (x, weight, *vectors)]
     want = gradients(*wide, grad=grad.double(), activation=activation, strategy="reference")
     with emulated(SMALL_HOPPER), poisoned_memory():

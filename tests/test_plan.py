@@ -79,8 +79,9 @@ def test_launches_are_positive_and_their_roles_known():
             assert isinstance(step, Launch)
             assert step.grid.value(p.problem.batch) > 0
             assert 32 <= step.block <= 1024 and step.block % 32 == 0
-            assert set(step.parameters) <= given
-            assert len(set(step.parameters)) == len(step.parameters)
+            assert {step.role(field) for field in (*step.params, *step.absent)} <= given
+            assert len(set((*step.params, *step.absent))) == len((*step.params, *step.absent))
+            assert set(dict(step.roles)) <= set(step.params)
             assert step.resident >= 1
             assert (sources.KERNELS / step.source).is_file()
 
@@ -91,9 +92,10 @@ def test_a_grid_covers_the_whole_output():
         for step in p.launches:
             if step.function not in ("column_statistics", "normalize", "gradient_sums", "product_gradient"):
                 continue
-            width, threads, *several = (int(c) for c in step.constants if c.isdigit())
+            members = dict(step.config)
+            width, threads, several = members["kVector"], members["kThreadsX"], members.get("kGroups", 1)
             blocks = step.grid.value(p.problem.batch)
-            groups = -(-p.problem.batch // (plan.GROUP_ROWS * (several[0] if several else 1)))
+            groups = -(-p.problem.batch // (plan.GROUP_ROWS * several))
             assert blocks == groups * -(-p.problem.out_features // (width * threads))
             assert p.problem.out_features % width == 0
             assert width * plan.DTYPE_BYTES[p.problem.dtype] <= 16
@@ -356,7 +358,9 @@ def test_tiles(batch, features, training, tile, finish):
     """A block that holds all rows of its features waits for nobody; else rows are cut up first."""
     problem = Problem(batch, 4096, features, "bfloat16", "bfloat16", training=training, chip=plan.chip_for(90))
     (launch,) = (found for found in make_plan(problem, "one_kernel").launches if found.function == "fused_gemm")
-    assert (launch.constants[5:7], launch.constants[9]) == (tuple(map(str, tile)), f"gemmnorm::Finish::{finish}")
+    members = dict(launch.config)
+    assert (members["kTileRows"], members["kTileColumns"]) == tile
+    assert members["kFinish"] == f"gemmnorm::Finish::{finish}"
     box = launch.maps[0].box(batch)
     assert box == (tile[0] if training else min(tile[0], batch), 64)
 
@@ -370,6 +374,6 @@ def test_a_kernel_that_makes_no_rows_is_left_none(dtype, features, in_features):
     for batch in (2, 128):
         chosen = make_plan(Problem(batch, in_features, features, dtype, dtype, cast=cast, save=True), "one_kernel")
         for launch in chosen.launches:
-            if "gemmnorm::Finish::kOneBlock" in launch.constants:
+            if ("kFinish", "gemmnorm::Finish::kOneBlock") in launch.config:
                 numbers = dict(launch.numbers)
                 assert numbers["x_rows"] >= batch and numbers["weight_rows"] == features

@@ -20,6 +20,7 @@ import itertools
 import os
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from unittest import mock
 
 import torch
 
-from gemmnorm.plan import ROLES, Chip, Launch, Map, Problem, c_types
+from gemmnorm.plan import Chip, Launch, Map, Problem, params
 from gemmnorm.runtime import call as runtime
 from gemmnorm.runtime import driver, sources
 
@@ -73,17 +74,13 @@ def _text(launch: Launch, problem: Problem) -> str:
         r"unsigned char* const \1 = emulator::current->block->shared;",
         text,
     )
-    types = c_types(problem)
-    arguments = []
-    for index, role in enumerate(launch.parameters):
-        c_type = ROLES[role][0].format(**types).replace("const __grid_constant__ ", "")
-        arguments.append(f"*reinterpret_cast<{c_type}*>(a[{index}])")
+    _, params = sources.type_names(launch.entry)
     return (
         f"#include <cuda.hpp>\n{text}\n"
         'extern "C" const char* emulate(unsigned grid, unsigned cluster, unsigned threads, unsigned shared,'
-        " unsigned resident, unsigned seed, void** a) {\n"
+        " unsigned resident, unsigned seed, const void* p) {\n"
         "  return emulator::run(grid, cluster, threads, shared, resident, seed,"
-        f" [=] {{ {launch.entry}({', '.join(arguments)}); }});\n"
+        f" [=] {{ {launch.entry}(*reinterpret_cast<const {params}*>(p)); }});\n"
         "}\n"
     )
 
@@ -133,6 +130,7 @@ class Launcher:
     def __init__(self, launch: Launch, problem: Problem) -> None:
         self._launch = launch
         self._grid = launch.grid.value(problem.batch)
+        self._format = params.layout(launch, problem).format
         self._emulate = _library(_text(launch, problem)).emulate
         self._emulate.restype = ctypes.c_char_p
 
@@ -140,19 +138,14 @@ class Launcher:
         launch = self._launch
         # Static shared memory is one array in the emulator: such kernels run a block at a time.
         resident = self._grid if launch.cooperative else 3 if launch.shared else 1
-        held = [_memory(value) for value in values]
-        pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
-        fault = self._emulate(self._grid, launch.cluster, launch.block, launch.shared, resident, next(seeds), pointers)
+        packed = struct.pack(self._format, *values)
+        memory = ctypes.create_string_buffer(packed, len(packed) + 64)
+        start = -ctypes.addressof(memory) % 64  # as the struct is aligned
+        ctypes.memmove(ctypes.addressof(memory) + start, packed, len(packed))
+        address = ctypes.c_void_p(ctypes.addressof(memory) + start)
+        fault = self._emulate(self._grid, launch.cluster, launch.block, launch.shared, resident, next(seeds), address)
         if fault:
             raise EmulationError(f"{launch.entry}: {fault.decode()}")
-
-
-def _memory(value: Any) -> Any:
-    """The bytes of a kernel argument: a map, a number of numpy's, or an address."""
-    if isinstance(value, bytes):
-        return ctypes.create_string_buffer(value, len(value))
-    data = value.tobytes() if hasattr(value, "tobytes") else int(value).to_bytes(8, "little")
-    return ctypes.create_string_buffer(data, len(data))
 
 
 def tensor_map(t: torch.Tensor, found: Map) -> bytes:
@@ -177,7 +170,6 @@ def emulated(chip: Chip) -> Iterator[None]:
             (driver, "Launcher", Launcher),
             (driver, "tensor_map", tensor_map),
             (driver, "enter", lambda index: None),
-            (driver, "stream", lambda handle: None),
             (driver, "empty", empty),
             (driver, "stream_handle", lambda index: 0),
             (driver, "current_device", lambda: None),

@@ -1,255 +1,161 @@
-"""What is measured: the named cases, the suites made of them, and the eager chain that is the peer.
+"""`gemmnorm bench --suite`: a suite of cells as a result file, and the merging of several runs into one.
 
-A *cell* is one (case, precision, autocast, phase). Everything in a cell is timed side by side; the result file has one
-row per cell and strategy.
+The file is written after every cell, under a temporary name and renamed, so that a run that is cut off keeps what it
+has; `resume=True` continues it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+import json
+import os
+import shlex
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-PHASES = ("train_fwd", "eval_fwd", "train_fwd_bwd")
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from ..runtime import sources
+from .cells import Bench, Options, Tell
+from .environment import environment, now
+from .suite import Cell
+from .timing import reason
 
-
-@dataclass(frozen=True)
-class Case:
-    """A chain Linear → × scale → BatchNorm1d → activation of fixed sizes: x [batch, in_features]."""
-
-    name: str
-    batch: int
-    in_features: int
-    out_features: int
-    bias: bool = True
-    scale: bool = True
-    activation: str | None = None
-
-    @property
-    def small(self) -> bool:
-        """So small that launches decide: such a case is also timed as a CUDA graph."""
-        return 2.0 * self.batch * self.in_features * self.out_features < 6e9
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.batch}×{self.in_features}→{self.out_features}"
+SCHEMA = 1
+ROW_KEY = ("case", "precision", "autocast", "phase")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One column of conditions: a case, how its numbers are represented, and what is asked for."""
+def write_json(path: str | Path, document: dict[str, Any]) -> None:
+    """Write `document` so that `path` never holds half of it: under a temporary name beside it, then renamed.
 
-    case: Case
-    precision: str
-    autocast: bool
-    phase: str
-
-    @property
-    def param_dtype(self) -> torch.dtype:
-        """dtype of x and the parameters: under autocast float32, else the precision's own."""
-        return torch.float32 if self.autocast else DTYPES[self.precision]
-
-    @property
-    def label(self) -> str:
-        """The precision as the tables call it; `amp` is bf16 autocast over float32 parameters."""
-        return "amp" if self.autocast else self.precision
-
-    def __str__(self) -> str:
-        return f"{self.case.name} {self.label} {self.phase}"
+    NaN and Infinity become strings: JSON has no such numbers, and other readers refuse Python's.
+    """
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(_plain(document), file, indent=1, ensure_ascii=False, allow_nan=False)
+            file.write("\n")
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that nobody else may read
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
-_PROJECTOR = Case("projector", 2048, 2048, 8192, bias=False, scale=False, activation="relu")
-CASES: dict[str, Case] = {
-    c.name: c
-    for c in (
-        Case("kb33", 1024, 8192, 8192),
-        Case("kb39", 16384, 4096, 4096),
-        _PROJECTOR,
-        replace(_PROJECTOR, name="projector256", batch=256),
-        Case("mid", 512, 2048, 2048),
-        Case("small", 256, 512, 512),
-        Case("v0", 128, 1024, 512),
-        # What a CPU times in a moment; the same chains, and one of odd sizes.
-        Case("tiny", 64, 128, 96),
-        Case("tiny_projector", 96, 128, 256, bias=False, scale=False, activation="relu"),
-        Case("tiny_odd", 37, 65, 51),
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+        return str(value)
+    return value
+
+
+def command_line() -> str:
+    """The command that is running, as one could type it anywhere: of an absolute path the name alone."""
+    return shlex.join(["gemmnorm", *(Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:])])
+
+
+def tests_of(path: str | Path | None) -> dict[str, int | None]:
+    """Passed, failed and skipped tests of a JUnit file (`pytest --junit-xml`); null without one."""
+    if path is None:
+        return {"passed": None, "failed": None, "skipped": None}
+    total = failed = skipped = 0
+    for suite in ElementTree.parse(path).getroot().iter("testsuite"):
+        total += int(suite.get("tests", 0))
+        failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        skipped += int(suite.get("skipped", 0))
+    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
+
+
+def new_document(device: torch.device, command: str | None = None) -> dict[str, Any]:
+    """An empty result file of kind "bench"."""
+    return {
+        "schema": SCHEMA,
+        "kind": "bench",
+        "created": now(),
+        "command": command or command_line(),
+        "source_hash": sources.source_hash(),
+        "environment": environment(device),
+        "ceilings": {},
+        "rows": [],
+        "not_applicable": [],
+        "notes": [],
+        "tests": tests_of(None),
+    }
+
+
+def _previous(path: Path | None, fresh: dict[str, Any]) -> dict[str, Any]:
+    """The document at `path`, if it is of the same sources, torch and GPU; else `fresh` with a note."""
+    if path is None or not path.exists():
+        return fresh
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    same = all(
+        found.get("environment", {}).get(k) == fresh["environment"].get(k) for k in ("gpu", "torch", "cpu", "cuda")
     )
-}
-_GPU_CASES = ("kb33", "kb39", "projector", "projector256", "mid", "small", "v0")
-_ALL = (("fp32", False), ("tf32", False), ("bf16", False), ("fp16", False), ("bf16", True))
-
-SUITES: dict[str, tuple[Cell, ...]] = {
-    "cpu": tuple(
-        Cell(CASES[name], precision, autocast, phase)
-        for name in ("tiny", "tiny_projector", "tiny_odd", "v0", "mid")
-        for precision, autocast in (("fp32", False), ("bf16", False))
-        for phase in PHASES
-    ),
-    "h200": tuple(
-        Cell(CASES[name], precision, autocast, phase)
-        for name in _GPU_CASES
-        for precision, autocast in _ALL
-        for phase in PHASES
-    ),
-    "quick": tuple(
-        Cell(CASES[name], precision, False, phase)
-        for name in ("projector256", "v0")
-        for precision in ("fp32", "tf32", "bf16")
-        for phase in PHASES
-    ),
-}
+    if found.get("kind") == "bench" and found.get("source_hash") == fresh["source_hash"] and same:
+        commands = found["command"].split(" && ")
+        if fresh["command"] not in commands:
+            found["command"] = " && ".join([*commands, fresh["command"]])
+        return found
+    return {**fresh, "notes": [f"{path.name} was of other sources or another machine and was started anew"]}
 
 
-def select(
-    suite: str,
-    cases: Sequence[str] | None = None,
-    precisions: Sequence[str] | None = None,
-    phases: Sequence[str] | None = None,
-) -> list[Cell]:
-    """The cells of `suite` that pass every filter; `amp` is the precision of the autocast cells.
+def cell_key(cell: Cell) -> tuple[Any, ...]:
+    """What identifies a cell's rows in a result file."""
+    return (cell.case.name, cell.precision, cell.autocast, cell.phase)
 
-    Without a `suite` that has it, a case named in `cases` is added in every precision and phase of the suite's others:
-    `--suite cpu --case kb33` works.
+
+def run_suite(
+    cells: Sequence[Cell],
+    device: torch.device,
+    options: Options,
+    *,
+    path: str | Path | None = None,
+    resume: bool = False,
+    tell: Tell = lambda _: None,
+    on_cell: Callable[[Cell], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure `cells` and return the result document.
+
+    Args:
+        path: write the document there after every cell.
+        resume: keep the rows that `path` already has, and measure only cells without any.
+        tell: told in a few words what is being done.
+        on_cell: called when a cell is finished.
+
+    A cell that fails as a whole (out of memory, say) leaves a note and no rows; a lost device ends the run.
     """
-    cells = list(SUITES[suite])
-    for name in cases or ():
-        if name not in {c.case.name for c in cells}:
-            conditions = dict.fromkeys((c.precision, c.autocast, c.phase) for c in cells)
-            cells += [Cell(CASES[name], *condition) for condition in conditions]
-    return [
-        c
-        for c in cells
-        if (not cases or c.case.name in cases)
-        and (not precisions or c.label in precisions)
-        and (not phases or c.phase in phases)
-    ]
-
-
-class EagerChain(nn.Module):
-    """The founding model, with every optional part optional: the definition that everything is compared with."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.gemm = nn.Linear(case.in_features, case.out_features, bias=case.bias)
-        if case.scale:
-            self.scale = nn.Parameter(torch.randn(case.out_features))
-        self.bn = nn.BatchNorm1d(case.out_features)
-        self.has_scale = case.scale
-        self.relu = case.activation == "relu"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [batch, in_features] → y [batch, out_features]."""
-        z = self.gemm(x)
-        if self.has_scale:
-            z = z * self.scale
-        y: Tensor = self.bn(z)
-        return torch.relu(y) if self.relu else y
-
-
-@dataclass
-class Prepared:
-    """The tensors of a cell: the eager module, x [batch, in] and the upstream gradient g [batch, out] of the loss."""
-
-    eager: EagerChain
-    x: Tensor
-    g: Tensor
-
-
-def prepare(cell: Cell, device: torch.device, seed: int = 0) -> Prepared:
-    """Draw weights and data. Everything random, the affine part and the running statistics included: zeros and ones
-    run faster on a GPU than data do, and would hide errors."""
-    generator = torch.Generator(device).manual_seed(seed)
-    torch.manual_seed(seed)
-    case = cell.case
-    with torch.device(device):
-        eager = EagerChain(case)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    def uniform(n: int) -> Tensor:
-        return torch.rand(n, generator=generator, device=device) + 0.5
-
-    with torch.no_grad():
-        eager.bn.weight.copy_(uniform(case.out_features))
-        eager.bn.bias.copy_(0.1 * normal(case.out_features))
-        assert eager.bn.running_mean is not None and eager.bn.running_var is not None
-        eager.bn.running_mean.copy_(0.1 * normal(case.out_features))
-        eager.bn.running_var.copy_(uniform(case.out_features))
-    eager = eager.to(cell.param_dtype).train(cell.phase != "eval_fwd")
-    x = normal(case.batch, case.in_features).to(cell.param_dtype)
-    g = normal(case.batch, case.out_features)
-    # With a scale the chain's last tensor operand is a float32 parameter, so the output is float32; without, half.
-    out_dtype = torch.bfloat16 if cell.autocast and not case.scale else cell.param_dtype
-    x.requires_grad_(cell.phase == "train_fwd_bwd")
-    return Prepared(eager, x, g.to(out_dtype))
-
-
-@contextlib.contextmanager
-def tf32(enabled: bool) -> Iterator[None]:
-    """Allow TF32 for float32 matrix products in the body, and put everything back as it was.
-
-    PyTorch 2.9 has two switches for this, which must not contradict each other: reading one of them raises after the
-    other was set alone, and `torch.compile` reads both. Setting the older one sets both. Putting it back would leave
-    the newer one at `"ieee"` in place of `"none"`, so that one is put back after it.
-    """
-    matmul: Any = torch.backends.cuda.matmul
-    new = getattr(matmul, "fp32_precision", None)
-    try:
-        old = bool(matmul.allow_tf32)
-    except RuntimeError:  # the caller has set the newer one alone
-        matmul.fp32_precision = "tf32" if enabled else "none"
-        try:
-            yield
-        finally:
-            matmul.fp32_precision = new
-        return
-    if enabled != old:
-        matmul.allow_tf32 = enabled
-        if new is not None and not enabled:
-            matmul.fp32_precision = "none"  # the default: float32 accuracy by whatever arithmetic
-    try:
-        yield
-    finally:
-        if enabled != old:
-            matmul.allow_tf32 = old
-            if new is not None:
-                matmul.fp32_precision = new
-
-
-@contextlib.contextmanager
-def blas_backend(name: str | None) -> Iterator[None]:
-    """Run the body on torch's BLAS backend `name` ("cublas" or "cublaslt"); None, or an old torch, changes nothing."""
-    switch = getattr(torch.backends.cuda, "preferred_blas_library", None)
-    if name is None or switch is None:
-        yield
-        return
-    previous = switch()
-    switch(name)
-    try:
-        yield
-    finally:
-        switch(previous)
-
-
-def autocast(cell: Cell, device: torch.device) -> AbstractContextManager[object]:
-    """Autocast as a training loop uses it: around the forward only, entered anew for each call.
-
-    Entered once around many calls it would keep the half-precision copy of the weight from the first of them.
-    """
-    if cell.autocast:
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def conditions(cell: Cell) -> Iterator[None]:
-    """What holds around the whole cell: TF32 or not, gradients or not."""
-    with tf32(cell.precision == "tf32"), torch.set_grad_enabled(cell.phase == "train_fwd_bwd"):
-        yield
+    document = new_document(device)
+    if resume:
+        document = _previous(Path(path) if path else None, document)
+    done = {tuple(row.get(k) for k in ROW_KEY) for row in (*document["rows"], *document["not_applicable"])}
+    todo = [c for c in cells if cell_key(c) not in done]
+    bench = Bench(device, options, tell)
+    if todo:
+        document["ceilings"] = bench.measure_ceilings(cells)
+    for cell in cells:
+        if cell in todo:
+            try:
+                result = bench.run_cell(cell)
+            except Exception as error:
+                document["notes"].append(f"{cell}: {reason(error)}")
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # raises where the device is lost, and with it all that would follow
+            else:
+                document["rows"] += result.rows
+                document["not_applicable"] += result.not_applicable
+                document["notes"] += result.notes
+            if path is not None:
+                write_json(path, document)
+        on_cell(cell)
+    if path is not None:
+        write_json(path, document)
+    return document

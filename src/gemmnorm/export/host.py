@@ -14,8 +14,10 @@ from pathlib import Path
 from ..errors import GemmNormRuntimeError
 from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Map, Plan, Problem, Product, c_types
 from ..plan.hopper import MOST_TOGETHER
+from ..plan.params import layout
 from ..plan.problem import CHIPS
 from ..plan.small import clusters_at_once
+from ..runtime.sources import type_names
 from .kernels import Kernels, check_known, wrap
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -334,7 +336,7 @@ class _Body:
         return ROLES[role][0].format(**self.types)
 
     def steps(self) -> None:
-        arguments = {role for step in self.plan.launches for role in step.arguments}
+        arguments = {step.role(field) for step in self.plan.launches for field in step.params}
         if "scale_stride" in arguments:
             features = self.plan.problem.out_features
             self.line(f"const int scale_stride = scale && scale->numel() == {features} ? 1 : 0;")
@@ -360,10 +362,20 @@ class _Body:
         self.line(f"{condition}at::mm_out({step.out}, {left}, {right});  // by the library")
 
     def launch(self, step: Launch) -> None:
+        """A block of statements: the kernel's `Params`, filled by name, and the launch."""
         name = self.kernels.name(step, self.plan.problem, self.suffix)
-        own = {role: f"{value} /* {role} */" for role, value in step.numbers}
+        _, params = type_names(name)
+        own = {role: str(value) for role, value in step.numbers}
         own |= {m.role: self.tensor_map(m) for m in step.maps}
-        arguments = [own.get(role) or self.argument(role) for role in step.parameters]
+        fields = layout(step, self.plan.problem).fields
+        if step.only_for in self.optional:
+            self.line(f"if ({step.only_for}.defined()) {{")
+        else:
+            self.line("{")
+        self.line(f"  {params} p;")
+        self.lines += wrap(
+            "    ", [f"p.{f.name} = {own.get(f.name) or self.argument(f.role)}" for f in fields], ";", ";"
+        ).split("\n")
         size = [self.extent(step.grid, step.resident if step.cooperative else 1), str(step.block)]
         if step.shared or step.cooperative:
             cluster, waits = str(step.cluster), "true" if step.cooperative else "false"
@@ -373,12 +385,11 @@ class _Body:
                 most = max(n for n in sizes if step.grid.times <= clusters_at_once(chip.multiprocessors, n))
                 cluster, waits = f"{tiles} <= {most} ? {tiles} : 1", f"{tiles} > {most}"
             more = [f"{step.shared} /* shared */", f"{cluster} /* cluster */", f"{waits} /* cooperative */"]
-            head = "  launch_hopper("
+            head = "    launch_hopper("
         else:
-            head, more = "  launch(", []
-        if step.only_for in self.optional:
-            head = f"  if ({step.only_for}.defined()) {head.strip()}"
-        self.lines += wrap(head, [name, *size, *more, "stream", *arguments], ");").split("\n")
+            head, more = "    launch(", []
+        self.lines += wrap(head, [name, *size, *more, "stream", "p"], ");").split("\n")
+        self.line("}")
 
     def tensor_map(self, found: Map) -> str:
         """The expression that encodes a tensor map."""

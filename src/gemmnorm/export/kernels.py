@@ -15,7 +15,7 @@ from ..runtime.sources import device_source, entry_source
 WIDTH = 116
 
 _KNOWN = {
-    Launch: {"entry", "source", "function", "constants", "arguments", "grid", "block", "resident", "shared",
+    Launch: {"entry", "source", "function", "config", "params", "roles", "absent", "grid", "block", "resident", "shared",
              "cooperative", "cluster", "maps", "numbers", "only_for"},
     Map: {"role", "tensor", "rows", "columns", "exact", "fits"},
     Product: {"out", "left", "right", "transpose_left", "transpose_right"},
@@ -39,12 +39,14 @@ class Kernels:
         check_known(launch)
         if launch.source not in self.files:
             self.files.append(launch.source)
-        struct = self._activation(problem.activation) if "Activation" in launch.constants else ""
-        launch = replace(launch, constants=tuple(struct if c == "Activation" else c for c in launch.constants))
+        if launch.activates:
+            struct = self._activation(problem.activation)
+            config = tuple((name, struct if name == "Activation" else value) for name, value in launch.config)
+            launch = replace(launch, config=config)
         text = entry_source(launch, problem)
         if text not in self.names:
             self.names[text] = name = self._free_name(launch.entry + suffix, problem)
-            self.entries.append(_folded(entry_source(replace(launch, entry=name), problem)))
+            self.entries.append(entry_source(replace(launch, entry=name), problem))
         return self.names[text]
 
     def _free_name(self, name: str, problem: Problem) -> str:
@@ -74,31 +76,21 @@ class Kernels:
         return "\n".join([device_source(self.files), *structs, *self.entries])
 
 
-def _folded(entry: str) -> str:
-    """An entry with its one call broken into lines."""
-    lines = entry.split("\n")
-    for i, line in enumerate(lines):
-        if len(line) > WIDTH and line.endswith(");") and "(" in line:
-            head, arguments = line[:-2].split("(", 1)
-            lines[i] = wrap("      ", arguments.split(", "), ");", first=f"{head}(\n")
-    return "\n".join(lines)
-
-
 def _camel(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
 
 
-def wrap(head: str, items: Sequence[str], tail: str, first: str = "") -> str:
+def wrap(head: str, items: Sequence[str], tail: str, between: str = ",") -> str:
     """`head item, item, … tail`, broken into lines that hang below the first item."""
     lines, line, indent = [], head, " " * len(head)
     for i, item in enumerate(items):
-        piece = item + ("," if i + 1 < len(items) else tail)
+        piece = item + (between if i + 1 < len(items) else tail)
         gap = "" if line in (head, indent) else " "
         if gap and len(line) + 1 + len(piece) > WIDTH:
             lines.append(line)
             line, gap = indent, ""
         line += gap + piece
-    return first + "\n".join([*lines, line])
+    return "\n".join([*lines, line])
 
 
 def check_known(item: Any) -> None:

@@ -8,9 +8,9 @@ counts as constants and the batch as an argument.
 from .cast import CAST
 from .choice import STRATEGIES, applicable, cached_plan, check_strategy, make_plan, preference, set_strategy
 from .library import GROUP_ROWS
-from .problem import C_TYPES, CHIPS, DTYPE_BYTES, Chip, Problem, c_types, chip_for, target
+from .problem import C_TYPES, CHIPS, DTYPE_BYTES, Chip, Problem, c_types, chip_for, target, type_members
 from .split import PREPARED, prepare
-from .steps import NOTHING, OWN_GEMM, ROLES, Buffer, Extent, Launch, Map, Plan, Product, Step
+from .steps import OWN_GEMM, ROLES, Buffer, Extent, Launch, Map, Plan, Product, Step
 
 __all__ = [
     "CAST",
@@ -18,7 +18,6 @@ __all__ = [
     "C_TYPES",
     "DTYPE_BYTES",
     "GROUP_ROWS",
-    "NOTHING",
     "OWN_GEMM",
     "PREPARED",
     "ROLES",
@@ -42,4 +41,5 @@ __all__ = [
     "prepare",
     "set_strategy",
     "target",
+    "type_members",
 ]

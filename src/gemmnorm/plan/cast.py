@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from .cost import cast_seconds
 from .library import ROWS
-from .problem import Problem, c_types
+from .problem import Problem, type_members
 from .split import ALL_ROWS
-from .steps import NOTHING, Buffer, Extent, Launch, Plan, Product
+from .steps import Buffer, Extent, Launch, Plan, Product
 
 OPERANDS = ("x", "weight")
 CAST = ("cast_x", "cast_weight")  # roles of the same, cast
@@ -19,12 +19,6 @@ COLUMNS = 2048  # of K, that are cast at a time
 def operand(problem: Problem, name: str) -> str:
     """The role of x or the weight as it is multiplied; any other as it is."""
     return f"cast_{name}" if name in problem.cast else name
-
-
-def roles(problem: Problem) -> tuple[str, ...]:
-    """x and the weight as they come, and as they are multiplied; nothing for what is not cast."""
-    kinds = ("wide", "cast")
-    return tuple(f"{kind}_{name}" if name in problem.cast else NOTHING for kind in kinds for name in OPERANDS)
 
 
 def operands(problem: Problem) -> tuple[Buffer, ...]:
@@ -48,9 +42,15 @@ def cast_rows(problem: Problem, x_rows: int, weight_rows: int, begun: int) -> La
         "fused_gemm_cast_operands",
         "memory_bound/cast.cuh",
         "cast_rows",
-        (c_types(problem)["T"],),
-        (*roles(problem), "weight_rows", "begun", "in_features"),
+        type_members(problem, "T"),
+        (
+            *(f"{kind}_{name}" for name in problem.cast for kind in ("wide", "cast")),
+            "weight_rows",
+            "begun",
+            "in_features",
+        ),
         grid if "x" in problem.cast else Extent(rows),
+        absent=tuple(f"{kind}_{name}" for name in OPERANDS if name not in problem.cast for kind in ("wide", "cast")),
         resident=4,
         numbers=(("weight_rows", rows), ("begun", begun)),
     )

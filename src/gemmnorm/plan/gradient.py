@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from .cost import gemm_seconds, sweep_seconds
 from .library import GROUP_ROWS, ROWS, VECTORS, form, merge_grid, tiling
-from .problem import DTYPE_BYTES, Chip, Problem, c_types
-from .steps import NOTHING, THREADS, Buffer, Extent, Launch, Plan, Product
+from .problem import DTYPE_BYTES, Chip, Problem, type_members
+from .steps import THREADS, Buffer, Extent, Launch, Plan, Product
 
 WARPS = THREADS // 32
 # Lanes of a warp along the features, 16 bytes each: whole lines of 128 bytes, or halves, for more or smaller blocks.
@@ -23,19 +23,19 @@ _CHEAP = ("relu", "leaky_relu", "hardtanh")
 _PARAMETERS = ("grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
 
 
-def launches(problem: Problem, exponents: tuple[str, str]) -> tuple[tuple[Launch, ...], tuple[Buffer, ...], int]:
+def launches(problem: Problem, split: bool) -> tuple[tuple[Launch, ...], tuple[Buffer, ...], int]:
     """The launches, what they need besides the gradients, and how many counters.
 
-    `exponents` are the roles of x's exponents and of those of the gradient's columns, for products of split operands.
+    `split`: the gradient's products are of split operands, for which the launches find its columns' exponents.
     """
     product = Buffer("grad_product", problem.dtype, (ROWS, Extent(problem.out_features)))
-    panel, units = panel_launch(problem, exponents), unit_launch(problem, exponents)
+    panel, units = panel_launch(problem, split), unit_launch(problem, split)
     if panel is not None:
         return (panel,), (product,), 0
     if units is not None:
         between = (*_between(problem, _unit_rows(problem)), *_vectors(problem, "merged_slope", "merged_shift"))
         return (units,), (*between, product), 2 + 2 * -(-problem.out_features // _unit_columns(problem))
-    return _three_launches(problem, exponents), (*_between(problem), product), 0
+    return _three_launches(problem, split), (*_between(problem), product), 0
 
 
 def _in_one_launch(problem: Problem) -> Chip | None:
@@ -44,7 +44,7 @@ def _in_one_launch(problem: Problem) -> Chip | None:
     return chip if chip and chip.arch == 90 and problem.training and whole else None
 
 
-def panel_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
+def panel_launch(problem: Problem, split: bool) -> Launch | None:
     """A cluster for each panel of columns, which reads the product and y's gradient once; None if none can."""
     chip = _in_one_launch(problem)
     shape = _shape(problem, chip) if chip else None
@@ -67,14 +67,27 @@ def panel_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
         "fused_gemm_scale_bn_gradient",
         "backward/panel_gradient.cuh",
         "panel_gradient",
-        (*c_types(problem).values(), *map(str, (shape.lanes, shape.rows, cluster, shape.shared)), "Activation"),
-        ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", *exponents,
+        (
+            *type_members(problem),
+            ("kThreadsX", shape.lanes),
+            ("kRowsPerWarp", shape.rows),
+            ("kCluster", cluster),
+            ("kSharedBytes", shape.shared),
+            ("Activation", "Activation"),
+        ),
+        ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", *_exponents(split),
          *_PARAMETERS, "grad_product", "batch", "features"),
         Extent(min(panels, clusters(resident)) * cluster),
         resident=resident,
         shared=shape.shared,
         cluster=cluster,
+        absent=_exponents(not split),
     )  # fmt: skip
+
+
+def _exponents(there: bool) -> tuple[str, ...]:
+    """The fields for x's exponents and for those of the gradient's columns."""
+    return ("x_exponents", "column_exponents") if there else ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +130,7 @@ def _shape(problem: Problem, chip: Chip) -> Shape | None:
     return None
 
 
-def unit_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
+def unit_launch(problem: Problem, split: bool) -> Launch | None:
     """Blocks that take turns, and read what they need again out of the L2; None if that cannot keep it."""
     chip, columns = _in_one_launch(problem), _unit_columns(problem)
     row = columns * (DTYPE_BYTES[problem.dtype] + DTYPE_BYTES[problem.out_dtype])
@@ -129,14 +142,20 @@ def unit_launch(problem: Problem, exponents: tuple[str, str]) -> Launch | None:
         "fused_gemm_scale_bn_gradient",
         "backward/gradient_units.cuh",
         "gradient_units",
-        (*c_types(problem).values(), str(_unit_rows(problem) // WARPS), str(shared), "Activation"),
+        (
+            *type_members(problem),
+            ("kRowsPerWarp", _unit_rows(problem) // WARPS),
+            ("kSharedBytes", shared),
+            ("Activation", "Activation"),
+        ),
         ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", "group_sum",
-         "group_dot", "mean_grad", "slope_grad", "merged_slope", "merged_shift", *exponents, *_PARAMETERS,
+         "group_dot", "mean_grad", "slope_grad", "merged_slope", "merged_shift", *_exponents(split), *_PARAMETERS,
          "grad_product", "counters", "lag", "batch", "features"),
         Extent(panels, _unit_rows(problem), 2 * chip.multiprocessors, 1),  # one merges at least
         shared=shared,
         cooperative=True,
         numbers=(("lag", min(max(2, -(-IN_FLIGHT // panel)), panels)),),
+        absent=_exponents(not split),
     )  # fmt: skip
 
 
@@ -154,20 +173,20 @@ def most_rows(plan: Plan) -> int | None:
     """The largest batch that a backward's launches serve; None for any."""
     for launch in plan.launches:
         if launch.function == "panel_gradient":
-            rows, cluster = (int(constant) for constant in launch.constants[5:7])
-            return rows * cluster * WARPS
+            return int(launch.member("kRowsPerWarp")) * launch.cluster * WARPS
     return None
 
 
-def _three_launches(problem: Problem, exponents: tuple[str, str]) -> tuple[Launch, ...]:
+def _three_launches(problem: Problem, split: bool) -> tuple[Launch, ...]:
     """Column sums of every group of rows, their merge, and the gradient of the product."""
-    single, several, types, kind = tiling(problem), tiling(problem, 4), c_types(problem), form(problem)
+    single, several, kind = tiling(problem), tiling(problem, 4), ("kForm", form(problem))
+    activation = ("Activation", "Activation")
     return (
         Launch(
             "fused_gemm_scale_bn_gradient_sums",
             "backward/gradient.cuh",
             "gradient_sums",
-            (*types.values(), *single.constants, kind, "Activation"),
+            (*type_members(problem), *single.members, kind, activation),
             ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "group_sum",
              "group_dot", "group_linear", "batch", "features"),
             single.blocks,
@@ -177,21 +196,23 @@ def _three_launches(problem: Problem, exponents: tuple[str, str]) -> tuple[Launc
             "fused_gemm_scale_bn_gradient_merge",
             "backward/gradient.cuh",
             "merge_gradients",
-            (types["L"], types["R"], kind),
+            (*type_members(problem, "LR"), kind),
             ("group_sum", "group_dot", "group_linear", "scale", "scale_stride", "scale_value", "rstd", "bn_weight",
-             "eps", "mean_grad", "slope_grad", exponents[1], *_PARAMETERS, "batch", "features"),
+             "eps", "mean_grad", "slope_grad", *_exponents(split)[1:], *_PARAMETERS, "batch", "features"),
             merge_grid(problem),
+            absent=_exponents(not split)[1:],
         ),
         Launch(
             "fused_gemm_scale_bn_gradient_apply",
             "backward/gradient.cuh",
             "product_gradient",
-            (*types.values(), *several.constants, str(several.groups), kind, "Activation"),
+            (*type_members(problem), *several.members, ("kGroups", several.groups), kind, activation),
             ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "mean_grad",
-             "slope_grad", *exponents, "grad_product", "batch", "features"),
+             "slope_grad", *_exponents(split), "grad_product", "batch", "features"),
             several.blocks,
             # GELU's beside eight columns' coefficients takes more than the 128 registers that two blocks leave.
             resident=1 if problem.activation == "gelu" else 2,
+            absent=_exponents(not split),
         ),
     )  # fmt: skip
 
@@ -207,14 +228,14 @@ def _vectors(problem: Problem, *roles: str) -> tuple[Buffer, ...]:
     return tuple(Buffer(role, "float32", (Extent(problem.out_features),)) for role in roles)
 
 
-def backward(problem: Problem, strategy: str, exponents: tuple[str, str] = (NOTHING, NOTHING)) -> Plan:
+def backward(problem: Problem, strategy: str, split: bool = False) -> Plan:
     """The gradient of the product, and two products by the library.
 
-    The same for every strategy: what a forward saves is the product, and the mean and rstd of each feature. `exponents`
+    The same for every strategy: what a forward saves is the product, and the mean and rstd of each feature. `split`
     as in `launches`.
     """
     features = Extent(problem.out_features)
-    steps, workspace, counters = launches(problem, exponents)
+    steps, workspace, counters = launches(problem, split)
     reads = 4 if len(steps) > 1 else 3 if steps[0].cooperative else 2
     of_x, of_weight = problem.grad_dtypes or (problem.dtype, problem.dtype)
     return Plan(

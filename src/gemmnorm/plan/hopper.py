@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from . import cast, library
 from .cost import gemm_seconds, split_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
-from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
+from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .small import clusters_at_once
 from .split import ALL_ROWS, PREPARED, ROW_BYTES, counters_to_recompute, recompute, split_operands, split_rows
-from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan, Step
+from .steps import Buffer, Extent, Launch, Map, Plan, Step
 
 WIDE = 128  # columns of a tile that is multiplied as W·xᵀ
 # Bytes of an element, its parts, rows and columns of the tile → stages of the ring.
@@ -30,8 +30,9 @@ MOST_SPLIT_FEATURES = 1 << 24  # times 127 rows of a tile is below 2^31
 FEW_ROWS = 1024  # below which there is little time to make W's rows beside the product
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows where the kernel makes any; shared memory where it splits them
-_SPLIT = ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents", "weight_largest", "weight_total",
-          "weight_checksums", "most", "flagged")  # fmt: skip
+# Fields of the rows that the kernel converts, and of what only split operands have.
+_CONVERTED = ("source_x", "source_weight", "converted_x", "converted_weight")
+_SPLIT = ("x_exponents", "weight_exponents", "weight_largest", "weight_total", "weight_checksums", "most", "flagged")
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
     """`one_kernel`: a single launch. `gemm_stats_apply`: the GEMM with statistics, the merge, the normalisation."""
     tile = choose_tile(problem)
     chip = problem.chip or CHIPS[90]
-    types, features = c_types(problem), Extent(problem.out_features)
+    features = Extent(problem.out_features)
     rows, panels = tile.counts(problem)
     at_once = _panels_at_once(problem, tile)
     if not problem.training:
@@ -243,8 +244,10 @@ def forward(problem: Problem, strategy: str) -> Plan:
     shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
     operands = [f"split_{name}" if problem.split else cast.operand(problem, name) for name in cast.OPERANDS]
-    made = _split_roles(problem) if problem.split else cast.roles(problem) if ahead else ()
-    made += (NOTHING,) * (len(_SPLIT) - len(made))
+    made = _converted_roles(problem, ahead)
+    own = _SPLIT if problem.prepared else tuple(field for field in _SPLIT if field != "weight_checksums")
+    own = own if problem.split else ()
+    absent = tuple(field for field in (*_CONVERTED, *_SPLIT) if field not in (*dict(made), *own))
     launch = Launch(
         {"kEvaluate": "fused_gemm_scale_bn_evaluate", "kStatistics": "fused_gemm_statistics"}.get(
             finish, "fused_gemm_scale_bn"
@@ -252,19 +255,19 @@ def forward(problem: Problem, strategy: str) -> Plan:
         "gemm/fused_gemm.cuh",
         "fused_gemm",
         (
-            types["T"] if half else "gemmnorm::split" if problem.split else "gemmnorm::tf32",
-            *types.values(),
-            str(tile.rows),
-            str(tile.columns),
-            str(tile.stages),
-            str(shared),
-            f"gemmnorm::Finish::{finish}",
-            "Activation",
+            *type_members(problem),
+            ("Operand", "T" if half else "gemmnorm::split" if problem.split else "gemmnorm::tf32"),
+            ("kTileRows", tile.rows),
+            ("kTileColumns", tile.columns),
+            ("kStages", tile.stages),
+            ("kSharedBytes", shared),
+            ("kFinish", f"gemmnorm::Finish::{finish}"),
+            ("Activation", "Activation"),
         ),
         ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
-         "merged_slope", "merged_shift", "counters", *made, "x_rows", "weight_rows", "begun", "group_panels",
-         "in_registers", "stream_x", "keep_product", "batch", "in_features", "features"),
+         "merged_slope", "merged_shift", "counters", *dict(made), *own, "x_rows", "weight_rows", "begun",
+         "group_panels", "in_registers", "stream_x", "keep_product", "batch", "in_features", "features"),
         grid,
         block=384,
         resident=1,
@@ -286,6 +289,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
             ("stream_x", int(finish != "kWholePanels" and half and _bytes_of_x(problem) > LARGE_X)),
             ("keep_product", int(problem.save or strategy == "gemm_stats_apply")),
         ),
+        roles=made,
+        absent=absent,
     )  # fmt: skip
     steps: tuple[Step, ...] = (launch,)
     product = Buffer("product", problem.dtype, (ROWS, features))
@@ -335,9 +340,15 @@ def forward(problem: Problem, strategy: str) -> Plan:
     return cast.with_operands(found, x_rows, weight_rows, begun) if problem.cast else found
 
 
-def _split_roles(problem: Problem) -> tuple[str, ...]:
-    """The arguments for split operands."""
-    return _SPLIT if problem.prepared else tuple(NOTHING if role == "weight_checksums" else role for role in _SPLIT)
+def _converted_roles(problem: Problem, ahead: bool) -> tuple[tuple[str, str], ...]:
+    """(field, role) of the rows that the kernel converts to operands itself."""
+    if problem.split:
+        roles = tuple((f"{name}", f"split_{name}") for name in cast.OPERANDS)
+    else:
+        roles = tuple((f"wide_{name}", f"cast_{name}") for name in cast.OPERANDS if ahead and name in problem.cast)
+    names = [name for name in cast.OPERANDS if problem.split or (ahead and name in problem.cast)]
+    pairs = zip(names, roles, strict=True)
+    return tuple(pair for name, (a, b) in pairs for pair in ((f"source_{name}", a), (f"converted_{name}", b)))
 
 
 def _bytes_of_x(problem: Problem) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .cost import gemm_seconds, sweep_seconds
-from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
+from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .steps import Buffer, Extent, Launch, Plan, Product, Step
 
 GROUP_ROWS = 64  # that a row of group_mean and group_m2 stands for, in every strategy
@@ -32,8 +32,9 @@ class Tiling:
     blocks: Extent
 
     @property
-    def constants(self) -> tuple[str, str]:
-        return str(self.width), str(self.threads)
+    def members(self) -> tuple[tuple[str, int], ...]:
+        """Of a kernel's `Config`."""
+        return ("kVector", self.width), ("kThreadsX", self.threads)
 
 
 def tiling(problem: Problem, most_groups: int = 1) -> Tiling:
@@ -70,12 +71,11 @@ def form(problem: Problem, fold: bool = True) -> str:
 
 def merge(problem: Problem, fold: bool) -> Launch:
     """The merge of all groups into mean and rstd, and the update of the running statistics."""
-    types = c_types(problem)
     return Launch(
         "fused_gemm_scale_bn_merge",
         "memory_bound/statistics.cuh",
         "merge_statistics",
-        (types["L"], types["R"], _flag(fold)),
+        (*type_members(problem, "LR"), ("kFold", _flag(fold))),
         ("group_mean", "group_m2", *VECTORS, "running_mean", "running_var", "num_batches_tracked", "momentum", "eps",
          "mean", "rstd", "batch", "features"),
         merge_grid(problem),
@@ -89,16 +89,23 @@ def normalize(problem: Problem, fold: bool, offset: str) -> Launch:
         "fused_gemm_scale_bn_apply" if problem.training else "fused_gemm_scale_bn_evaluate",
         "memory_bound/normalize.cuh",
         "normalize",
-        (*c_types(problem).values(), *t.constants, str(t.groups), form(problem, fold), "Activation"),
-        ("product", offset, *VECTORS, "mean", "rstd", "running_mean", "running_var", "bn_weight", "bn_bias", "eps", "y",
-         "batch", "features"),
+        (
+            *type_members(problem),
+            *t.members,
+            ("kGroups", t.groups),
+            ("kForm", form(problem, fold)),
+            ("Activation", "Activation"),
+        ),
+        ("product", "offset", *VECTORS, "mean", "rstd", "running_mean", "running_var", "bn_weight", "bn_bias", "eps",
+         "y", "batch", "features"),
         t.blocks,
+        roles=(("offset", offset),),
     )  # fmt: skip
 
 
 def forward(problem: Problem, strategy: str) -> Plan:
     """GEMM, group statistics, merge, normalise; in evaluation the GEMM and the normalisation alone."""
-    t, types = tiling(problem), c_types(problem)
+    t = tiling(problem)
     fold = strategy == "cublas_folded_bn"
     features = Extent(problem.out_features)
     steps: list[Step] = [Product("product", "x", "weight", transpose_right=True)]
@@ -108,7 +115,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
             "fused_gemm_scale_bn_statistics",
             "memory_bound/statistics.cuh",
             "column_statistics",
-            (types["T"], types["L"], *t.constants, _flag(fold)),
+            (*type_members(problem, "TL"), *t.members, ("kFold", _flag(fold))),
             ("product", *VECTORS, "group_mean", "group_m2", "num_batches_tracked", "batch", "features"),
             t.blocks,
         )

@@ -111,6 +111,12 @@ class Problem:
         return chip.tensor_tf32 if self.arithmetic == "tf32" else chip.vector_fp32
 
 
+def type_members(problem: Problem, letters: str = "TYLR") -> tuple[tuple[str, str], ...]:
+    """Members of a kernel's `Config` for these letters of `ROLES`."""
+    types = c_types(problem)
+    return tuple((letter, types[letter]) for letter in letters)
+
+
 def c_types(problem: Problem) -> dict[str, str]:
     """The C type of each letter in `ROLES`."""
     return {

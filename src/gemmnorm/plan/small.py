@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from .cost import gemm_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
-from .problem import CHIPS, DTYPE_BYTES, Problem, c_types
+from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .split import ROW_BYTES
-from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan
+from .steps import Buffer, Extent, Launch, Map, Plan
 
 TILE_ROWS = 2 * GROUP_ROWS
 NEIGHBOURS = 18  # multiprocessors among which a cluster of more than two has to find room
@@ -109,29 +109,29 @@ def _library_is_faster(problem: Problem, found: Shape) -> bool:
 
 def forward(problem: Problem, strategy: str) -> Plan:
     """The whole chain in one launch."""
-    found, types, size = shape(problem), c_types(problem), DTYPE_BYTES[problem.dtype]
+    found, size = shape(problem), DTYPE_BYTES[problem.dtype]
     assert found is not None
     features, shared = Extent(problem.out_features), found.shared(problem.split)
-    operands = ("x", "weight") if problem.split and not problem.training else (NOTHING, NOTHING)
-    product, batches, *results = "stored_product", "num_batches_tracked", "group_mean", "mean", "rstd", "counters"
-    if not problem.training:
-        product, batches, *results = (NOTHING,) * (2 + len(results))
+    operands = ("x", "weight") if problem.split and not problem.training else ()
+    results = ("stored_product", "num_batches_tracked", "group_mean", "mean", "rstd", "counters")
+    absent = (*(() if operands else ("x", "weight")), *(() if problem.training else results))
+    half = "T" if size == 2 else None
     launch = Launch(
         "fused_gemm_scale_bn" if problem.training else "fused_gemm_scale_bn_evaluate",
         "small/small_panel.cuh",
         "small_panel",
         (
-            types["T"] if size == 2 else "gemmnorm::thirds" if problem.split else "gemmnorm::tf32",
-            *types.values(),
-            str(found.columns),
-            str(found.stages // 2 if problem.split else found.stages),
-            str(shared),
-            str(found.blocks),
-            str(problem.training).lower(),
-            "Activation",
+            *type_members(problem),
+            ("Operand", half or ("gemmnorm::thirds" if problem.split else "gemmnorm::tf32")),
+            ("kColumns", found.columns),
+            ("kStages", found.stages // 2 if problem.split else found.stages),
+            ("kSharedBytes", shared),
+            ("kCluster", found.blocks),
+            ("kTraining", str(problem.training).lower()),
+            ("Activation", "Activation"),
         ),
-        ("map_x", "map_weight", *operands, product, "y", *VECTORS, "running_mean", "running_var", batches,
-         "bn_weight", "bn_bias", "momentum", "eps", *results, "keep_product", "batch", "in_features", "features"),
+        ("map_x", "map_weight", *operands, *(results if problem.training else ()), "y", *VECTORS, "running_mean",
+         "running_var", "bn_weight", "bn_bias", "momentum", "eps", "keep_product", "batch", "in_features", "features"),
         Extent(-(-problem.out_features // found.columns) * found.blocks),
         block=288,
         resident=found.resident,
@@ -142,6 +142,7 @@ def forward(problem: Problem, strategy: str) -> Plan:
             Map("map_weight", "weight", found.columns, ROW_BYTES // size, problem.split),
         ),
         numbers=(("keep_product", int(problem.save)),),
+        absent=absent,
     )  # fmt: skip
     y = Buffer("y", problem.out_dtype, (ROWS, features))
     kept = Buffer("product", problem.dtype, (ROWS, features)), Buffer("group_mean", "float32", (GROUPS, features))

@@ -7,8 +7,8 @@ from dataclasses import replace
 from . import gradient
 from .cost import split_seconds
 from .library import ROWS, VECTORS
-from .problem import CHIPS, Problem, c_types
-from .steps import NOTHING, Buffer, Extent, Launch, Map, Plan
+from .problem import CHIPS, Problem, type_members
+from .steps import Buffer, Extent, Launch, Map, Plan
 
 ROW_BYTES = 128  # of K in one pipeline stage
 ALL_ROWS = 2**30  # of x, whatever the batch
@@ -23,18 +23,30 @@ PREPARED = ("split_weight", "weight_exponents", "weight_largest", "weight_total"
 
 def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, checksums: bool = False) -> Launch:
     """The pass that splits the first rows of x and of the weight, with the sizes of rows that a guard wants to know."""
+    known = ("weight_largest", "weight_total", "most") if guarded else ()
+    known += ("weight_checksums",) if checksums else ()
+    optional = ("weight_largest", "weight_total", "most", "weight_checksums")
     return Launch(
         "fused_gemm_split_operands",
         "memory_bound/split.cuh",
         "split_rows",
         (),
-        ("x", "weight", "split_x", "split_weight", "x_exponents", "weight_exponents",
-         *(("weight_largest", "weight_total") if guarded else (NOTHING,) * 2),
-         "weight_checksums" if checksums else NOTHING, "most" if guarded else NOTHING, "weight_rows", "in_features"),
+        (
+            "x",
+            "weight",
+            "split_x",
+            "split_weight",
+            "x_exponents",
+            "weight_exponents",
+            *known,
+            "weight_rows",
+            "in_features",
+        ),
         Extent(1, 1, limit=0 if x_rows == ALL_ROWS else x_rows + weight_rows, plus=weight_rows),
         resident=4,
         numbers=(("weight_rows", weight_rows),),
-    )  # fmt: skip
+        absent=tuple(field for field in optional if field not in known),
+    )
 
 
 def prepare(problem: Problem) -> Plan:
@@ -69,12 +81,16 @@ def counters_to_recompute(problem: Problem) -> int:
 
 def recompute(problem: Problem) -> Launch:
     """Features of too small an exponent, which the product has listed, once more in float32 arithmetic."""
-    chip, types = problem.chip or CHIPS[90], c_types(problem)
+    chip = problem.chip or CHIPS[90]
     return Launch(
         "fused_gemm_scale_bn_recompute",
         "gemm/recompute.cuh",
         "recompute_features",
-        (types["L"], types["R"], "true" if problem.training else "false", "Activation"),
+        (
+            *type_members(problem, "LR"),
+            ("kTraining", "true" if problem.training else "false"),
+            ("Activation", "Activation"),
+        ),
         ("x", "weight", "flagged", "most", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "mean", "rstd", "keep_product",
          "batch", "in_features", "features"),
@@ -92,7 +108,7 @@ def backward(problem: Problem, strategy: str) -> Plan:
     """
     if not problem.split or not problem.training or problem.flops < SPLIT_BACKWARD_FLOPS:
         return gradient.backward(problem, strategy)
-    plan = gradient.backward(problem, strategy, ("x_exponents", "column_exponents"))
+    plan = gradient.backward(problem, strategy, split=True)
     features, padded = Extent(problem.out_features), _padded(problem.out_features)
     split_gradient = Launch(
         "fused_gemm_split_gradient",
@@ -133,8 +149,12 @@ def _split_gemm(problem: Problem, out: str, operands: tuple[str, str, str], rows
         "fused_gemm_split_" + out,
         "backward/split_gemm.cuh",
         "split_gemm",
-        ("true" if transposed else "false", str(SPLIT_GEMM_STAGES), str(shared)),
-        ("map_a", "map_b", operands[2], out, "group_panels", rows, inner, "in_features"),
+        (
+            ("kTransposeA", "true" if transposed else "false"),
+            ("kStages", SPLIT_GEMM_STAGES),
+            ("kSharedBytes", shared),
+        ),
+        ("map_a", "map_b", "exponents", "out", "group_panels", "rows", "inner", "columns"),
         Extent(min(tiles[0] * tiles[1], chip.multiprocessors))
         if transposed
         else Extent(tiles[1], SPLIT_GEMM_TILE, chip.multiprocessors),
@@ -148,4 +168,5 @@ def _split_gemm(problem: Problem, out: str, operands: tuple[str, str, str], rows
         # One wave of tiles about as wide as it is high.
         numbers=(("group_panels", max(1, min(tiles[1], chip.multiprocessors // min(tiles[0], 11)))),),
         only_for=out,
+        roles=(("exponents", operands[2]), ("out", out), ("rows", rows), ("inner", inner), ("columns", "in_features")),
     )

@@ -80,9 +80,11 @@ class Launch:
     Attributes:
         entry: the kernel's name, saying what it fuses.
         source: file under kernels/ that holds `function`.
-        function: the device function template that the entry calls.
-        constants: its template arguments, in order.
-        arguments: roles, in the order of the function's parameters (`ROLES` has their types).
+        function: the device function template that the entry calls, `function<Config>(const Params&)`.
+        config: members of `Config`, compile-time choices by name: constants (`kStages`) and types (`Activation`).
+        params: fields of `Params`, by name; each is bound to the role of that name, unless `roles` says another.
+        roles: (field, role) for those fields whose role has another name.
+        absent: fields that are null when the kernel is compiled, so that it has neither memory nor code for them.
         grid: number of blocks. block: threads of each. resident: blocks that must fit on one multiprocessor.
         shared: bytes of dynamic shared memory.
         cooperative: all blocks must run at once, because they wait for each other.
@@ -94,8 +96,8 @@ class Launch:
     entry: str
     source: str
     function: str
-    constants: tuple[str, ...]
-    arguments: tuple[str, ...]
+    config: tuple[tuple[str, str | int], ...]
+    params: tuple[str, ...]
     grid: Extent
     block: int = THREADS
     resident: int = 2
@@ -105,17 +107,25 @@ class Launch:
     maps: tuple[Map, ...] = ()
     numbers: tuple[tuple[str, int], ...] = ()
     only_for: str = ""
+    roles: tuple[tuple[str, str], ...] = ()
+    absent: tuple[str, ...] = ()
+
+    def member(self, name: str) -> str | int:
+        """The member `name` of `Config`."""
+        return dict(self.config)[name]
 
     @property
-    def parameters(self) -> tuple[str, ...]:
-        """The arguments that the kernel's entry has a parameter for."""
-        return tuple(role for role in self.arguments if role != NOTHING)
+    def activates(self) -> bool:
+        """The kernel applies the activation."""
+        return any(name == "Activation" for name, _ in self.config)
+
+    def role(self, field: str) -> str:
+        """The role that a field of `Params` is bound to."""
+        return dict(self.roles).get(field, field)
 
 
 Step = Product | Launch
 
-# An argument that is the literal nullptr, so that no kernel has a parameter for it.
-NOTHING = "nothing"
 # Every role that a launch can name: C type ({T} compute, {Y} output, {L} bias and scale, {R} BatchNorm's) and shape.
 ROLES: dict[str, tuple[str, str]] = {
     "product": ("const {T}*", "[batch, features]"),
@@ -140,10 +150,10 @@ ROLES: dict[str, tuple[str, str]] = {
     "y": ("{Y}*", "[batch, features]"),
     "batch": ("int", ""),
     "features": ("int", ""),
-    "map_x": ("const __grid_constant__ gemmnorm::TensorMap", "[batch, in_features]"),
-    "map_weight": ("const __grid_constant__ gemmnorm::TensorMap", "[features, in_features]"),
-    "map_product": ("const __grid_constant__ gemmnorm::TensorMap", "[batch, features]"),
-    "map_y": ("const __grid_constant__ gemmnorm::TensorMap", "[batch, features]"),
+    "map_x": ("gemmnorm::TensorMap", "[batch, in_features]"),
+    "map_weight": ("gemmnorm::TensorMap", "[features, in_features]"),
+    "map_product": ("gemmnorm::TensorMap", "[batch, features]"),
+    "map_y": ("gemmnorm::TensorMap", "[batch, features]"),
     "stored_product": ("{T}*", "[batch, features]"),
     "counters": ("unsigned int*", "zero, and left zero"),
     "group_panels": ("int", "panels that are worked on together"),
@@ -170,8 +180,17 @@ ROLES: dict[str, tuple[str, str]] = {
     "weight_rows": ("int", "of the weight, likewise"),
     "begun": ("int", "chunks of 2048 columns of these rows, that are cast already"),
     "flagged": ("int*", "[features]: a list"),
-    "map_a": ("const __grid_constant__ gemmnorm::TensorMap", "left operand, split"),
-    "map_b": ("const __grid_constant__ gemmnorm::TensorMap", "right operand, split"),
+    "source_x": ("const float*", "[batch, in_features]: rows that the kernel itself converts"),
+    "source_weight": ("const float*", "[features, in_features]: likewise"),
+    "converted_x": ("{T}*", "[batch, in_features]: what it makes of them"),
+    "converted_weight": ("{T}*", "[features, in_features]: likewise"),
+    "exponents": ("const int*", "[rows], of the left operand"),
+    "out": ("float*", "[rows, columns]"),
+    "rows": ("int", "of the left operand and the result"),
+    "inner": ("int", "that is summed over"),
+    "columns": ("int", "of the result"),
+    "map_a": ("gemmnorm::TensorMap", "left operand, split"),
+    "map_b": ("gemmnorm::TensorMap", "right operand, split"),
     "split_by_rows": ("gemmnorm::half*", "[batch, ⌈features/64⌉, 2, 64]"),
     "split_by_columns": ("gemmnorm::half*", "[batch, ⌈features/64⌉, 2, 64]"),
     "row_exponents": ("int*", "[batch]"),

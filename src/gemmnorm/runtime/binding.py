@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan import CAST, DTYPE_BYTES, PREPARED, Buffer, Launch, Map, Plan, Problem, Product
+from ..plan import CAST, DTYPE_BYTES, PREPARED, Buffer, Launch, Map, Plan, Problem, Product, params
 from . import driver
 
 DTYPES = {
@@ -102,16 +103,10 @@ def unpacked(kept: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def scalars(problem: Problem, scale: Tensor | None, scale_value: float, momentum: float, eps: float) -> tuple[Any, ...]:
-    """The numbers of `SCALARS`, in the kernels' types."""
-    return (
-        driver.int32(0 if scale is None or scale.numel() < problem.out_features else 1),
-        driver.float32(scale_value),
-        driver.float32(momentum),
-        driver.float32(eps),
-        driver.int32(problem.batch),
-        driver.int32(problem.out_features),
-        driver.int32(problem.in_features),
-    )
+    """The numbers of `SCALARS`."""
+    stride = 0 if scale is None or scale.numel() < problem.out_features else 1
+    numbers = (float(np.float32(number)) for number in (scale_value, momentum, eps))
+    return (stride, *numbers, problem.batch, problem.out_features, problem.in_features)
 
 
 class Bound:
@@ -196,7 +191,7 @@ class Bound:
         maps: list[tuple[int, dict[int, Any], Callable[[Sequence[Any]], Tensor], Map]] = [
             (slots[m.tensor], {}, find(m.tensor), m) for launch in chosen.launches for m in launch.maps
         ]
-        constants += [driver.int32(value) for launch in chosen.launches for _, value in launch.numbers]
+        constants += [value for launch in chosen.launches for _, value in launch.numbers]
         next_number, next_map = count + 1, count + len(constants)
         if chosen.counters:
             slots["counters"] = next_map + len(maps)
@@ -206,7 +201,8 @@ class Bound:
                 own = {role: next_number + i for i, (role, _) in enumerate(step.numbers)}
                 own |= {m.role: next_map + i for i, m in enumerate(step.maps)}
                 next_number, next_map = next_number + len(step.numbers), next_map + len(step.maps)
-                picked = itemgetter(*(own.get(role, slots.get(role, absent)) for role in step.parameters))
+                fields = params.layout(step, chosen.problem).fields
+                picked = itemgetter(*(own.get(f.name, slots.get(f.role, absent)) for f in fields))
                 steps.append((driver.Launcher(step, chosen.problem), picked, slots.get(step.only_for, always)))
             else:
                 steps.append(
@@ -247,14 +243,13 @@ class Bound:
         if self._counters:
             address = counters(index).take(handle, self._counters, capturing)
             pool += (address, address + 4 * (self._counters - 4))
-        stream = driver.stream(handle)
         for step in self._steps:
             if isinstance(step, _Product):
                 step(tensors)
             else:
                 launch, picked, needed = step
                 if pool[needed]:
-                    launch(stream, picked(pool))
+                    launch(handle, picked(pool))
         return tensors[self._inputs : self._inputs + len(self.outputs)]
 
 

@@ -55,7 +55,7 @@ class Kernel:
     arch: int
 
     def __str__(self) -> str:
-        constants = ", ".join(c.removeprefix("gemmnorm::") for c in self.launch.constants)
+        constants = ", ".join(f"{name}={str(value).removeprefix('gemmnorm::')}" for name, value in self.launch.config)
         return f"sm_{self.arch} {self.launch.function}<{constants}> {self.problem.activation or 'identity'}"
 
 
@@ -134,7 +134,7 @@ def kernels(arch: int, quick: bool = False) -> list[Kernel]:
                 launches = (*launches, *ahead.launches, *plan.prepare(problem).launches)
             for launch in launches:
                 same = replace(launch, grid=plan.Extent(1))
-                uses_activation = "Activation" in launch.constants
+                uses_activation = launch.activates
                 types = tuple(plan.c_types(problem).values())
                 activation = problem.activation if uses_activation else None
                 found.setdefault((same, types, activation), Kernel(launch, problem, arch))
@@ -156,7 +156,7 @@ def together(chosen: Sequence[Kernel], most: int = 16) -> list[list[Kernel]]:
     """Kernels that can share the reading of one source file; those of the own products, where that is little, alone."""
     groups: dict[tuple[object, ...], list[Kernel]] = {}
     for number, kernel in enumerate(chosen):
-        activation = kernel.problem.activation if "Activation" in kernel.launch.constants else None
+        activation = kernel.problem.activation if kernel.launch.activates else None
         alone = number if kernel.launch.source.endswith("gemm.cuh") else None
         groups.setdefault((kernel.arch, kernel.launch.source, activation, alone), []).append(kernel)
     return [group[i : i + most] for group in groups.values() for i in range(0, len(group), most)]

@@ -7,11 +7,13 @@ Built on `cuda.core`, NVIDIA's Python package, which is optional: where it, a dr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import io
 import os
 import re
+import struct
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,11 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..errors import GemmNormRuntimeError, GemmNormWarning
-from ..plan import Launch, Map, Problem, target
+from ..plan import Launch, Map, Problem, params, target
 from . import sources
 
 _lock = threading.Lock()
@@ -173,73 +174,116 @@ def _options(arch: int, **options: Any) -> Any:
     return ProgramOptions(arch=target(arch), std="c++17", name="gemmnorm.cu", **options)
 
 
-@functools.lru_cache(maxsize=1)
-def _map_options() -> tuple[Any, Any, dict[torch.dtype | None, Any]]:
-    """128-byte swizzle, 256-byte promotion in the L2, and the copy engine's name of each dtype; None: exact float32."""
-    # cuda.core 1.2 documents these enumerations and exports them here only.
-    from cuda.core._tensor_map import TensorMapDataType, TensorMapL2Promotion, TensorMapSwizzle
+def tensor_map(t: torch.Tensor, found: Map) -> bytes:
+    """The TMA descriptor of a contiguous matrix, cut into the boxes of `found`: 128 bytes.
 
-    types = {
-        torch.float16: TensorMapDataType.FLOAT16,
-        torch.bfloat16: TensorMapDataType.BFLOAT16,
-        torch.float32: TensorMapDataType.TFLOAT32,
-        None: TensorMapDataType.FLOAT32,
-    }
-    return TensorMapSwizzle.SWIZZLE_128B, TensorMapL2Promotion.L2_256B, types
+    128-byte swizzle, 256-byte promotion in the L2, zeros out of bounds. It holds an address and sizes, nothing of the
+    contents, and keeps no memory alive.
 
-
-class _Address:
-    """Memory as `__cuda_array_interface__` describes it. Owns nothing: a map must not keep a tensor's memory alive."""
-
-    def __init__(self, t: torch.Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": tuple(t.shape),
-            "typestr": "<i2" if t.element_size() == 2 else "<f4",
-            "data": (t.data_ptr(), False),
-            "strides": None,
-            "version": 3,
-            "stream": None,
-        }
-
-
-def tensor_map(t: torch.Tensor, found: Map) -> Any:
-    """The copy engine's view of a contiguous matrix, cut into the boxes of `found`.
-
-    A map holds an address and sizes, nothing of the contents, and keeps no memory alive.
+    Raises:
+        GemmNormRuntimeError: the driver refuses the matrix.
     """
-    from cuda.core.utils import StridedMemoryView
+    from cuda.bindings import driver as cu
 
-    swizzle, promotion, types = _map_options()
-    view = StridedMemoryView.from_any_interface(_Address(t), stream_ptr=-1)
-    kind = types[None if found.exact and t.dtype == torch.float32 else t.dtype]
-    return view.as_tensor_map(found.box(t.shape[0]), data_type=kind, swizzle=swizzle, l2_promotion=promotion)
+    types = cu.CUtensorMapDataType
+    kind = {
+        torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 if found.exact else types.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,
+    }[t.dtype]
+    rows, columns = t.shape
+    box_rows, box_columns = found.box(rows)
+    result, encoded = cu.cuTensorMapEncodeTiled(
+        kind,
+        2,
+        t.data_ptr(),
+        [cu.cuuint64_t(columns), cu.cuuint64_t(rows)],
+        [cu.cuuint64_t(columns * t.element_size())],
+        [cu.cuuint32_t(box_columns), cu.cuuint32_t(box_rows)],
+        [cu.cuuint32_t(1), cu.cuuint32_t(1)],
+        cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(result) != 0:
+        raise GemmNormRuntimeError(f"cuTensorMapEncodeTiled refuses a {tuple(t.shape)} matrix of {t.dtype}: {result}")
+    return ctypes.string_at(encoded.getPtr(), 128)
+
+
+class Packer(threading.local):
+    """Memory for a kernel's `Params`, one for each thread: `pack` writes it, `address` is the argument array's."""
+
+    def __init__(self, form: str) -> None:
+        packing = struct.Struct(form)
+        memory = ctypes.create_string_buffer(packing.size)
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        self.pack = functools.partial(packing.pack_into, memory, 0)
+        self.address = ctypes.addressof(self._arguments)
 
 
 class Launcher:
-    """A launch bound to its compiled kernel; called with a stream and the arguments in order."""
+    """A launch bound to its compiled kernel; called with a stream and the values of `Params` in the layout's order.
+
+    cuda.core compiles and loads the kernel. It launches kernels with scalars only, so a struct goes through
+    cuda.bindings' `cuLaunchKernelEx`.
+    """
 
     def __init__(self, launch: Launch, problem: Problem) -> None:
-        from cuda.core import LaunchConfig
-        from cuda.core import launch as core_launch
+        from cuda.bindings import driver as cu
 
         assert problem.chip is not None
         text = sources.translation_unit(launch, problem)
         with _lock:
             self._kernel = _kernel(text, launch.entry, problem.chip.arch)
-        self._config = LaunchConfig(
-            grid=launch.grid.value(problem.batch) // launch.cluster,  # cuda.core counts clusters
-            cluster=launch.cluster if launch.cluster > 1 else None,
-            block=launch.block,
-            shmem_size=launch.shared,
-            is_cooperative=launch.cooperative,
-            programmatic_stream_serialization=problem.chip.arch >= 90 and not launch.cooperative,
-        )
-        self._launch = core_launch
+        self._function = cu.CUfunction(int(self._kernel.handle))
+        self._packer = Packer(params.layout(launch, problem).format)
+        self._launch = cu.cuLaunchKernelEx
+        self._describe = functools.partial(_configuration, launch, problem)
+        self._configurations: dict[int, Any] = {}
         if launch.shared > 48 * 1024:
             _allow_shared(self._kernel, launch.shared, problem.chip.arch)
 
-    def __call__(self, stream: Any, values: Sequence[Any]) -> None:
-        self._launch(stream, self._config, self._kernel, *values)
+    def __call__(self, stream: int, values: Sequence[Any]) -> None:
+        packer = self._packer
+        packer.pack(*values)
+        found = self._configurations.get(stream)
+        if found is None:
+            found = self._configurations[stream] = self._describe(stream)
+        (result,) = self._launch(found, self._function, packer.address, 0)
+        if result:
+            raise GemmNormRuntimeError(f"a launch failed: {result}")
+
+
+def _configuration(launch: Launch, problem: Problem, stream: int) -> Any:
+    """Grid, block, shared memory, cluster and ordering of a launch on a stream, as the driver takes them."""
+    from cuda.bindings import driver as cu
+
+    identifier = cu.CUlaunchAttributeID
+    attributes = []
+    if launch.cluster > 1:
+        cluster = cu.CUlaunchAttribute()
+        cluster.id = identifier.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = launch.cluster, 1, 1
+        attributes.append(cluster)
+    if launch.cooperative:
+        cooperative = cu.CUlaunchAttribute()
+        cooperative.id = identifier.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative.value.cooperative = 1
+        attributes.append(cooperative)
+    elif problem.chip is not None and problem.chip.arch >= 90:  # it may start while the kernel before it still runs
+        overlap = cu.CUlaunchAttribute()
+        overlap.id = identifier.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(overlap)
+    found = cu.CUlaunchConfig()
+    found.gridDimX, found.gridDimY, found.gridDimZ = launch.grid.value(problem.batch), 1, 1
+    found.blockDimX, found.blockDimY, found.blockDimZ = launch.block, 1, 1
+    found.sharedMemBytes = launch.shared
+    found.hStream = cu.CUstream(stream)
+    found.attrs = attributes
+    found.numAttrs = len(attributes)
+    return found
 
 
 def _allow_shared(kernel: Any, size: int, arch: int) -> None:
@@ -254,14 +298,6 @@ def _allow_shared(kernel: Any, size: int, arch: int) -> None:
         (result,) = cu.cuKernelSetAttribute(attribute, size, kernel.handle, cu.CUdevice(index))
         if int(result) != 0:
             raise GemmNormRuntimeError(f"{size} bytes of shared memory are not to be had: {result}")
-
-
-@functools.lru_cache(maxsize=256)
-def stream(handle: int) -> Any:
-    """A stream as cuda.core takes it."""
-    from cuda.core import Stream
-
-    return Stream.from_handle(handle)
 
 
 class _Thread(threading.local):
@@ -313,7 +349,3 @@ def stream_handle(device_index: int) -> int:
     """PyTorch's current stream on a device, as a number."""
     handle: int = torch._C._cuda_getCurrentRawStream(device_index)
     return handle
-
-
-int32 = np.int32
-float32 = np.float32

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .. import activations
-from ..plan import NOTHING, ROLES, Launch, Problem, c_types
+from ..plan import Launch, Problem
+from ..plan import params as params_module
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.M)
@@ -35,20 +36,20 @@ def _read(name: str) -> str:
     return (KERNELS / name).read_text(encoding="utf-8")
 
 
+def type_names(entry: str) -> tuple[str, str]:
+    """The names of an entry's `Config` and `Params`."""
+    camel = "".join(part.capitalize() for part in entry.split("_"))
+    return f"{camel}Config", f"{camel}Params"
+
+
 def entry_source(launch: Launch, problem: Problem) -> str:
-    """The `__global__` function of a launch: parameters typed by role, one call of the device function."""
-    types = c_types(problem)
-    parameters = []
-    for role in launch.parameters:
-        c_type, shape = ROLES[role]
-        note = f" /* {shape} */" if shape else ""
-        parameters.append(f"    {c_type.format(**types)} {role}{note}")
-    constants = f"<{', '.join(launch.constants)}>" if launch.constants else ""
-    arguments = ", ".join("nullptr" if role == NOTHING else role for role in launch.arguments)
+    """`Config` and `Params` of a launch, and its `__global__` function: one call of the device function."""
+    config, params = type_names(launch.entry)
     return (
-        f'extern "C" __global__ void __launch_bounds__({launch.block}, {launch.resident}) {launch.entry}(\n'
-        + ",\n".join(parameters)
-        + f") {{\n  gemmnorm::{launch.function}{constants}({arguments});\n}}\n"
+        params_module.config_text(config, launch)
+        + params_module.struct_text(params, launch, problem)
+        + f'extern "C" __global__ void __launch_bounds__({launch.block}, {launch.resident}) {launch.entry}(\n'
+        f"    const __grid_constant__ {params} p) {{\n  gemmnorm::{launch.function}<{config}>(p);\n}}\n"
     )
 
 

@@ -87,9 +87,9 @@ void allow_shared(const void* kernel, int bytes) {
 
 // With dynamic shared memory, in clusters of blocks; and `cooperative` where blocks wait for each other, so that all of them
 // must run at once. Else the kernel may start early, as `launch` has it.
-template <class... Parameters, class... Arguments>
-void launch_hopper(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, int cluster, bool cooperative,
-                   cudaStream_t stream, Arguments... arguments) {
+template <class Params>
+void launch_hopper(void (*kernel)(Params), int64_t blocks, int threads, int shared, int cluster, bool cooperative,
+                   cudaStream_t stream, const Params& params) {
   allow_shared(reinterpret_cast<const void*>(kernel), shared);
   cudaLaunchAttribute attributes[2] = {};
   if (cooperative) {
@@ -109,7 +109,7 @@ void launch_hopper(void (*kernel)(Parameters...), int64_t blocks, int threads, i
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = cluster > 1 ? 2 : 1;
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

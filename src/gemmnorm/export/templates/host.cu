@@ -48,8 +48,8 @@ class Scratch {
 
 // From Hopper on, a kernel may start while the one before it still runs; it waits for that one itself, before it reads
 // (`wait_for_previous`).
-template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream, Arguments... arguments) {
+template <class Params>
+void launch(void (*kernel)(Params), int64_t blocks, int threads, cudaStream_t stream, const Params& params) {
 #if CUDART_VERSION >= 11080
   int device = 0, major = 0;
   C10_CUDA_CHECK(cudaGetDevice(&device));
@@ -63,9 +63,9 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStre
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = major >= 9 ? 1 : 0;
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 #else
-  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(static_cast<Parameters>(arguments)...);
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(params);
 #endif
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

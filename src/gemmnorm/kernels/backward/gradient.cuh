@@ -34,48 +34,43 @@ struct SavedAffine : Affine<FORM> {
 
 // Σg and Σ g·(a - mean) of every group; in evaluation Σ g·(z - running_mean) and, for the scale, Σ g·(a + b).
 // `offset` [groups, features] or null is what the forward subtracted from a group of rows before it stored the product.
-template <class T, class Y, class L, class R, int N, int TX, Form FORM, class Activation>
-__device__ __forceinline__ void gradient_sums(const Y* grad_y /* [batch, features] */,
-                                              const T* product /* [batch, features] */,
-                                              const float* offset /* [groups, features] or null */,
-                                              const L* bias /* [features] or null */,
-                                              const L* scale /* [features] or [1] or null */, int scale_stride,
-                                              float scale_value, const float* mean /* [features] */,
-                                              const float* rstd /* [features] */,
-                                              const R* bn_weight /* [features] or null */,
-                                              const R* bn_bias /* [features] or null */,
-                                              float* group_sum /* [groups, features] */,
-                                              float* group_dot /* [groups, features] */,
-                                              float* group_linear /* [groups, features], evaluation only */, int batch,
-                                              int features) {
+template <class Config, class Params>
+__device__ __forceinline__ void gradient_sums(const Params& p) {
+  using T = typename Config::T;
+  using Y = typename Config::Y;
+  using L = typename Config::L;
+  using R = typename Config::R;
+  using Activation = typename Config::Activation;
+  constexpr int N = Config::kVector, TX = Config::kThreadsX;
+  constexpr Form FORM = Config::kForm;
   using P = Panel<N, TX>;
   __shared__ float shared[kThreads * N];
   allow_next();
   wait_for_previous();
-  const P panel(batch, features);
-  const bool inside = panel.column < features;
-  const i64 group_row = static_cast<i64>(panel.group) * features + panel.column;
+  const P panel(p.batch, p.features);
+  const bool inside = panel.column < p.features;
+  const i64 group_row = static_cast<i64>(panel.group) * p.features + panel.column;
   SavedAffine<FORM> affine[N];
   float sum[N], dot[N], linear[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     sum[i] = dot[i] = linear[i] = 0.0f;
     if (inside) {
-      affine[i].read(panel.column + i, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias);
-      if (FORM == Form::kFolded) affine[i].centre -= value_or(offset, group_row + i, 0.0f);
+      affine[i].read(panel.column + i, p.bias, p.scale, p.scale_stride, p.scale_value, p.mean, p.rstd, p.bn_weight, p.bn_bias);
+      if (FORM == Form::kFolded) affine[i].centre -= value_or(p.offset, group_row + i, 0.0f);
     }
   }
   constexpr int kAtOnce = P::kRows < 4 ? P::kRows : 4;
-  const i64 origin = panel.first_row * features + (inside ? panel.column : 0);
+  const i64 origin = panel.first_row * p.features + (inside ? panel.column : 0);
 #pragma unroll 1
   for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
     Vec<T, N> a[kAtOnce];
     Vec<Y, N> dy[kAtOnce];
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
-      const i64 at = origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * features;
-      a[r] = load<T, N>(product + at);
-      dy[r] = load<Y, N>(grad_y + at);
+      const i64 at = origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * p.features;
+      a[r] = load<T, N>(p.product + at);
+      dy[r] = load<Y, N>(p.grad_y + at);
     }
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
@@ -99,9 +94,9 @@ __device__ __forceinline__ void gradient_sums(const Y* grad_y /* [batch, feature
   if (inside && panel.lane == 0) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      group_sum[group_row + i] = sum[i];
-      group_dot[group_row + i] = dot[i];
-      if (FORM == Form::kRunning) group_linear[group_row + i] = linear[i];
+      p.group_sum[group_row + i] = sum[i];
+      p.group_dot[group_row + i] = dot[i];
+      if (FORM == Form::kRunning) p.group_linear[group_row + i] = linear[i];
     }
   }
 }
@@ -118,76 +113,62 @@ __device__ __forceinline__ void store_gradients(int j, float sum, float h, float
 
 // The groups' sums, added up in a fixed order, become the parameters' gradients, and the two numbers per feature that
 // the last kernel needs: mean_grad = Σg/B and slope_grad = s²·rstd²·h/B. Each gradient may be null.
-template <class L, class R, Form FORM>
-__device__ __forceinline__ void merge_gradients(const float* group_sum /* [groups, features] */,
-                                                const float* group_dot /* [groups, features] */,
-                                                const float* group_linear /* [groups, features] or null */,
-                                                const L* scale /* [features] or [1] or null */, int scale_stride,
-                                                float scale_value, const float* rstd /* [features] */,
-                                                const R* bn_weight /* [features] or null */, float eps,
-                                                float* mean_grad /* [features] */, float* slope_grad /* [features] */,
-                                                int* column_exponents /* [features] or null: made ready */,
-                                                L* grad_bias /* [features] or null */,
-                                                float* grad_scale /* [features] or null */,
-                                                R* grad_bn_weight /* [features] or null */,
-                                                R* grad_bn_bias /* [features] or null */, int batch, int features) {
+template <class Config, class Params>
+__device__ __forceinline__ void merge_gradients(const Params& p) {
+  using L = typename Config::L;
+  using R = typename Config::R;
+  constexpr Form FORM = Config::kForm;
   __shared__ float shared[kThreads];
   const int j = blockIdx.x * kMergeColumns + threadIdx.x % kMergeColumns;
   const int lane = threadIdx.x / kMergeColumns;
-  const int groups = (batch + kGroupRows - 1) / kGroupRows;
-  const bool inside = j < features;
+  const int groups = (p.batch + kGroupRows - 1) / kGroupRows;
+  const bool inside = j < p.features;
   allow_next();
   wait_for_previous();
   float sum = 0.0f, dot = 0.0f, linear = 0.0f;
   if (inside) {
 #pragma unroll 4
     for (int g = lane; g < groups; g += kMergeLanes) {
-      const i64 at = static_cast<i64>(g) * features + j;
-      sum += group_sum[at];
-      dot += group_dot[at];
-      if (FORM == Form::kRunning) linear += group_linear[at];
+      const i64 at = static_cast<i64>(g) * p.features + j;
+      sum += p.group_sum[at];
+      dot += p.group_dot[at];
+      if (FORM == Form::kRunning) linear += p.group_linear[at];
     }
   }
   sum = sum_over_merge_lanes(sum, shared);
   dot = sum_over_merge_lanes(dot, shared);
   if (FORM == Form::kRunning) linear = sum_over_merge_lanes(linear, shared);
   if (!inside || lane != 0) return;
-  const float s = scale_of(scale, scale_stride, scale_value, j);
-  const float r = rstd[j], gamma = value_or(bn_weight, j, 1.0f);
-  if (column_exponents) column_exponents[j] = kLeastExponent;
+  const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j);
+  const float r = p.rstd[j], gamma = value_or(p.bn_weight, j, 1.0f);
+  if (p.column_exponents) p.column_exponents[j] = kLeastExponent;
   if (FORM == Form::kFolded) {
-    store_gradients(j, sum, dot, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
-    mean_grad[j] = sum / batch;
-    slope_grad[j] = s * s * r * r * dot / batch;
+    store_gradients(j, sum, dot, s, r, gamma, p.eps, p.grad_bias, p.grad_scale, p.grad_bn_weight, p.grad_bn_bias);
+    p.mean_grad[j] = sum / p.batch;
+    p.slope_grad[j] = s * s * r * r * dot / p.batch;
   } else {
-    if (grad_bn_bias) from_float(sum, grad_bn_bias[j]);
-    if (grad_bn_weight) from_float(r * dot, grad_bn_weight[j]);
-    if (grad_scale) grad_scale[j] = gamma * r * linear;
-    if (grad_bias) from_float(gamma * s * r * sum, grad_bias[j]);
+    if (p.grad_bn_bias) from_float(sum, p.grad_bn_bias[j]);
+    if (p.grad_bn_weight) from_float(r * dot, p.grad_bn_weight[j]);
+    if (p.grad_scale) p.grad_scale[j] = gamma * r * linear;
+    if (p.grad_bias) from_float(gamma * s * r * sum, p.grad_bias[j]);
   }
 }
 
 // ∂L/∂a, in the product's type. For split operands also the largest exponent of each of its columns, every row
 // multiplied by x's power of two.
-template <class T, class Y, class L, class R, int N, int TX, int GROUPS, Form FORM, class Activation>
-__device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, features] */,
-                                                 const T* product /* [batch, features] */,
-                                                 const float* offset /* [groups, features] or null */,
-                                                 const L* bias /* [features] or null */,
-                                                 const L* scale /* [features] or [1] or null */, int scale_stride,
-                                                 float scale_value, const float* mean /* [features] */,
-                                                 const float* rstd /* [features] */,
-                                                 const R* bn_weight /* [features] or null */,
-                                                 const R* bn_bias /* [features] or null */,
-                                                 const float* mean_grad /* [features], training only */,
-                                                 const float* slope_grad /* [features], training only */,
-                                                 const int* x_exponents /* [batch] or null */,
-                                                 int* column_exponents /* [features] or null */,
-                                                 T* grad_product /* [batch, features] */, int batch, int features) {
+template <class Config, class Params>
+__device__ __forceinline__ void product_gradient(const Params& p) {
+  using T = typename Config::T;
+  using Y = typename Config::Y;
+  using L = typename Config::L;
+  using R = typename Config::R;
+  using Activation = typename Config::Activation;
+  constexpr int N = Config::kVector, TX = Config::kThreadsX, GROUPS = Config::kGroups;
+  constexpr Form FORM = Config::kForm;
   using P = Panel<N, TX, GROUPS, true>;
-  P panel(batch, features);
+  P panel(p.batch, p.features);
   allow_next();
-  if (panel.column >= features) return;
+  if (panel.column >= p.features) return;
   wait_for_previous();
   SavedAffine<FORM> affine[N];
   float slope[N], constant[N], linear[N];
@@ -196,11 +177,11 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
   for (int i = 0; i < N; ++i) {
     const int j = panel.column + i;
     most[i] = kLeastExponent;
-    affine[i].read(j, bias, scale, scale_stride, scale_value, mean, rstd, bn_weight, bn_bias);
+    affine[i].read(j, p.bias, p.scale, p.scale_stride, p.scale_value, p.mean, p.rstd, p.bn_weight, p.bn_bias);
     if (FORM == Form::kFolded) {
       slope[i] = affine[i].slope;
-      constant[i] = mean_grad[j];
-      linear[i] = slope_grad[j];
+      constant[i] = p.mean_grad[j];
+      linear[i] = p.slope_grad[j];
     } else {
       slope[i] = affine[i].slope * affine[i].scale;
     }
@@ -213,12 +194,12 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
   for (int g = 0; g < GROUPS; ++g) {
     panel.at(first_group + g);
     if (panel.rows == 0) break;
-    const i64 origin = panel.first_row * features + panel.column;
+    const i64 origin = panel.first_row * p.features + panel.column;
     float own[N];
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      own[i] = FORM == Form::kFolded && offset
-                   ? offset[static_cast<i64>(panel.group) * features + panel.column + i]
+      own[i] = FORM == Form::kFolded && p.offset
+                   ? p.offset[static_cast<i64>(panel.group) * p.features + panel.column + i]
                    : 0.0f;
 #pragma unroll 1
     for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
@@ -226,9 +207,9 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
       Vec<Y, N> dy[kAtOnce];
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
-        const i64 at = origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * features;
-        a[r] = load<T, N>(product + at);
-        dy[r] = load<Y, N>(grad_y + at);
+        const i64 at = origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * p.features;
+        a[r] = load<T, N>(p.product + at);
+        dy[r] = load<Y, N>(p.grad_y + at);
       }
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
@@ -243,9 +224,9 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
                        : slope[i] * grad;
         }
         if (row < panel.rows) {
-          store<T, N>(grad_product + origin + static_cast<i64>(row) * features, out);
-          if (column_exponents) {
-            const int exponent = x_exponents[panel.first_row + row];
+          store<T, N>(p.grad_product + origin + static_cast<i64>(row) * p.features, out);
+          if (p.column_exponents) {
+            const int exponent = p.x_exponents[panel.first_row + row];
 #pragma unroll
             for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
           }
@@ -253,9 +234,9 @@ __device__ __forceinline__ void product_gradient(const Y* grad_y /* [batch, feat
       }
     }
   }
-  if (column_exponents) {
+  if (p.column_exponents) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) atomicMax(&column_exponents[panel.column + i], most[i]);
+    for (int i = 0; i < N; ++i) atomicMax(&p.column_exponents[panel.column + i], most[i]);
   }
 }
 

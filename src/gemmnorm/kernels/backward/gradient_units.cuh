@@ -57,29 +57,14 @@ struct HeldRows {
   }
 };
 
-template <class T, class Y, class L, class R, int ROWS, int SHARED_BYTES, class Activation>
-__device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, features] */,
-                                               const T* product /* [batch, features] */,
-                                               const float* offset /* [groups, features] or null */,
-                                               const L* scale /* [features] or [1] or null */, int scale_stride,
-                                               float scale_value, const float* mean /* [features] */,
-                                               const float* rstd /* [features] */,
-                                               const R* bn_weight /* [features] or null */,
-                                               const R* bn_bias /* [features] or null */, float eps,
-                                               float* group_sum /* [units, features] */,
-                                               float* group_dot /* [units, features] */,
-                                               float* mean_grad /* [features] */, float* slope_grad /* [features] */,
-                                               float* merged_slope /* [features] */,
-                                               float* merged_shift /* [features] */,
-                                               const int* x_exponents /* [batch] or null */,
-                                               int* column_exponents /* [features] or null */,
-                                               L* grad_bias /* [features] or null */,
-                                               float* grad_scale /* [features] or null */,
-                                               R* grad_bn_weight /* [features] or null */,
-                                               R* grad_bn_bias /* [features] or null */,
-                                               T* grad_product /* [batch, features] */,
-                                               u32* counters /* zero, and left zero */, int lag /* in panels, at least 1 */,
-                                               int batch, int features) {
+template <class Config, class Params>
+__device__ __forceinline__ void gradient_units(const Params& p) {
+  using T = typename Config::T;
+  using Y = typename Config::Y;
+  using L = typename Config::L;
+  using R = typename Config::R;
+  using Activation = typename Config::Activation;
+  constexpr int ROWS = Config::kRowsPerWarp, SHARED_BYTES = Config::kSharedBytes;
   using Held = HeldRows<T, Y, ROWS>;
   constexpr int N = Held::N, kColumns = Held::kColumns, kMerges = kColumns / kMergedColumns, kQuads = kColumns / 4;
   struct Shared {
@@ -91,27 +76,27 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int units = (batch + Held::kRows - 1) / Held::kRows, panels = (features + kColumns - 1) / kColumns;
-  const int turns = units * (panels + lag);
+  const int units = (p.batch + Held::kRows - 1) / Held::kRows, panels = (p.features + kColumns - 1) / kColumns;
+  const int turns = units * (panels + p.lag);
   const int mergers = min(kMergers, static_cast<int>(gridDim.x) / 2);
-  u32 *summed = counters + kTurnPanels, *merged = summed + panels;
+  u32 *summed = p.counters + kTurnPanels, *merged = summed + panels;
   allow_next();
   wait_for_previous();
 
   if (blockIdx.x < mergers) {  // a warp merges 8 columns: 2 lanes of four along the features, 16 along the units
 #pragma unroll 1
     for (int panel = blockIdx.x; panel < panels && warp < kMerges; panel += mergers) {
-      const int first = panel * kColumns + warp * kMergedColumns, quad = min(first + lane % 2 * 4, features - 4);
-      const int j = first + lane % 2 * 4 + (lane & 4 ? 2 : 0) + (lane & 8 ? 1 : 0), existing = min(j, features - 1);
-      const float s = scale_of(scale, scale_stride, scale_value, existing), r = rstd[existing];
-      const float gamma = value_or(bn_weight, existing, 1.0f), beta = value_or(bn_bias, existing, 0.0f);
+      const int first = panel * kColumns + warp * kMergedColumns, quad = min(first + lane % 2 * 4, p.features - 4);
+      const int j = first + lane % 2 * 4 + (lane & 4 ? 2 : 0) + (lane & 8 ? 1 : 0), existing = min(j, p.features - 1);
+      const float s = scale_of(p.scale, p.scale_stride, p.scale_value, existing), r = p.rstd[existing];
+      const float gamma = value_or(p.bn_weight, existing, 1.0f), beta = value_or(p.bn_bias, existing, 0.0f);
       if (lane == 0) wait_until(&summed[panel], 2 * units);
       __syncwarp();
       float v[8] = {};
 #pragma unroll 8
       for (int unit = lane / 2; unit < units; unit += 16) {
-        const float4 sum = load_l2(reinterpret_cast<const float4*>(group_sum + static_cast<i64>(unit) * features + quad));
-        const float4 dot = load_l2(reinterpret_cast<const float4*>(group_dot + static_cast<i64>(unit) * features + quad));
+        const float4 sum = load_l2(reinterpret_cast<const float4*>(p.group_sum + static_cast<i64>(unit) * p.features + quad));
+        const float4 dot = load_l2(reinterpret_cast<const float4*>(p.group_dot + static_cast<i64>(unit) * p.features + quad));
         v[0] += sum.x, v[1] += sum.y, v[2] += sum.z, v[3] += sum.w;
         v[4] += dot.x, v[5] += dot.y, v[6] += dot.z, v[7] += dot.w;
       }
@@ -120,13 +105,13 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
       exchange<2>(four, two, lane, 4);
       exchange<1>(two, one, lane, 8);
       const float sum = one[0] + __shfl_xor_sync(~0u, one[0], 16), dot = __shfl_xor_sync(~0u, sum, 2);
-      if (!(lane & 2) && lane < 16 && j < features) {
-        mean_grad[j] = sum / batch;
-        slope_grad[j] = s * s * r * r * dot / batch;
-        merged_slope[j] = gamma * s * r;
-        merged_shift[j] = beta;
-        if (column_exponents) column_exponents[j] = kLeastExponent;
-        store_gradients(j, sum, dot, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
+      if (!(lane & 2) && lane < 16 && j < p.features) {
+        p.mean_grad[j] = sum / p.batch;
+        p.slope_grad[j] = s * s * r * r * dot / p.batch;
+        p.merged_slope[j] = gamma * s * r;
+        p.merged_shift[j] = beta;
+        if (p.column_exponents) p.column_exponents[j] = kLeastExponent;
+        store_gradients(j, sum, dot, s, r, gamma, p.eps, p.grad_bias, p.grad_scale, p.grad_bn_weight, p.grad_bn_bias);
       }
       __syncwarp();
       if (lane == 0) add_release(&merged[panel], 1);
@@ -137,9 +122,9 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
     Held held;
     float from_mean[N], slope[N], shift[N];
     const auto read_means = [&] {  // rows that the forward wrote, or the workspace's: whole words
-      const Vec<float, N> centre = load<float, N>(mean + held.column);
+      const Vec<float, N> centre = load<float, N>(p.mean + held.column);
       Vec<float, N> own = {};
-      if (offset) own = load<float, N>(offset + held.first_row / kGroupRows * features + held.column);
+      if (p.offset) own = load<float, N>(p.offset + held.first_row / kGroupRows * p.features + held.column);
 #pragma unroll
       for (int i = 0; i < N; ++i) from_mean[i] = own.at[i] - centre.at[i];
     };
@@ -155,15 +140,15 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
     };
     const auto begin_sums = [&] {
       if (turn >= units * panels) return;
-      held.place(turn / units, turn % units, batch, features);
-      held.read(product, grad_y, features);
+      held.place(turn / units, turn % units, p.batch, p.features);
+      held.read(p.product, p.grad_y, p.features);
       read_means();
       if constexpr (!Activation::identity) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const int j = held.column + i;
-          slope[i] = value_or(bn_weight, j, 1.0f) * scale_of(scale, scale_stride, scale_value, j) * rstd[j];
-          shift[i] = value_or(bn_bias, j, 0.0f);
+          slope[i] = value_or(p.bn_weight, j, 1.0f) * scale_of(p.scale, p.scale_stride, p.scale_value, j) * p.rstd[j];
+          shift[i] = value_or(p.bn_bias, j, 0.0f);
         }
       }
     };
@@ -172,7 +157,7 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
     while (turn < turns) {
       const int round = turn / units, unit = turn % units;
       u32 ticket = 0;
-      if (threadIdx.x == 0) ticket = atomicAdd(&counters[kTurn], 1u);
+      if (threadIdx.x == 0) ticket = atomicAdd(&p.counters[kTurn], 1u);
       if (round < panels) {
         float v[2 * N], half[N], quarter[N / 2];
 #pragma unroll
@@ -195,14 +180,14 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
       }
       int row_exponent = 0;  // of the row that is the lane's
       const auto begin_gradients = [&] {
-        if (round < lag) return;
-        held.place(round - lag, unit, batch, features);
-        held.read_again(product, grad_y, features);
+        if (round < p.lag) return;
+        held.place(round - p.lag, unit, p.batch, p.features);
+        held.read_again(p.product, p.grad_y, p.features);
         read_means();
-        if (x_exponents) row_exponent = x_exponents[held.first_row + max(0, min(lane % ROWS, held.rows - 1))];
+        if (p.x_exponents) row_exponent = p.x_exponents[held.first_row + max(0, min(lane % ROWS, held.rows - 1))];
       };
       const auto wait_for_merged = [&] {
-        if (round >= lag && lane == 0) wait_until(&merged[round - lag], kMerges);
+        if (round >= p.lag && lane == 0) wait_until(&merged[round - p.lag], kMerges);
       };
       // Two warps hand on the sums, which others wait for; in a long turn before they have anything else on the way.
       constexpr bool kSumsFirst = ROWS > 16;
@@ -222,8 +207,8 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
               total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
             }
             const int column = round * kColumns + lane * 4;
-            float* to = (warp ? group_dot : group_sum) + static_cast<i64>(unit) * features + column;
-            if (column < features) *reinterpret_cast<float4*>(to) = total;
+            float* to = (warp ? p.group_dot : p.group_sum) + static_cast<i64>(unit) * p.features + column;
+            if (column < p.features) *reinterpret_cast<float4*>(to) = total;
           }
           __syncwarp();
           if (lane == 0) add_release(&summed[round], 1);
@@ -232,18 +217,18 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
         wait_for_merged();
         __syncwarp();
       }
-      if (round >= lag) {
+      if (round >= p.lag) {
         float constant[N], linear[N];
         int most[N];
-        read_merged(mean_grad, constant);
-        read_merged(slope_grad, linear);
-        read_merged(merged_slope, slope);
-        if (!Activation::identity) read_merged(merged_shift, shift);
+        read_merged(p.mean_grad, constant);
+        read_merged(p.slope_grad, linear);
+        read_merged(p.merged_slope, slope);
+        if (!Activation::identity) read_merged(p.merged_shift, shift);
 #pragma unroll
         for (int i = 0; i < N; ++i) most[i] = kLeastExponent;
 #pragma unroll
         for (int s = 0; s < Held::kSteps; ++s) {
-          const int exponent = column_exponents ? __shfl_sync(~0u, row_exponent, held.row(s) % 32) : 0;
+          const int exponent = p.column_exponents ? __shfl_sync(~0u, row_exponent, held.row(s) % 32) : 0;
           if (!held.exists(s)) continue;
           float out[N];
           Vec<T, N> rounded;
@@ -253,21 +238,21 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
             const float grad = through(held.grad_y[s].value(i), deviation, i);
             out[i] = slope[i] * (grad - constant[i] - deviation * linear[i]);
             from_float(out[i], rounded.at[i]);
-            if (column_exponents) most[i] = max(most[i], scaled_exponent(out[i], exponent));
+            if (p.column_exponents) most[i] = max(most[i], scaled_exponent(out[i], exponent));
           }
-          store_for_others(reinterpret_cast<uint4*>(grad_product + held.origin(s, features)),
+          store_for_others(reinterpret_cast<uint4*>(p.grad_product + held.origin(s, p.features)),
                            *reinterpret_cast<const uint4*>(&rounded));
         }
-        if (column_exponents) {
+        if (p.column_exponents) {
 #pragma unroll
           for (int i = 0; i < N; ++i) atomicMax(&shared.most[lane % 8 * N + i], most[i]);
         }
       }
       if (threadIdx.x == 0) shared.next_turn = static_cast<int>(gridDim.x - mergers + ticket);
       __syncthreads();
-      if (column_exponents && round >= lag && threadIdx.x < kColumns) {
-        const int j = (round - lag) * kColumns + threadIdx.x;
-        if (j < features) atomicMax(&column_exponents[j], shared.most[threadIdx.x]);
+      if (p.column_exponents && round >= p.lag && threadIdx.x < kColumns) {
+        const int j = (round - p.lag) * kColumns + threadIdx.x;
+        if (j < p.features) atomicMax(&p.column_exponents[j], shared.most[threadIdx.x]);
         shared.most[threadIdx.x] = kLeastExponent;
       }
       turn = shared.next_turn;
@@ -278,9 +263,9 @@ __device__ __forceinline__ void gradient_units(const Y* grad_y /* [batch, featur
   __syncthreads();  // the last block to get here leaves the counters as it found them
   if (threadIdx.x == 0) {
     __threadfence();
-    if (atomicAdd(&counters[kLeft], 1u) == gridDim.x - 1) {
+    if (atomicAdd(&p.counters[kLeft], 1u) == gridDim.x - 1) {
       __threadfence();
-      for (int i = 0; i < kTurnPanels + 2 * panels; ++i) counters[i] = 0;
+      for (int i = 0; i < kTurnPanels + 2 * panels; ++i) p.counters[i] = 0;
     }
   }
 }

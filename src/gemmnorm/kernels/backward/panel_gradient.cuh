@@ -57,22 +57,14 @@ __device__ __forceinline__ void read_columns(const float* from, float (&to)[N]) 
   }
 }
 
-template <class T, class Y, class L, class R, int TX, int ROWS /* of a warp */, int CLUSTER, int SHARED_BYTES, class Activation>
-__device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, features] */,
-                                               const T* product /* [batch, features] */,
-                                               const float* offset /* [groups, features] or null */,
-                                               const L* scale /* [features] or [1] or null */, int scale_stride,
-                                               float scale_value, const float* mean /* [features] */,
-                                               const float* rstd /* [features] */,
-                                               const R* bn_weight /* [features] or null */,
-                                               const R* bn_bias /* [features] or null */, float eps,
-                                               const int* x_exponents /* [batch] or null */,
-                                               int* column_exponents /* [features] or null */,
-                                               L* grad_bias /* [features] or null */,
-                                               float* grad_scale /* [features] or null */,
-                                               R* grad_bn_weight /* [features] or null */,
-                                               R* grad_bn_bias /* [features] or null */,
-                                               T* grad_product /* [batch, features] */, int batch, int features) {
+template <class Config, class Params>
+__device__ __forceinline__ void panel_gradient(const Params& p) {
+  using T = typename Config::T;
+  using Y = typename Config::Y;
+  using L = typename Config::L;
+  using R = typename Config::R;
+  using Activation = typename Config::Activation;
+  constexpr int TX = Config::kThreadsX, ROWS = Config::kRowsPerWarp, CLUSTER = Config::kCluster, SHARED_BYTES = Config::kSharedBytes;
   constexpr int N = 16 / sizeof(T), kColumns = TX * N, kLanes = 32 / TX, kPieces = 2 * kColumns / 4;
   constexpr u32 kArriving = CLUSTER * kPieces * sizeof(float4);
   using Shared = PanelShared<Y, N, TX, ROWS>;
@@ -84,16 +76,16 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
   const int thread = threadIdx.x, warp = thread / 32, tx = thread % TX, lane = thread % 32 / TX;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const int stride = static_cast<int>(gridDim.x) / CLUSTER * kColumns;  // from a cluster's panel to its next
-  const int share = ((batch + ROWS - 1) / ROWS + CLUSTER - 1) / CLUSTER;  // warps of a block that have rows
-  const int first_row = (rank * share + warp) * ROWS, existing = warp < share ? max(0, min(ROWS, batch - first_row)) : 0;
+  const int share = ((p.batch + ROWS - 1) / ROWS + CLUSTER - 1) / CLUSTER;  // warps of a block that have rows
+  const int first_row = (rank * share + warp) * ROWS, existing = warp < share ? max(0, min(ROWS, p.batch - first_row)) : 0;
   // The warp's rows in a panel where the thread has columns from `column` on.
-  const auto rows_of = [&](int column) { return column < features ? existing : 0; };
+  const auto rows_of = [&](int column) { return column < p.features ? existing : 0; };
   const auto copy_row = [&](int step, int row, int column) {
-    const i64 at = static_cast<i64>(row) * features + column;
-    copy_16_bytes(&shared.product[step][thread], product + at);
+    const i64 at = static_cast<i64>(row) * p.features + column;
+    copy_16_bytes(&shared.product[step][thread], p.product + at);
 #pragma unroll
     for (int w = 0; w < Shared::kWords; ++w)
-      copy_16_bytes(&shared.grad_y[step][w][thread], grad_y + at + w * (16 / sizeof(Y)));
+      copy_16_bytes(&shared.grad_y[step][w][thread], p.grad_y + at + w * (16 / sizeof(Y)));
   };
   if (CLUSTER > 1) {
     if (thread == 0) {
@@ -120,31 +112,31 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
     float mean, rstd;
   } own = {};
   const auto read_own = [&](int j) {
-    if (thread >= kColumns || j >= features) return;
-    if (scale) own.scale = scale[static_cast<i64>(j) * scale_stride];
-    if (bn_weight) own.gamma = bn_weight[j];
-    if (bn_bias) own.beta = bn_bias[j];
-    own.mean = mean[j];
-    own.rstd = rstd[j];
+    if (thread >= kColumns || j >= p.features) return;
+    if (p.scale) own.scale = p.scale[static_cast<i64>(j) * p.scale_stride];
+    if (p.bn_weight) own.gamma = p.bn_weight[j];
+    if (p.bn_bias) own.beta = p.bn_bias[j];
+    own.mean = p.mean[j];
+    own.rstd = p.rstd[j];
   };
   read_own(first_column + thread);
   if (CLUSTER > 1) cluster_wait();
 
 #pragma unroll 1
-  for (int count = 0; first_column < features; first_column += stride, ++count) {
+  for (int count = 0; first_column < p.features; first_column += stride, ++count) {
     const int column = first_column + tx * N, next_column = column + stride, j = first_column + thread;
     const int turn = count % 2;
-    const bool owner = thread < kColumns && j < features;  // of a column
-    const float s = scale ? to_float(own.scale) : scale_value, r = own.rstd;
-    const float gamma = bn_weight ? to_float(own.gamma) : 1.0f;
+    const bool owner = thread < kColumns && j < p.features;  // of a column
+    const float s = p.scale ? to_float(own.scale) : p.scale_value, r = own.rstd;
+    const float gamma = p.bn_weight ? to_float(own.gamma) : 1.0f;
     if (owner) {
       shared.mean[thread] = own.mean;
       shared.slope[thread] = gamma * s * r;
-      shared.shift[thread] = bn_bias ? to_float(own.beta) : 0.0f;
-      if (column_exponents && rank == 0) column_exponents[j] = kLeastExponent;
+      shared.shift[thread] = p.bn_bias ? to_float(own.beta) : 0.0f;
+      if (p.column_exponents && rank == 0) p.column_exponents[j] = kLeastExponent;
     }
     float from_mean[N] = {};  // what is to be added to a stored value
-    if (offset && rows_of(column)) read_columns<N>(offset + static_cast<i64>(first_row / kGroupRows) * features + column, from_mean);
+    if (p.offset && rows_of(column)) read_columns<N>(p.offset + static_cast<i64>(first_row / kGroupRows) * p.features + column, from_mean);
     __syncthreads();
     float slope[N], shift[N], centre[N], sum[N], dot[N];
     read_columns<N>(&shared.slope[tx * N], slope);
@@ -193,9 +185,9 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
         all += shared.sums[turn][block][0][thread];
         h += shared.sums[turn][block][1][thread];
       }
-      shared.mean_grad[thread] = all / batch;
-      shared.slope_grad[thread] = s * s * r * r * h / batch;
-      if (rank == 0) store_gradients(j, all, h, s, r, gamma, eps, grad_bias, grad_scale, grad_bn_weight, grad_bn_bias);
+      shared.mean_grad[thread] = all / p.batch;
+      shared.slope_grad[thread] = s * s * r * r * h / p.batch;
+      if (rank == 0) store_gradients(j, all, h, s, r, gamma, p.eps, p.grad_bias, p.grad_scale, p.grad_bn_weight, p.grad_bn_bias);
     }
     __syncthreads();
 
@@ -210,18 +202,18 @@ __device__ __forceinline__ void panel_gradient(const Y* grad_y /* [batch, featur
       float out[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) out[i] = slope[i] * (grad[i] - constant[i] - deviation[i] * linear[i]);
-      store<T, N>(grad_product + static_cast<i64>(first_row + row) * features + column, out);
-      if (next_column < features) copy_row(step, first_row + row, next_column);
-      if (column_exponents) {
-        const int exponent = x_exponents[first_row + row];
+      store<T, N>(p.grad_product + static_cast<i64>(first_row + row) * p.features + column, out);
+      if (next_column < p.features) copy_row(step, first_row + row, next_column);
+      if (p.column_exponents) {
+        const int exponent = p.x_exponents[first_row + row];
 #pragma unroll
         for (int i = 0; i < N; ++i) most[i] = max(most[i], scaled_exponent(out[i], exponent));
       }
     };
     visit_rows<Activation, T>(shared, rows_of(column), from_mean, slope, shift, store_row);
-    if (column_exponents && column < features) {
+    if (p.column_exponents && column < p.features) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) atomicMax(&column_exponents[column + i], most[i]);
+      for (int i = 0; i < N; ++i) atomicMax(&p.column_exponents[column + i], most[i]);
     }
   }
 }

@@ -19,17 +19,16 @@ struct SplitShared {
   u64 full[STAGES], empty[STAGES];
 };
 
-template <bool A_ACROSS, int STAGES, int SHARED_BYTES>
-__device__ __forceinline__ void split_gemm(const TensorMap& map_a /* split [rows, inner], or [inner, rows] if across */,
-                                           const TensorMap& map_b /* split [inner, columns] */,
-                                           const int* exponents /* [rows] */, float* out /* [rows, columns] */,
-                                           int group_panels, int rows, int inner, int columns) {
+template <class Config, class Params>
+__device__ __forceinline__ void split_gemm(const Params& p) {
+  constexpr int STAGES = Config::kStages, SHARED_BYTES = Config::kSharedBytes;
+  constexpr bool A_ACROSS = Config::kTransposeA;
   using Shared = SplitShared<STAGES>;
   static_assert(sizeof(Shared) == SHARED_BYTES, "the planner and SplitShared disagree");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
-  const Raster raster = {(rows + kSplitTile - 1) / kSplitTile, (columns + kSplitTile - 1) / kSplitTile, group_panels};
-  const int tiles = raster.tiles(), steps = (inner + kSplitColumns - 1) / kSplitColumns;
+  const Raster raster = {(p.rows + kSplitTile - 1) / kSplitTile, (p.columns + kSplitTile - 1) / kSplitTile, p.group_panels};
+  const int tiles = raster.tiles(), steps = (p.inner + kSplitColumns - 1) / kSplitColumns;
   const int warpgroup = threadIdx.x / 128;
 
   if (threadIdx.x == 0) {
@@ -62,14 +61,14 @@ __device__ __forceinline__ void split_gemm(const TensorMap& map_a /* split [rows
         barrier_wait(&shared.empty[stage], parity);
         barrier_expect(&shared.full[stage], 4 * kSplitTile * 128);
         if (A_ACROSS) {
-          copy_across(shared.a[stage], map_a, tile.m * kSplitTile, k * 64);
+          copy_across(shared.a[stage], p.map_a, tile.m * kSplitTile, k * 64);
         } else {
 #pragma unroll
-          for (int p = 0; p < 2; ++p)
-            copy_to_shared(shared.a[stage][p], map_a, &shared.full[stage], (2 * k + p) * 64, tile.m * kSplitTile,
+          for (int plane = 0; plane < 2; ++plane)
+            copy_to_shared(shared.a[stage][plane], p.map_a, &shared.full[stage], (2 * k + plane) * 64, tile.m * kSplitTile,
                            kEvictNormal);
         }
-        copy_across(shared.b[stage], map_b, tile.n * kSplitTile, k * 64);
+        copy_across(shared.b[stage], p.map_b, tile.n * kSplitTile, k * 64);
         if (++stage == STAGES) {
           stage = 0;
           parity ^= 1;
@@ -111,15 +110,15 @@ __device__ __forceinline__ void split_gemm(const TensorMap& map_a /* split [rows
       const int first_column = tile.n * kSplitTile + lane % 4 * 2;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (row + 8 * h >= rows) continue;
-        const PowerOfTwo scale = power_of_two(exponents[row + 8 * h]);
-        float* to = out + static_cast<i64>(row + 8 * h) * columns;
+        if (row + 8 * h >= p.rows) continue;
+        const PowerOfTwo scale = power_of_two(p.exponents[row + 8 * h]);
+        float* to = p.out + static_cast<i64>(row + 8 * h) * p.columns;
 #pragma unroll
         for (int i = 0; i < kSplitTile / 8; ++i) {
           const int column = first_column + i * 8;
           const float pair[2] = {times(acc[4 * i + 2 * h] + kLowUnit * cross[4 * i + 2 * h], scale),
                                  times(acc[4 * i + 2 * h + 1] + kLowUnit * cross[4 * i + 2 * h + 1], scale)};
-          if (column < columns) store<float, 2>(to + column, pair);
+          if (column < p.columns) store<float, 2>(to + column, pair);
         }
       }
     }

@@ -33,28 +33,16 @@ struct Held<false> {
   using Tile = TileByRows<T, Y, TM, TN>;
 };
 
-template <class OP, class T, class Y, class L, class R, int TM, int TN, int STAGES, int SHARED_BYTES, Finish FINISH,
-          class Activation>
-__device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_features] */,
-    const TensorMap& map_weight /* [features, in_features] */, const TensorMap& map_product /* [batch, features] */,
-    const TensorMap& map_y /* [batch, features] */, T* product /* [batch, features]: minus group_mean */,
-    Y* y /* [batch, features]; the product's memory where that is not kept */, const L* bias /* [features] or null */,
-    const L* scale /* [features] or [1] or null */, int scale_stride, float scale_value,
-    R* running_mean /* [features] or null */, R* running_var /* [features] or null */,
-    i64* batches_tracked /* [1] or null */, const R* bn_weight /* [features] or null */,
-    const R* bn_bias /* [features] or null */, float momentum, float eps, float* group_mean /* [groups, features] */,
-    float* group_m2 /* [groups, features] */, float* mean /* [features] */, float* rstd /* [features] */,
-    float* merged_slope /* [features] */, float* merged_shift /* [features] */,
-    u32* counters /* zero, and left zero */,
-    const float* x /* [batch, in_features], where the operand is made of it here: cast or split */,
-    const float* weight /* [features, in_features], likewise */,
-    typename Operand<OP>::Ahead::Element* operand_x /* see cast_rows and split_rows, likewise */,
-    typename Operand<OP>::Ahead::Element* operand_weight /* likewise */, int* x_exponents /* [batch], of split operands */,
-    int* weight_exponents /* [features], likewise */, float* weight_largest /* [features], likewise */,
-    float* weight_total /* [features], likewise */, const u64* weight_checksums /* [features] or null, likewise */,
-    u32* most /* [4], likewise */, int* flagged /* [features], likewise */, int x_rows, int weight_rows /* made already, or */,
-    int begun /* times kCastColumns of them */, int group_panels, int in_registers, int stream_x, int keep_product, int batch,
-    int in_features, int features) {
+template <class Config, class Params>
+__device__ __forceinline__ void fused_gemm(const Params& p) {
+  using OP = typename Config::Operand;
+  using T = typename Config::T;
+  using Y = typename Config::Y;
+  using L = typename Config::L;
+  using R = typename Config::R;
+  using Activation = typename Config::Activation;
+  constexpr int TM = Config::kTileRows, TN = Config::kTileColumns, STAGES = Config::kStages, SHARED_BYTES = Config::kSharedBytes;
+  constexpr Finish FINISH = Config::kFinish;
   constexpr int kTileK = kRowBytes / Operand<OP>::kSize;
   using Shape = TileShape<TM, TN>;
   constexpr int kWidth = Shape::kWidth, kAccumulators = kWidth / 2;
@@ -77,32 +65,32 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
 
-  const Features<L, R> f = {bias,      scale,   scale_stride, scale_value,     running_mean, running_var,
-                            bn_weight, bn_bias, batches_tracked, momentum,     eps,          group_mean,
-                            group_m2,  mean,    rstd,         merged_slope,    merged_shift,
-                            {most, weight_largest, weight_total, flagged}, batch, features,
-                            (batch + Shape::kMeanRows - 1) / Shape::kMeanRows, Shape::kMeanRows};
-  const Raster raster = {(batch + TM - 1) / TM, (features + TN - 1) / TN, group_panels};
-  const int chunks = kSplit ? 1 : (in_features + kCastColumns - 1) / kCastColumns;  // of rows that are made here
-  const RowsAhead rows_ahead = {counters + kPanels + 2 * raster.tiles_n, min(x_rows, batch), weight_rows, batch, in_features,
-                                features, chunks, kSplit || !x ? chunks : begun, kSplit || !weight ? chunks : begun};
-  typename Operand<OP>::Ahead ahead = {rows_ahead, x, weight, operand_x, operand_weight};
+  const Features<L, R> f = {p.bias,      p.scale,   p.scale_stride, p.scale_value,     p.running_mean, p.running_var,
+                            p.bn_weight, p.bn_bias, p.num_batches_tracked, p.momentum,     p.eps,          p.group_mean,
+                            p.group_m2,  p.mean,    p.rstd,         p.merged_slope,    p.merged_shift,
+                            {p.most, p.weight_largest, p.weight_total, p.flagged}, p.batch, p.features,
+                            (p.batch + Shape::kMeanRows - 1) / Shape::kMeanRows, Shape::kMeanRows};
+  const Raster raster = {(p.batch + TM - 1) / TM, (p.features + TN - 1) / TN, p.group_panels};
+  const int chunks = kSplit ? 1 : (p.in_features + kCastColumns - 1) / kCastColumns;  // of rows that are made here
+  const RowsAhead rows_ahead = {p.counters + kPanels + 2 * raster.tiles_n, min(p.x_rows, p.batch), p.weight_rows, p.batch, p.in_features,
+                                p.features, chunks, kSplit || !p.source_x ? chunks : p.begun, kSplit || !p.source_weight ? chunks : p.begun};
+  typename Operand<OP>::Ahead ahead = {rows_ahead, p.source_x, p.source_weight, p.converted_x, p.converted_weight};
   if constexpr (kSplit) {
-    ahead.x_exponents = x_exponents, ahead.weight_exponents = weight_exponents;
-    ahead.weight_largest = weight_largest, ahead.weight_total = weight_total;
-    ahead.most = most, ahead.weight_checksums = weight_checksums;
+    ahead.x_exponents = p.x_exponents, ahead.weight_exponents = p.weight_exponents;
+    ahead.weight_largest = p.weight_largest, ahead.weight_total = p.weight_total;
+    ahead.most = p.most, ahead.weight_checksums = p.weight_checksums;
   }
-  const bool makes_rows = kSplitsToo || (sizeof(T) == 2 && FINISH != Finish::kOneBlock && (x || weight));
+  const bool makes_rows = kSplitsToo || (sizeof(T) == 2 && FINISH != Finish::kOneBlock && (p.source_x || p.source_weight));
   constexpr bool kTrains = FINISH != Finish::kEvaluate && FINISH != Finish::kStatistics;
   const bool resets = kTrains || makes_rows;  // the counters
-  const int tiles = raster.tiles(), steps = (in_features + kTileK - 1) / kTileK;
+  const int tiles = raster.tiles(), steps = (p.in_features + kTileK - 1) / kTileK;
   // Tiles that leave the registers and are normalised later; the rest, the last of each block, stay in registers.
-  const int stored = kLater && !in_registers ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
+  const int stored = kLater && !p.in_registers ? max(tiles - static_cast<int>(gridDim.x), 0) : 0;
   const int warpgroup = threadIdx.x / 128;
 
   if (threadIdx.x == 0) {
-    prefetch_map(map_x);
-    prefetch_map(map_weight);
+    prefetch_map(p.map_x);
+    prefetch_map(p.map_weight);
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(&shared.full[s], 1);
       barrier_init(&shared.empty[s], 2);
@@ -115,22 +103,22 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
     }
     barrier_init(&shared.left, kGemmThreads / 32 - 1);
     if constexpr (kSplitsToo)
-      for (int p = 0; p < kWorkers * kPieces; ++p) barrier_init(&shared.rings[p / kPieces].arrived[p % kPieces], 1);
+      for (int i = 0; i < kWorkers * kPieces; ++i) barrier_init(&shared.rings[i / kPieces].arrived[i % kPieces], 1);
     fence_barrier_init();
     fence_async_shared();
   }
   __syncthreads();
   wait_for_previous();
   allow_next();
-  if (FINISH == Finish::kStatistics && batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
+  if (FINISH == Finish::kStatistics && p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
 
   if (warpgroup == 0) {
     if (kMoveRegisters) release_registers<kFeeder>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == 0 && lane == 0) {  // feeds the ring
       // Of a box of x. In training rows beyond the batch have to be zero; else nobody looks at them.
-      const int rows = FINISH == Finish::kEvaluate ? min(TM, (batch + 7) / 8 * 8) : TM;
-      const u64 x_policy = stream_x ? kEvictFirst : kEvictNormal;
+      const int rows = FINISH == Finish::kEvaluate ? min(TM, (p.batch + 7) / 8 * 8) : TM;
+      const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
       int stage = 0;
       u32 parity = 1;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
@@ -141,10 +129,10 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           barrier_wait(&shared.empty[stage], parity);
           barrier_expect(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);
 #pragma unroll
-          for (int p = 0; p < kPlanes; ++p) {
-            const int column = (k * kPlanes + p) * kTileK;
-            copy_to_shared(shared.x[stage][p], map_x, &shared.full[stage], column, tile.m * TM, x_policy);
-            copy_to_shared(shared.weight[stage][p], map_weight, &shared.full[stage], column, tile.n * TN, kEvictNormal);
+          for (int plane = 0; plane < kPlanes; ++plane) {
+            const int column = (k * kPlanes + plane) * kTileK;
+            copy_to_shared(shared.x[stage][plane], p.map_x, &shared.full[stage], column, tile.m * TM, x_policy);
+            copy_to_shared(shared.weight[stage][plane], p.map_weight, &shared.full[stage], column, tile.n * TN, kEvictNormal);
           }
           if (++stage == STAGES) {
             stage = 0;
@@ -167,16 +155,16 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
       u32 parity = 0;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
-        const bool later = FINISH == Finish::kStatistics || t < stored, leaves = later || keep_product;
+        const bool later = FINISH == Finish::kStatistics || t < stored, leaves = later || p.keep_product;
         const u64 kept = FINISH == Finish::kPersistent && later ? kEvictLast : kEvictNormal;  // until it is normalised
         for (int trip = 0; trip < (leaves ? kTrips : 1); ++trip, parity ^= 1) {
           for (int c = 0; c < 2; ++c) {
             barrier_wait(&shared.staged[c], parity);
             __syncwarp();  // nobody waits for this phase any more
             if (lane > 0) continue;
-            if (kStaged && leaves) store_staged<Shape, T>(map_product, shared.staging[c], tile, c, trip, batch, kept);
+            if (kStaged && leaves) store_staged<Shape, T>(p.map_product, shared.staging[c], tile, c, trip, p.batch, kept);
             // Of a tile that stays in registers nobody reads the product: its statistics are all that others wait for.
-            if (FINISH == Finish::kPersistent && !later && trip == 0) add_release(&counters[kPanels + tile.n], 1);
+            if (FINISH == Finish::kPersistent && !later && trip == 0) add_release(&p.counters[kPanels + tile.n], 1);
             if (kStaged) wait_copies_read();
             barrier_arrive(&shared.unstaged[c]);
             if (FINISH == Finish::kPersistent && later && trip == kTrips - 1) {
@@ -184,13 +172,13 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
                 wait_copies();
                 fence_async_global();
               }
-              add_release(&counters[kPanels + tile.n], 1);
+              add_release(&p.counters[kPanels + tile.n], 1);
             }
           }
         }
       }
     } else if (warp == 1 && kWaits) {  // of whole panels
-      merge_panels<TN>(f, raster, counters, stored);
+      merge_panels<TN>(f, raster, p.counters, stored);
     } else if (warp >= 2) {
       if constexpr (kSplitsToo) ahead.template split<TM, TN>(shared.rings[warp - 2], raster, warp - 2);
       if constexpr (kSplitsToo && FINISH == Finish::kEvaluate) ahead.template find_features<TM>(f, raster, warp - 2);
@@ -198,10 +186,10 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if (makes_rows) ahead.template cast<TM, TN>(raster, warp - 2);
       }
       if constexpr (kWhole) {
-        serve_consumer<T, Y, TN, Activation, kStaged, kWaits>(f, raster, shared, warp - 2, map_product, map_y, y, counters,
-                                                              stored, keep_product);
+        serve_consumer<T, Y, TN, Activation, kStaged, kWaits>(f, raster, shared, warp - 2, p.map_product, p.map_y, p.y, p.counters,
+                                                              stored, p.keep_product);
       } else if (FINISH == Finish::kPersistent) {
-        take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+        take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, p.stored_product, p.y, p.counters, stored);
       }
     }
     if (resets && warp > 0) leave(shared.left);
@@ -225,7 +213,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
 
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
       typename Features<L, R>::Own early = {};
-      if (kEarly) early = f.own(min(raster.at(t).n * TN + consumer * (TN / 2) + thread / kLanes, features - 1));
+      if (kEarly) early = f.own(min(raster.at(t).n * TN + consumer * (TN / 2) + thread / kLanes, p.features - 1));
       if (kSplit) {
 #pragma unroll
         for (int i = 0; i < kAccumulators; ++i) acc[i] = 0.0f;
@@ -249,15 +237,15 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           const Tile tile = raster.at(t);
           const int n = (Shape::kByFeatures ? tile.m * TM : tile.n * TN) + thread;
           const int own = (Shape::kByFeatures ? tile.n * TN : tile.m * TM) + consumer * 64 + thread;
-          const int* exponents = Shape::kByFeatures ? x_exponents : weight_exponents;
-          const int* of_own = Shape::kByFeatures ? weight_exponents : x_exponents;
+          const int* exponents = Shape::kByFeatures ? p.x_exponents : p.weight_exponents;
+          const int* of_own = Shape::kByFeatures ? p.weight_exponents : p.x_exponents;
           if (thread < kWidth) {
-            const PowerOfTwo p = power_of_two(n < (Shape::kByFeatures ? batch : features) ? load_l2(exponents + n) : 0);
-            shared.sums[consumer][0][thread] = p.first;
-            shared.sums[consumer][1][thread] = p.second;
+            const PowerOfTwo power = power_of_two(n < (Shape::kByFeatures ? p.batch : p.features) ? load_l2(exponents + n) : 0);
+            shared.sums[consumer][0][thread] = power.first;
+            shared.sums[consumer][1][thread] = power.second;
           }
           if (thread < 64)
-            shared.exponents[consumer][thread] = own < (Shape::kByFeatures ? features : batch) ? load_l2(of_own + own) : 0;
+            shared.exponents[consumer][thread] = own < (Shape::kByFeatures ? p.features : p.batch) ? load_l2(of_own + own) : 0;
         }
         if (k > 0 || kSplit) wgmma_wait<1>();
         if constexpr (kSplit) {
@@ -302,7 +290,7 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         if ((kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
         held.template take_means<kOneBlock>(f, shared, tile, acc);
         finish_here = kOneBlock || ((kWhole || FINISH == Finish::kPersistent) && t >= stored);
-        const bool leaves = !finish_here || keep_product, stages = kStaged && leaves;  // the product
+        const bool leaves = !finish_here || p.keep_product, stages = kStaged && leaves;  // the product
         unsigned char* staging = shared.staging[consumer];
         // The staging memory is free. No consumer gets two tiles ahead of the warp that serves it.
         const auto wait_for_staging = [&] {
@@ -317,20 +305,20 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           if (trip > 0 && !leaves) break;
           if (trip > 0) barrier_wait(&shared.unstaged[consumer], staging_parity);
           staging_parity ^= 1;
-          if (!kWaits && leaves) held.template store_product<kStaged>(acc, trip, staging, product, tile, batch, features);
+          if (!kWaits && leaves) held.template store_product<kStaged>(acc, trip, staging, p.stored_product, tile, p.batch, p.features);
           if (kStaged) fence_async_shared();
           barrier_arrive(&shared.staged[consumer]);
         }
 
         if (finish_here) {
-          const bool mine = at_column < features, direct = !kLater || f.batch <= kDirectRows;
+          const bool mine = at_column < p.features, direct = !kLater || f.batch <= kDirectRows;
           const auto own = kEarly ? early : f.own(mine ? at_column : 0);
           if (kOneBlock) {
             sync_threads(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);
           } else {
             if (thread == 0) {
-              if (direct) wait_until(&counters[kPanels + tile.n], 2 * raster.tiles_m);
-              else wait_until(&counters[kPanels + raster.tiles_n + tile.n], TN);
+              if (direct) wait_until(&p.counters[kPanels + tile.n], 2 * raster.tiles_m);
+              else wait_until(&p.counters[kPanels + raster.tiles_n + tile.n], TN);
             }
             sync_threads(1 + consumer, 128);
           }
@@ -338,19 +326,19 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
           if (direct) {
             const auto load_group = [&](bool of_m2, int g) {
               if (kOneBlock) return (of_m2 ? shared.shift : shared.slope)[g][finished];
-              return load_l2((of_m2 ? group_m2 : group_mean) + f.at(g, mine ? at_column : 0));
+              return load_l2((of_m2 ? p.group_m2 : p.group_mean) + f.at(g, mine ? at_column : 0));
             };
             Column merged;
             if constexpr (kOneBlock && Shape::kByFeatures) merged = {load_group(false, 0), load_group(true, 0)};
             else merged = merge_column<kAhead>(f, computed_anew(thread % kLanes), kLanes, load_group);
             centre = merged.mean;
-            r = 1.0f / sqrtf(own.s * own.s * merged.m2 / batch + eps);
+            r = 1.0f / sqrtf(own.s * own.s * merged.m2 / p.batch + p.eps);
             shared.squares[finished] = merged.m2;
             const bool mine_to_finish = !kLater || !raster.has_stored(tile.n, stored);
             finish_feature_here = mine && thread % kLanes == 0 && tile.m == 0 && mine_to_finish;
           } else if (mine) {
-            centre = load_l2(mean + at_column);
-            r = load_l2(rstd + at_column);
+            centre = load_l2(p.mean + at_column);
+            r = load_l2(p.rstd + at_column);
           }
           if (thread % kLanes == 0) {
             shared.mean[finished] = centre;
@@ -374,34 +362,34 @@ __device__ __forceinline__ void fused_gemm(const TensorMap& map_x /* [batch, in_
         for (int trip = 0; trip < kTripsY; ++trip) {
           if (kStagedY && (kEvaluate || trip > 0) && thread == 0) wait_copies_read();
           sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
-          held.template store_results<Activation, kEvaluate, kStagedY>(acc, trip, shared, evaluated, y, tile, batch, features);
+          held.template store_results<Activation, kEvaluate, kStagedY>(acc, trip, shared, evaluated, p.y, tile, p.batch, p.features);
           if (kEvaluate && trip == kTripsY - 1) barrier_arrive(&shared.used[evaluated]);
           if (kStagedY) fence_async_shared();
           sync_threads(1 + consumer, 128);
           if (kStagedY && thread == 0)
-            store_staged<Shape, Y>(map_y, shared.staging[consumer], tile, consumer, trip, batch);
+            store_staged<Shape, Y>(p.map_y, shared.staging[consumer], tile, consumer, trip, p.batch);
         }
         if (finish_feature_here)  // nobody waits
           f.finish(at_column, kEarly ? early : f.own(at_column), shared.mean[finished], shared.squares[finished]);
       }
     }
-    if (FINISH == Finish::kPersistent) take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, product, y, counters, stored);
+    if (FINISH == Finish::kPersistent) take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, p.stored_product, p.y, p.counters, stored);
     if (resets) leave(shared.left);
     if (kStagedY && thread == 0) wait_copies_read();
   }
 
-  if (FINISH == Finish::kOneBlock && momentum >= 0.0f) {  // no block waits for another, none reads the count of batches
-    if (batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
+  if (FINISH == Finish::kOneBlock && p.momentum >= 0.0f) {  // no block waits for another, none reads the count of batches
+    if (p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
   } else if (resets && threadIdx.x == 0) {
     // When nobody in the block will look at the counters again, the last block leaves them as it found them, and counts the
     // batch. Meanwhile the results leave.
     barrier_wait(&shared.left, 0);
     __threadfence();
-    if (atomicAdd(&counters[kDone], 1u) == gridDim.x - 1) {
+    if (atomicAdd(&p.counters[kDone], 1u) == gridDim.x - 1) {
       __threadfence();
       const int used = kPanels + 2 * raster.tiles_n + (makes_rows ? (raster.tiles_n + kBands) * chunks : 0);
-      for (int i = 0; i < used; ++i) counters[i] = 0;
-      if (kTrains && batches_tracked) *batches_tracked += 1;
+      for (int i = 0; i < used; ++i) p.counters[i] = 0;
+      if (kTrains && p.num_batches_tracked) *p.num_batches_tracked += 1;
     }
   }
 }

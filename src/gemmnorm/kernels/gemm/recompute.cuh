@@ -122,55 +122,44 @@ __device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j,
 
 // The blocks share out the tiles; who finishes the last one of 64 features normalises them. y serves as memory for the
 // product's columns until then.
-template <class L, class R, bool TRAINING, class Activation>
-__device__ __forceinline__ void recompute_features(const float* x /* [batch, in_features] */,
-                                                   const float* weight /* [features, in_features] */,
-                                                   const int* flagged /* [features]: a list */,
-                                                   u32* most /* [4], after a number for each 64 features: left zero */,
-                                                   float* product /* [batch, features] or null */,
-                                                   float* y /* [batch, features] */,
-                                                   const L* bias /* [features] or null */,
-                                                   const L* scale /* [features] or [1] or null */, int scale_stride,
-                                                   float scale_value, R* running_mean /* [features] or null */,
-                                                   R* running_var /* [features] or null */,
-                                                   const i64* batches_tracked /* [1] or null: counts this batch */,
-                                                   const R* bn_weight /* [features] or null */,
-                                                   const R* bn_bias /* [features] or null */, float momentum, float eps,
-                                                   float* group_mean /* [groups, features] */,
-                                                   float* mean /* [features] */, float* rstd /* [features] */,
-                                                   int keep_product, int batch, int in_features, int features) {
+template <class Config, class Params>
+__device__ __forceinline__ void recompute_features(const Params& p) {
+  using L = typename Config::L;
+  using R = typename Config::R;
+  using Activation = typename Config::Activation;
+  constexpr bool TRAINING = Config::kTraining;
   __shared__ AgainShared shared;
   __shared__ float sums[kThreads / 32];
   __shared__ int list[kAgainColumns];
   __shared__ u32 arrived;
-  const Features<L, R> f = {bias,    scale,   scale_stride, scale_value,     running_mean, running_var,
-                            bn_weight, bn_bias, batches_tracked, momentum,   eps,          group_mean,
-                            nullptr, mean,    rstd,         nullptr,         nullptr,      {},
-                            batch,   features, (batch + kGroupRows - 1) / kGroupRows, kGroupRows};
+  const Features<L, R> f = {p.bias,    p.scale,   p.scale_stride, p.scale_value,     p.running_mean, p.running_var,
+                            p.bn_weight, p.bn_bias, p.num_batches_tracked, p.momentum,   p.eps,          p.group_mean,
+                            nullptr, p.mean,    p.rstd,         nullptr,         nullptr,      {},
+                            p.batch,   p.features, (p.batch + kGroupRows - 1) / kGroupRows, kGroupRows};
   allow_next();
   wait_for_previous();
-  if (blockIdx.x == 0 && threadIdx.x == 0) most[0] = most[1] = 0;  // nobody reads them here
-  const u32 found = most[kFlagged];
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.most[0] = p.most[1] = 0;  // nobody reads them here
+  const u32 found = p.most[kFlagged];
   if (found == 0) return;
   __syncthreads();
-  if (threadIdx.x == 0 && atomicAdd(&most[kReaders], 1u) == gridDim.x - 1) most[kReaders] = most[kFlagged] = 0;
-  const int count = static_cast<int>(found), row_tiles = (batch + kAgainRows - 1) / kAgainRows;
+  if (threadIdx.x == 0 && atomicAdd(&p.most[kReaders], 1u) == gridDim.x - 1) p.most[kReaders] = p.most[kFlagged] = 0;
+  const int count = static_cast<int>(found), row_tiles = (p.batch + kAgainRows - 1) / kAgainRows;
   const int chunks = (count + kAgainColumns - 1) / kAgainColumns;
-  u32* const done = most - (features + kAgainColumns - 1) / kAgainColumns;
+  u32* const done = p.most - (p.features + kAgainColumns - 1) / kAgainColumns;
   for (int item = blockIdx.x; item < chunks * row_tiles; item += gridDim.x) {
     const int chunk = item % chunks, first_row = item / chunks * kAgainRows;
     const int columns = min(count - chunk * kAgainColumns, kAgainColumns);
-    if (threadIdx.x < columns) list[threadIdx.x] = flagged[chunk * kAgainColumns + threadIdx.x];
+    if (threadIdx.x < columns) list[threadIdx.x] = p.flagged[chunk * kAgainColumns + threadIdx.x];
     __syncthreads();
     float sum[8][4];
-    multiply_tile(x, weight, list, columns, first_row, shared, sum, batch, in_features);
+    multiply_tile(p.x, p.weight, list, columns, first_row, shared, sum, p.batch, p.in_features);
 #pragma unroll
     for (int r = 0; r < 8; ++r) {
       const int row = first_row + threadIdx.x / 16 * 8 + r;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int column = threadIdx.x % 16 * 4 + c;
-        if (row < batch && column < columns) y[static_cast<i64>(row) * features + list[column]] = sum[r][c];
+        if (row < p.batch && column < columns) p.y[static_cast<i64>(row) * p.features + list[column]] = sum[r][c];
       }
     }
     __threadfence();
@@ -183,7 +172,7 @@ __device__ __forceinline__ void recompute_features(const float* x /* [batch, in_
     if (arrived == row_tiles - 1) {
       if (threadIdx.x == 0) done[chunk] = 0;
       for (int n = 0; n < columns; ++n)
-        normalize_column<TRAINING, Activation>(f, list[n], keep_product ? product : nullptr, y, sums);
+        normalize_column<TRAINING, Activation>(f, list[n], p.keep_product ? p.stored_product : nullptr, p.y, sums);
     }
     __syncthreads();
   }

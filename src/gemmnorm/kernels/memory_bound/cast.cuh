@@ -40,19 +40,16 @@ __device__ __forceinline__ void cast_chunk(const float* from, T* to, int lane) {
 
 // A block casts the beginning of one row. The weight's come in descending order and x's last: what the product reads first is
 // then still in the L2.
-template <class T>
-__device__ __forceinline__ void cast_rows(const float* x /* [batch, in_features] or null */,
-                                          const float* weight /* [features, in_features] or null */,
-                                          T* cast_x /* [batch, in_features] */, T* cast_weight /* [features, in_features] */,
-                                          int weight_rows /* to cast, of the first */,
-                                          int begun /* times kCastColumns are cast, of each row */, int in_features) {
+template <class Config, class Params>
+__device__ __forceinline__ void cast_rows(const Params& p) {
+  using T = typename Config::T;
   allow_next();
   wait_for_previous();
   const int block = blockIdx.x;
-  const bool of_weight = block < weight_rows;
-  const i64 first = static_cast<i64>((of_weight ? weight_rows : static_cast<int>(gridDim.x)) - 1 - block) * in_features;
-  cast_row<T, kThreads, 8>((of_weight ? weight : x) + first, (of_weight ? cast_weight : cast_x) + first,
-                           min(begun * kCastColumns, in_features), threadIdx.x);
+  const bool of_weight = block < p.weight_rows;
+  const i64 first = static_cast<i64>((of_weight ? p.weight_rows : static_cast<int>(gridDim.x)) - 1 - block) * p.in_features;
+  cast_row<T, kThreads, 8>((of_weight ? p.wide_weight : p.wide_x) + first, (of_weight ? p.cast_weight : p.cast_x) + first,
+                           min(p.begun * kCastColumns, p.in_features), threadIdx.x);
 }
 
 }  // namespace gemmnorm

@@ -44,33 +44,30 @@ struct Affine {
 // `offset` is what the producer of the product subtracted from a group of rows before it stored them (folded form only).
 // `y` may be the product's own memory when both have one type. In the running form `mean` and `rstd` are outputs (or
 // null): the running statistics that were used, kept for the backward.
-template <class T, class Y, class L, class R, int N, int TX, int GROUPS, Form FORM, class Activation>
-__device__ __forceinline__ void normalize(const T* product /* [batch, features] */,
-                                          const float* offset /* [groups, features] or null */,
-                                          const L* bias /* [features] or null */,
-                                          const L* scale /* [features] or [1] or null */, int scale_stride,
-                                          float scale_value, float* mean /* [features] or null */,
-                                          float* rstd /* [features] or null */,
-                                          const R* running_mean /* [features] or null */,
-                                          const R* running_var /* [features] or null */,
-                                          const R* bn_weight /* [features] or null */,
-                                          const R* bn_bias /* [features] or null */, float eps,
-                                          Y* y /* [batch, features] */, int batch, int features) {
+template <class Config, class Params>
+__device__ __forceinline__ void normalize(const Params& p) {
+  using T = typename Config::T;
+  using Y = typename Config::Y;
+  using L = typename Config::L;
+  using R = typename Config::R;
+  using Activation = typename Config::Activation;
+  constexpr int N = Config::kVector, TX = Config::kThreadsX, GROUPS = Config::kGroups;
+  constexpr Form FORM = Config::kForm;
   using P = Panel<N, TX, GROUPS>;
-  P panel(batch, features);
+  P panel(p.batch, p.features);
   allow_next();
-  if (panel.column >= features) return;
+  if (panel.column >= p.features) return;
   wait_for_previous();
   Affine<FORM> affine[N];
 #pragma unroll
   for (int i = 0; i < N; ++i)
-    affine[i].read(panel.column + i, bias, scale, scale_stride, scale_value, mean, rstd, running_mean, running_var,
-                   bn_weight, bn_bias, eps);
-  if (FORM == Form::kRunning && mean && panel.group == 0 && panel.lane == 0) {
+    affine[i].read(panel.column + i, p.bias, p.scale, p.scale_stride, p.scale_value, p.mean, p.rstd, p.running_mean, p.running_var,
+                   p.bn_weight, p.bn_bias, p.eps);
+  if (FORM == Form::kRunning && p.mean && panel.group == 0 && panel.lane == 0) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      mean[panel.column + i] = affine[i].centre;
-      rstd[panel.column + i] = 1.0f / sqrtf(to_float(running_var[panel.column + i]) + eps);
+      p.mean[panel.column + i] = affine[i].centre;
+      p.rstd[panel.column + i] = 1.0f / sqrtf(to_float(p.running_var[panel.column + i]) + p.eps);
     }
   }
   constexpr int kAtOnce = P::kRows < 4 ? P::kRows : 4;  // loads in flight
@@ -79,26 +76,26 @@ __device__ __forceinline__ void normalize(const T* product /* [batch, features] 
   for (int g = 0; g < GROUPS; ++g) {
     panel.at(first_group + g);
     if (panel.rows == 0) break;
-    const i64 origin = panel.first_row * features + panel.column;
+    const i64 origin = panel.first_row * p.features + panel.column;
     float own[N];  // what was subtracted from this group
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      own[i] = FORM == Form::kFolded && offset
-                   ? offset[static_cast<i64>(panel.group) * features + panel.column + i]
+      own[i] = FORM == Form::kFolded && p.offset
+                   ? p.offset[static_cast<i64>(panel.group) * p.features + panel.column + i]
                    : 0.0f;
 #pragma unroll 1
     for (int r0 = 0; r0 < P::kRows; r0 += kAtOnce) {
       Vec<T, N> a[kAtOnce];
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r)
-        a[r] = load<T, N>(product + origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * features);
+        a[r] = load<T, N>(p.product + origin + panel.existing((r0 + r) * P::kLanes + panel.lane) * p.features);
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
         const int row = (r0 + r) * P::kLanes + panel.lane;
         float out[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](a[r].value(i), own[i]));
-        if (row < panel.rows) store<Y, N>(y + origin + static_cast<i64>(row) * features, out);
+        if (row < panel.rows) store<Y, N>(p.y + origin + static_cast<i64>(row) * p.features, out);
       }
     }
   }

@@ -102,32 +102,24 @@ __device__ __forceinline__ int block_max(int value, int* shared /* [kThreads / 3
 // of magnitudes, which bound what is lost to float16's exponent, and the maxima of x's over all rows as bits (of floats
 // that are not negative, so they compare as such; NaN above all). The weight's rows come in descending order and x's
 // last: what the product reads first is then still in the L2.
-__device__ __forceinline__ void split_rows(const float* x /* [batch, in_features] */,
-                                           const float* weight /* [features, in_features] */,
-                                           half* split_x /* [batch, ⌈in_features/64⌉, 2, 64]: high and low */,
-                                           half* split_weight /* [features, ⌈in_features/64⌉, 2, 64] */,
-                                           int* x_exponents /* [batch] */, int* weight_exponents /* [features] */,
-                                           float* weight_largest /* [features] or null */,
-                                           float* weight_total /* [features] or null */,
-                                           u64* weight_checksums /* [features] or null: zero */,
-                                           u32* most /* [2] or null */, int weight_rows /* to split, of the first */,
-                                           int in_features) {
+template <class Config, class Params>
+__device__ __forceinline__ void split_rows(const Params& p) {
   __shared__ int shared[kThreads / 32];
   __shared__ float sums[kThreads / 32];
   allow_next();
   wait_for_previous();
   const int block = blockIdx.x;
-  const bool of_weight = block < weight_rows;
-  const int row = of_weight ? weight_rows - 1 - block : block - weight_rows;
-  const int padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-  const float* source = (of_weight ? weight : x) + static_cast<i64>(row) * in_features;
-  half* target = (of_weight ? split_weight : split_x) + static_cast<i64>(row) * 2 * padded;
+  const bool of_weight = block < p.weight_rows;
+  const int row = of_weight ? p.weight_rows - 1 - block : block - p.weight_rows;
+  const int padded = (p.in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+  const float* source = (of_weight ? p.weight : p.x) + static_cast<i64>(row) * p.in_features;
+  half* target = (of_weight ? p.split_weight : p.split_x) + static_cast<i64>(row) * 2 * padded;
 
   Vec<float, 4> held[8];
-  hold_row(source, held, in_features);
+  hold_row(source, held, p.in_features);
   u32 bits = 0;
   float sum = 0.0f;
-  visit_row(source, held, in_features, in_features, [&](int, const Vec<float, 4>& v) {
+  visit_row(source, held, p.in_features, p.in_features, [&](int, const Vec<float, 4>& v) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       bits = max(bits, __float_as_uint(v.at[i]) & 0x7FFFFFFFu);
@@ -142,23 +134,23 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
   if (threadIdx.x == 0) {
     sum = 0.0f;
     for (int w = 0; w < kThreads / 32; ++w) sum += sums[w];
-    (of_weight ? weight_exponents : x_exponents)[row] = exponent;
-    if (of_weight && weight_largest) {
-      weight_largest[row] = __uint_as_float(bits);
-      weight_total[row] = sum;
+    (of_weight ? p.weight_exponents : p.x_exponents)[row] = exponent;
+    if (of_weight && p.weight_largest) {
+      p.weight_largest[row] = __uint_as_float(bits);
+      p.weight_total[row] = sum;
     }
-    if (!of_weight && most) {
-      atomicMax(&most[0], bits);
-      atomicMax(&most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
+    if (!of_weight && p.most) {
+      atomicMax(&p.most[0], bits);
+      atomicMax(&p.most[1], __float_as_uint(sum) & 0x7FFFFFFFu);
     }
   }
-  if (of_weight && weight_checksums) {
+  if (of_weight && p.weight_checksums) {
     u64 code = 0;
-    visit_row(source, held, in_features, in_features, [&](int c, const Vec<float, 4>& v) { code += checksum(c, v); });
-    atomicAdd(&weight_checksums[row], code);
+    visit_row(source, held, p.in_features, p.in_features, [&](int c, const Vec<float, 4>& v) { code += checksum(c, v); });
+    atomicAdd(&p.weight_checksums[row], code);
   }
   const PowerOfTwo scale = power_of_two(-exponent);
-  visit_row(source, held, in_features, padded, [&](int c, const Vec<float, 4>& v) {
+  visit_row(source, held, p.in_features, padded, [&](int c, const Vec<float, 4>& v) {
     const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
     store_split(target, c, scaled);
   });
@@ -168,35 +160,30 @@ __device__ __forceinline__ void split_rows(const float* x /* [batch, in_features
 // two, for dx = da·W; and with an exponent per column, its rows multiplied by x's, for dW = daᵀ·x. Split W and x lack
 // just those powers. A row's exponent is found here, a column's came with the gradient: panel_gradient.cuh,
 // gradient_units.cuh or gradient.cuh.
-__device__ __forceinline__ void split_gradient(const float* grad_product /* [batch, features] */,
-                                               const int* x_exponents /* [batch] */,
-                                               const int* weight_exponents /* [features] */,
-                                               const int* column_exponents /* [features] */,
-                                               half* split_by_rows /* [batch, ⌈features/64⌉, 2, 64] */,
-                                               half* split_by_columns /* [batch, ⌈features/64⌉, 2, 64] */,
-                                               int* row_exponents /* [batch] */, int features) {
+template <class Config, class Params>
+__device__ __forceinline__ void split_gradient(const Params& p) {
   __shared__ int shared[kThreads / 32];
   allow_next();
   wait_for_previous();
-  const int row = blockIdx.x, own = x_exponents[row];
-  const int padded = (features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-  const float* source = grad_product + static_cast<i64>(row) * features;
+  const int row = blockIdx.x, own = p.x_exponents[row];
+  const int padded = (p.features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+  const float* source = p.grad_product + static_cast<i64>(row) * p.features;
   Vec<float, 4> held[8];
-  hold_row(source, held, features);
+  hold_row(source, held, p.features);
   int most = kLeastExponent;
-  visit_row(source, held, features, features, [&](int c, const Vec<float, 4>& v) {
-    const Vec<int, 4> e = load<int, 4>(weight_exponents + c);
+  visit_row(source, held, p.features, p.features, [&](int c, const Vec<float, 4>& v) {
+    const Vec<int, 4> e = load<int, 4>(p.weight_exponents + c);
 #pragma unroll
     for (int i = 0; i < 4; ++i) most = max(most, scaled_exponent(v.at[i], e.at[i]));
   });
   most = block_max(most, shared);
-  if (threadIdx.x == 0) row_exponents[row] = most;
-  half* by_rows = split_by_rows + static_cast<i64>(row) * 2 * padded;
-  half* by_columns = split_by_columns + static_cast<i64>(row) * 2 * padded;
-  visit_row(source, held, features, padded, [&](int c, const Vec<float, 4>& v) {
+  if (threadIdx.x == 0) p.row_exponents[row] = most;
+  half* by_rows = p.split_by_rows + static_cast<i64>(row) * 2 * padded;
+  half* by_columns = p.split_by_columns + static_cast<i64>(row) * 2 * padded;
+  visit_row(source, held, p.features, padded, [&](int c, const Vec<float, 4>& v) {
     float to_rows[4] = {}, to_columns[4] = {};
-    if (c < features) {
-      const Vec<int, 4> of_weight = load<int, 4>(weight_exponents + c), of_column = load<int, 4>(column_exponents + c);
+    if (c < p.features) {
+      const Vec<int, 4> of_weight = load<int, 4>(p.weight_exponents + c), of_column = load<int, 4>(p.column_exponents + c);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         to_rows[i] = times(v.at[i], power_of_two(in_range(of_weight.at[i] - most)));

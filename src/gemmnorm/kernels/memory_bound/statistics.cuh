@@ -8,27 +8,25 @@ namespace gemmnorm {
 
 // FOLD: M2 of the product a; the merge multiplies by s². Otherwise M2 of the scaled tensor (a + b)·s, whose
 // elements exist only in registers. The mean is that of a in both.
-template <class T, class L, int N, int TX, bool FOLD>
-__device__ __forceinline__ void column_statistics(const T* product /* [batch, features] */,
-                                                  const L* bias /* [features] or null */,
-                                                  const L* scale /* [features] or [1] or null */, int scale_stride,
-                                                  float scale_value, float* group_mean /* [groups, features] */,
-                                                  float* group_m2 /* [groups, features] */,
-                                                  i64* batches_tracked /* [1] or null: incremented */, int batch,
-                                                  int features) {
+template <class Config, class Params>
+__device__ __forceinline__ void column_statistics(const Params& p) {
+  using T = typename Config::T;
+  using L = typename Config::L;
+  constexpr int N = Config::kVector, TX = Config::kThreadsX;
+  constexpr bool FOLD = Config::kFold;
   using P = Panel<N, TX, 1, true>;
   __shared__ float shared[kThreads * N];
   allow_next();
   wait_for_previous();
-  const P panel(batch, features);
-  if (batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *batches_tracked += 1;
+  const P panel(p.batch, p.features);
+  if (p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
 
-  const bool inside = panel.column < features;
-  const T* p = product + panel.first_row * features + (inside ? panel.column : 0);
+  const bool inside = panel.column < p.features;
+  const T* first = p.product + panel.first_row * p.features + (inside ? panel.column : 0);
   Vec<T, N> a[P::kRows];
 #pragma unroll
   for (int r = 0; r < P::kRows; ++r) {
-    a[r] = load<T, N>(p + panel.existing(r * P::kLanes + panel.lane) * features);
+    a[r] = load<T, N>(first + panel.existing(r * P::kLanes + panel.lane) * p.features);
   }
   float mean[N];
 #pragma unroll
@@ -46,8 +44,8 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
   for (int i = 0; i < N; ++i) {
     mean[i] /= panel.rows;  // exactly, so that nothing is left of a constant column
     m2[i] = 0.0f;
-    s[i] = FOLD || !inside ? 1.0f : scale_of(scale, scale_stride, scale_value, panel.column + i);
-    b[i] = FOLD || !inside ? 0.0f : value_or(bias, panel.column + i, 0.0f);
+    s[i] = FOLD || !inside ? 1.0f : scale_of(p.scale, p.scale_stride, p.scale_value, panel.column + i);
+    b[i] = FOLD || !inside ? 0.0f : value_or(p.bias, panel.column + i, 0.0f);
   }
 #pragma unroll
   for (int r = 0; r < P::kRows; ++r) {
@@ -62,11 +60,11 @@ __device__ __forceinline__ void column_statistics(const T* product /* [batch, fe
   }
   sum_over_lanes<N, TX>(m2, shared);
   if (inside && panel.lane == 0) {
-    const i64 out = static_cast<i64>(panel.group) * features + panel.column;
+    const i64 out = static_cast<i64>(panel.group) * p.features + panel.column;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      group_mean[out + i] = mean[i];
-      group_m2[out + i] = m2[i];
+      p.group_mean[out + i] = mean[i];
+      p.group_m2[out + i] = m2[i];
     }
   }
 }
@@ -103,23 +101,18 @@ __device__ __forceinline__ void finish_feature(int j, float mean_a, float varian
 }
 
 // Merges the groups of each feature. `batches_tracked` has been incremented.
-template <class L, class R, bool FOLD>
-__device__ __forceinline__ void merge_statistics(const float* group_mean /* [groups, features] */,
-                                                 const float* group_m2 /* [groups, features] */,
-                                                 const L* bias /* [features] or null */,
-                                                 const L* scale /* [features] or [1] or null */, int scale_stride,
-                                                 float scale_value, R* running_mean /* [features] or null */,
-                                                 R* running_var /* [features] or null */,
-                                                 const i64* batches_tracked /* [1] or null */, float momentum,
-                                                 float eps, float* mean /* [features] */, float* rstd /* [features] */,
-                                                 int batch, int features) {
+template <class Config, class Params>
+__device__ __forceinline__ void merge_statistics(const Params& p) {
+  using L = typename Config::L;
+  using R = typename Config::R;
+  constexpr bool FOLD = Config::kFold;
   __shared__ float shared[kThreads];
   const int j = blockIdx.x * kMergeColumns + threadIdx.x % kMergeColumns;
   const int lane = threadIdx.x / kMergeColumns;
-  const int groups = (batch + kGroupRows - 1) / kGroupRows;
-  const bool inside = j < features;
-  const float s = inside ? scale_of(scale, scale_stride, scale_value, j) : 1.0f;
-  const float b = inside ? value_or(bias, j, 0.0f) : 0.0f;
+  const int groups = (p.batch + kGroupRows - 1) / kGroupRows;
+  const bool inside = j < p.features;
+  const float s = inside ? scale_of(p.scale, p.scale_stride, p.scale_value, j) : 1.0f;
+  const float b = inside ? value_or(p.bias, j, 0.0f) : 0.0f;
   allow_next();
   wait_for_previous();
 
@@ -127,27 +120,27 @@ __device__ __forceinline__ void merge_statistics(const float* group_mean /* [gro
   if (inside) {
 #pragma unroll 4
     for (int g = lane; g < groups; g += kMergeLanes) {
-      const int rows = min(kGroupRows, batch - g * kGroupRows);
-      sum += group_mean[static_cast<i64>(g) * features + j] * rows;
+      const int rows = min(kGroupRows, p.batch - g * kGroupRows);
+      sum += p.group_mean[static_cast<i64>(g) * p.features + j] * rows;
     }
   }
-  const float mu = sum_over_merge_lanes(sum, shared) / batch;
+  const float mu = sum_over_merge_lanes(sum, shared) / p.batch;
   sum = 0.0f;
   if (inside) {
 #pragma unroll 4
     for (int g = lane; g < groups; g += kMergeLanes) {
-      const int rows = min(kGroupRows, batch - g * kGroupRows);
-      const i64 at = static_cast<i64>(g) * features + j;
-      const float deviation = FOLD ? group_mean[at] - mu : (group_mean[at] + b) * s - (mu + b) * s;
-      sum += group_m2[at] + deviation * deviation * rows;
+      const int rows = min(kGroupRows, p.batch - g * kGroupRows);
+      const i64 at = static_cast<i64>(g) * p.features + j;
+      const float deviation = FOLD ? p.group_mean[at] - mu : (p.group_mean[at] + b) * s - (mu + b) * s;
+      sum += p.group_m2[at] + deviation * deviation * rows;
     }
   }
   const float m2 = sum_over_merge_lanes(sum, shared);
   if (!inside || lane != 0) return;
-  const float variance = (FOLD ? s * s * m2 : m2) / batch;
-  const float batches = batches_tracked ? static_cast<float>(*batches_tracked) : 0.0f;
-  finish_feature(j, mu, variance, s, b, batches, running_mean, running_var, value_or(running_mean, j, 0.0f),
-                 value_or(running_var, j, 0.0f), momentum, eps, mean, rstd, batch);
+  const float variance = (FOLD ? s * s * m2 : m2) / p.batch;
+  const float batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;
+  finish_feature(j, mu, variance, s, b, batches, p.running_mean, p.running_var, value_or(p.running_mean, j, 0.0f),
+                 value_or(p.running_var, j, 0.0f), p.momentum, p.eps, p.mean, p.rstd, p.batch);
 }
 
 }  // namespace gemmnorm

@@ -118,18 +118,16 @@ __device__ __forceinline__ void sums_of_unit(const UnitSums<S>& sums, int pair, 
   right = {group[0].y, group[1].y, group[0].w + group[1].w};
 }
 
-template <class OP, class T, class Y, class L, class R, int BN, int STAGES, int SHARED_BYTES, int SPLITS, bool TRAINING,
-          class Activation>
-__device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in_features] */,
-    const TensorMap& map_weight /* [features, in_features] */,
-    const float* x /* [batch, in_features] of float32 in evaluation */, const float* weight /* [features, in_features] */,
-    T* product /* [batch, features] or null: minus its group's mean */, Y* y /* [batch, features] */,
-    const L* bias /* [features] or null */, const L* scale /* [features] or [1] or null */, int scale_stride,
-    float scale_value, R* running_mean /* [features] or null */, R* running_var /* [features] or null */,
-    i64* batches_tracked /* [1] or null */, const R* bn_weight /* [features] or null */,
-    const R* bn_bias /* [features] or null */, float momentum, float eps, float* group_mean /* [groups, features] or null */,
-    float* mean /* [features] */, float* rstd /* [features] */, u32* counters /* zero, and left zero */, int keep_product,
-    int batch, int in_features, int features) {
+template <class Config, class Params>
+__device__ __forceinline__ void small_panel(const Params& p) {
+  using OP = typename Config::Operand;
+  using T = typename Config::T;
+  using Y = typename Config::Y;
+  using L = typename Config::L;
+  using R = typename Config::R;
+  using Activation = typename Config::Activation;
+  constexpr int BN = Config::kColumns, STAGES = Config::kStages, SHARED_BYTES = Config::kSharedBytes, SPLITS = Config::kCluster;
+  constexpr bool TRAINING = Config::kTraining;
   constexpr bool kRounds = sizeof(T) < sizeof(float);  // the product, on its way to memory
   using S = PanelShare<BN, SPLITS>;
   constexpr bool kSplit = Operand<OP>::kPlanes == 3;
@@ -140,18 +138,18 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
 
-  const Features<L, R> f = {bias,      scale,   scale_stride,    scale_value, running_mean, running_var,
-                            bn_weight, bn_bias, batches_tracked, momentum,    eps,          group_mean,
-                            nullptr,   mean,    rstd,            nullptr,     nullptr,      {},
-                            batch, features, (batch + kGroupRows - 1) / kGroupRows, kGroupRows};
+  const Features<L, R> f = {p.bias,      p.scale,   p.scale_stride,    p.scale_value, p.running_mean, p.running_var,
+                            p.bn_weight, p.bn_bias, p.num_batches_tracked, p.momentum,    p.eps,          p.group_mean,
+                            nullptr,   p.mean,    p.rstd,            nullptr,     nullptr,      {},
+                            p.batch, p.features, (p.batch + kGroupRows - 1) / kGroupRows, kGroupRows};
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int rank = SPLITS > 1 ? cluster_rank() : 0, panel = static_cast<int>(blockIdx.x) / SPLITS;
-  const int steps = (in_features + kTileK - 1) / kTileK, from = rank * steps / SPLITS, until = (rank + 1) * steps / SPLITS;
+  const int steps = (p.in_features + kTileK - 1) / kTileK, from = rank * steps / SPLITS, until = (rank + 1) * steps / SPLITS;
   const int first_column = panel * BN + rank * S::kColumns;
 
   if (warp == kConsumerWarps && lane == 0) {
-    prefetch_map(map_x);
-    prefetch_map(map_weight);
+    prefetch_map(p.map_x);
+    prefetch_map(p.map_weight);
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(&shared.full[s], 1);
       barrier_init(&shared.empty[s], kSplit ? kConsumerWarps : 2);  // for which it waits before it waits for the cluster
@@ -171,7 +169,7 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
 
   if (warp == kConsumerWarps) {
     if (lane == 0) {
-      const int x_rows = min(kTileRows, (batch + 7) / 8 * 8);  // of a box; what lies behind is not looked at
+      const int x_rows = min(kTileRows, (p.batch + 7) / 8 * 8);  // of a box; what lies behind is not looked at
       int stage = 0;
       u32 parity = 1;
       for (int k = from; k < until; ++k) {
@@ -180,8 +178,8 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
 #pragma unroll
         for (int box = 0; box < Shared::kBoxes; ++box) {
           const int column = k * kTileK + box * kBoxK;
-          copy_to_shared(shared.x[stage][box], map_x, &shared.full[stage], column, 0, kEvictNormal);
-          copy_to_shared(shared.weight[stage][box], map_weight, &shared.full[stage], column, panel * BN, kEvictNormal);
+          copy_to_shared(shared.x[stage][box], p.map_x, &shared.full[stage], column, 0, kEvictNormal);
+          copy_to_shared(shared.weight[stage][box], p.map_weight, &shared.full[stage], column, panel * BN, kEvictNormal);
         }
         if (++stage == STAGES) {
           stage = 0;
@@ -195,9 +193,9 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
     const int pair = lane % S::kAcross, unit = lane / S::kAcross / 2 % S::kUnits;
     const bool odd = lane / S::kAcross % 2;
     const int j = first_column + unit * 8 + pair * 2 + odd;
-    const bool mine = lane < S::kColumns && j < features;
-    const auto raw = RawFeature<L, R>::load(f, min(j, features - 1));
-    const float share = 1.0f / batch;
+    const bool mine = lane < S::kColumns && j < p.features;
+    const auto raw = RawFeature<L, R>::load(f, min(j, p.features - 1));
+    const float share = 1.0f / p.batch;
     if (SPLITS > 1) cluster_wait();
     barrier_wait_cluster(&shared.arrived, 0);
     float centre = 0.0f;
@@ -219,30 +217,30 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
     const float mu = column.mean(share, centre);
     if (mine) {
       f.finish(j, own, mu, column.m2(share));
-      if (keep_product) {
-        group_mean[j] = fmaf(column.first, 1.0f / f.rows(0), centre);
-        if (f.groups > 1) group_mean[features + j] = fmaf(column.second, 1.0f / f.rows(1), centre);
+      if (p.keep_product) {
+        p.group_mean[j] = fmaf(column.first, 1.0f / f.rows(0), centre);
+        if (f.groups > 1) p.group_mean[p.features + j] = fmaf(column.second, 1.0f / f.rows(1), centre);
       }
     }
-    if (kRounds && keep_product) {  // what is stored, and what the backward takes it for, agree
+    if (kRounds && p.keep_product) {  // what is stored, and what the backward takes it for, agree
       sync_threads(1, S::kFinishers + 32);
       sums_of_unit<S>(shared.sums[1], pair, unit, left, right);
       const ColumnSums stored = odd ? right : left;
       if (mine) {
-        mean[j] = stored.mean(share, mu);
-        rstd[j] = 1.0f / sqrtf(own.s * own.s * stored.m2(share) / batch + eps);
+        p.mean[j] = stored.mean(share, mu);
+        p.rstd[j] = 1.0f / sqrtf(own.s * own.s * stored.m2(share) / p.batch + p.eps);
       }
     }
-    if (batches_tracked && momentum >= 0.0f) {  // nobody reads it
-      if (blockIdx.x == 0 && lane == 0) *batches_tracked += 1;
-    } else if (batches_tracked) {  // the last block to get here counts the batch, and leaves the counter as it found it
+    if (p.num_batches_tracked && p.momentum >= 0.0f) {  // nobody reads it
+      if (blockIdx.x == 0 && lane == 0) *p.num_batches_tracked += 1;
+    } else if (p.num_batches_tracked) {  // the last block to get here counts the batch, and leaves the counter as it found it
       __syncwarp();
       if (lane == 0) {
         __threadfence();
-        if (atomicAdd(&counters[kDone], 1u) == gridDim.x - 1) {
+        if (atomicAdd(&p.counters[kDone], 1u) == gridDim.x - 1) {
           __threadfence();
-          counters[kDone] = 0;
-          *batches_tracked += 1;
+          p.counters[kDone] = 0;
+          *p.num_batches_tracked += 1;
         }
       }
     }
@@ -258,7 +256,7 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
 #pragma unroll
     for (int q = 0; q < S::kUnits; ++q)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) raw[q][c] = RawFeature<L, R>::load(f, min(column + q * 8 + c, features - 1));
+      for (int c = 0; c < 2; ++c) raw[q][c] = RawFeature<L, R>::load(f, min(column + q * 8 + c, p.features - 1));
   }
   // Four units' features are too many registers beside the parts of float32; in evaluation coefficients will do.
   constexpr bool kEarly = !TRAINING && kSplit && S::kUnits == 4;
@@ -274,7 +272,7 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
   constexpr int kAll = BN / 8, kStarts = kAll / S::kUnits;
   const int own_start = rank * S::kColumns / 8 / S::kUnits;
   float4* slots = &shared.parts[rank][0][(warp * 8 + lane / 4) * S::kAcross + lane % S::kAcross];
-  const float share = 1.0f / batch;
+  const float share = 1.0f / p.batch;
   const bool upper = row >= kGroupRows;
   const float share_of_group = 1.0f / max(f.rows(upper), 1);
   if (SPLITS > 1) cluster_wait();  // all barriers of the cluster are there
@@ -323,7 +321,7 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
       wgmma_fence();
       u64 b[3];
 #pragma unroll
-      for (int p = 0; p < 3; ++p) b[p] = matrix_descriptor(parts[p]);
+      for (int third = 0; third < 3; ++third) b[third] = matrix_descriptor(parts[third]);
 #pragma unroll
       for (int step = 0; step < 4; ++step) MultiplyThirds::run(part, a[step][0], b[0] + step * kDescriptorStep, step ? 1 : 0);
 #pragma unroll
@@ -382,13 +380,13 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
   if (!finishes) return;
   barrier_wait_cluster(&shared.arrived, 0);
 
-  const bool low = row < batch, high = row + 8 < batch;
-  const i64 at = static_cast<i64>(row) * features + column, below = at + static_cast<i64>(8) * features;
+  const bool low = row < p.batch, high = row + 8 < p.batch;
+  const i64 at = static_cast<i64>(row) * p.features + column, below = at + static_cast<i64>(8) * p.features;
   const auto total = [&](int q, int finisher) {
     float4 sum = shared.parts[0][q][finisher];
 #pragma unroll
-    for (int p = 1; p < SPLITS; ++p) {
-      const float4 part = shared.parts[p][q][finisher];
+    for (int block = 1; block < SPLITS; ++block) {
+      const float4 part = shared.parts[block][q][finisher];
       sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
     }
     return sum;
@@ -397,23 +395,23 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
 #pragma unroll
     for (int q = 0; q < S::kUnits; ++q) {
       float4 v = total(q, thread);
-      const bool inside = column + q * 8 < features;  // of pairs no half is
-      if (kSplit && inside) {
-        const float* rows = x + static_cast<i64>(row) * in_features;
-        const float* columns = weight + static_cast<i64>(column + q * 8) * in_features;
+      const bool inside = column + q * 8 < p.features;  // of pairs no half is
+      if constexpr (kSplit) {
+        const float* rows = p.x + static_cast<i64>(row) * p.in_features;
+        const float* columns = p.weight + static_cast<i64>(column + q * 8) * p.in_features;
         const auto of = [&](float sum, i64 row, i64 column) {
-          return sum != sum ? product_of(rows + row * in_features, columns + column * in_features, in_features) : sum;
+          return sum != sum ? product_of(rows + row * p.in_features, columns + column * p.in_features, p.in_features) : sum;
         };
-        if (low) v.x = of(v.x, 0, 0), v.y = of(v.y, 0, 1);
-        if (high) v.z = of(v.z, 8, 0), v.w = of(v.w, 8, 1);
+        if (inside && low) v.x = of(v.x, 0, 0), v.y = of(v.y, 0, 1);
+        if (inside && high) v.z = of(v.z, 8, 0), v.w = of(v.w, 8, 1);
       }
       const float2 left = kEarly ? early[kEarly ? q : 0][0] : raw[q][0].coefficients(f);
       const float2 right = kEarly ? early[kEarly ? q : 0][1] : raw[q][1].coefficients(f);
-      const auto value = [&](float x, float y) {
-        return make_float2(Activation::value(left.x * x + left.y), Activation::value(right.x * y + right.y));
+      const auto value = [&](float v, float w) {
+        return make_float2(Activation::value(left.x * v + left.y), Activation::value(right.x * w + right.y));
       };
-      if (inside && low) store_pair(y + at + q * 8, value(v.x, v.y));
-      if (inside && high) store_pair(y + below + q * 8, value(v.z, v.w));
+      if (inside && low) store_pair(p.y + at + q * 8, value(v.x, v.y));
+      if (inside && high) store_pair(p.y + below + q * 8, value(v.z, v.w));
     }
     return;
   }
@@ -449,24 +447,24 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
     const auto of_left = raw[q][0].own(f), of_right = raw[q][1].own(f);
     const float2 mu = make_float2(left.mean(share), right.mean(share));
     const auto root = [&](float v) { return kSplit ? 1.0f / sqrtf(v) : rsqrtf(v); };
-    const float a = of_left.slope * root(of_left.s * of_left.s * left.m2(share) * share + eps);
-    const float b = of_right.slope * root(of_right.s * of_right.s * right.m2(share) * share + eps);
-    const auto value = [&](float x, float y) {
-      return make_float2(Activation::value(a * (x - mu.x) + of_left.shift),
-                         Activation::value(b * (y - mu.y) + of_right.shift));
+    const float a = of_left.slope * root(of_left.s * of_left.s * left.m2(share) * share + p.eps);
+    const float b = of_right.slope * root(of_right.s * of_right.s * right.m2(share) * share + p.eps);
+    const auto value = [&](float v, float w) {
+      return make_float2(Activation::value(a * (v - mu.x) + of_left.shift),
+                         Activation::value(b * (w - mu.y) + of_right.shift));
     };
-    const bool inside = column + q * 8 < features;  // of pairs no half is
-    if (inside && low) store_pair(y + at + q * 8, value(d[q].x, d[q].y));
-    if (inside && high) store_pair(y + below + q * 8, value(d[q].z, d[q].w));
-    if (keep_product) {
+    const bool inside = column + q * 8 < p.features;  // of pairs no half is
+    if (inside && low) store_pair(p.y + at + q * 8, value(d[q].x, d[q].y));
+    if (inside && high) store_pair(p.y + below + q * 8, value(d[q].z, d[q].w));
+    if (p.keep_product) {
       // Both means as they are stored: what the backward adds up again is what was taken off.
       const float2 of_group = make_float2(fmaf(upper ? left.second : left.first, share_of_group, centre[q].x),
                                           fmaf(upper ? right.second : right.first, share_of_group, centre[q].y));
       const float2 off = make_float2(of_group.x - centre[q].x, of_group.y - centre[q].y);
       rounded_pair(d[q].x, d[q].y, off, T{});
       rounded_pair(d[q].z, d[q].w, off, T{});
-      if (inside && low) store_pair(product + at + q * 8, make_float2(d[q].x, d[q].y));
-      if (inside && high) store_pair(product + below + q * 8, make_float2(d[q].z, d[q].w));
+      if (inside && low) store_pair(p.stored_product + at + q * 8, make_float2(d[q].x, d[q].y));
+      if (inside && high) store_pair(p.stored_product + below + q * 8, make_float2(d[q].z, d[q].w));
       if (kRounds) {
         const float2 back = make_float2(of_group.x - left.mean(share, centre[q].x),
                                         of_group.y - right.mean(share, centre[q].y));
@@ -475,7 +473,7 @@ __device__ __forceinline__ void small_panel(const TensorMap& map_x /* [batch, in
       }
     }
   }
-  if (kRounds && keep_product) {
+  if (kRounds && p.keep_product) {
     sum_units<S>(d, shared.sums[1]);
     sync_threads(1, S::kFinishers + 32);
   }

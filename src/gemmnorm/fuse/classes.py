@@ -223,18 +223,7 @@ def _restore(original: type[nn.Module]) -> nn.Module:
 _NAME_OF = {row.module: row.name for row in activations.TABLE if not row.parameters and not row.matches}
 _global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 _transforms = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
-
-if hasattr(torch.compiler, "is_exporting"):  # PyTorch 2.7
-
-    @torch.compiler.assume_constant_result
-    def _is_exporting() -> bool:
-        """`torch.compiler.is_exporting`, called at trace time: Dynamo of 2.8 to 2.11 traces it as True everywhere."""
-        return torch.compiler.is_exporting()
-else:
-
-    def _is_exporting() -> bool:
-        """A trace that is not Dynamo's is `torch.export(strict=False)`'s."""
-        return not torch.compiler.is_dynamo_compiling()
+_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def fused_linear_scale_batch_norm(
@@ -299,6 +288,6 @@ def _can_fuse(x: Tensor, linear: nn.Linear, bn: nn.BatchNorm1d, scale: Tensor | 
 def _is_watched() -> bool:
     """Somebody wants to see the single operations."""
     if torch.compiler.is_compiling():
-        return _is_exporting()  # what is exported holds PyTorch's own operations and runs without this package
+        return bool(_exporting())  # what is exported holds PyTorch's own operations and runs without this package
     in_transform = _transforms() is not None or torch.autograd.forward_ad._current_level >= 0
     return in_transform or bool(_global_hooks()) or torch.jit.is_tracing()  # type: ignore[attr-defined]
