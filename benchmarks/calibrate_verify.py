@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from gemmnorm.verify.model_file import ModelFile, load_candidate_file, load_model_file
-from gemmnorm.verify.verify import judge, references
+from gemmnorm.userfiles import ModelFile, load_candidate_file, load_model_file
+from gemmnorm.verify import judge, references
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "traps"
 NOT_HERE = ("trap_hangs.py", "trap_exits.py", "trap_aborts.py")  # these need a process of their own: tests do it

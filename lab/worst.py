@@ -8,7 +8,7 @@ import sys
 import torch
 
 import gemmnorm
-from gemmnorm.bench.suite import CASES, Cell, prepare
+from gemmnorm.bench.cases import CASES, Cell, prepare
 
 case = CASES[sys.argv[1] if len(sys.argv) > 1 else "kb33"]
 cell = Cell(case, sys.argv[2] if len(sys.argv) > 2 else "bf16", False, "train_fwd")

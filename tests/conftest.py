@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gemmnorm
 from gemmnorm import plan
-from gemmnorm.fuse import fuse as fusing
+from gemmnorm.fuse import call as fused_call
 from gemmnorm.plan import gradient, hopper
 from gemmnorm.runtime import call as runtime
 
@@ -50,7 +50,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         made.append(kwargs)
         return gemmnorm.linear_scale_batch_norm(*args, **kwargs)
 
-    monkeypatch.setattr(fusing, "linear_scale_batch_norm", spy)
+    monkeypatch.setattr(fused_call, "linear_scale_batch_norm", spy)
     return made
 
 

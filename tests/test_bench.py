@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gemmnorm.bench import accuracy, cells, suite, timing
-from gemmnorm.bench import results as bench
-from gemmnorm.bench.cells import Bench, CellResult, Options
-from gemmnorm.bench.files import Products
-from gemmnorm.bench.suite import CASES, Case, Cell
+from gemmnorm.bench import accuracy, cases, documents, suite, timing
+from gemmnorm.bench import cell as one_cell
+from gemmnorm.bench.cases import CASES, Case, Cell
+from gemmnorm.bench.cell import Bench, CellResult, Options
+from gemmnorm.bench.model_files import Products
 from gemmnorm.bench.timing import Variant, WallClock
 from gemmnorm.errors import GemmNormWarning
 
@@ -130,10 +130,10 @@ def matmul_state() -> tuple[object, ...]:
 
 def test_tf32_is_switched_on_and_everything_put_back() -> None:
     before = matmul_state()
-    with suite.tf32(True):
+    with cases.tf32(True):
         assert torch.backends.cuda.matmul.allow_tf32
         assert getattr(torch.backends.cuda.matmul, "fp32_precision", "tf32") == "tf32"
-        with suite.tf32(False):
+        with cases.tf32(False):
             assert not torch.backends.cuda.matmul.allow_tf32
             # "ieee" would ask gemmnorm for float32 arithmetic, not for float32 accuracy.
             assert getattr(torch.backends.cuda.matmul, "fp32_precision", "none") == "none"
@@ -145,7 +145,7 @@ def test_tf32_is_switched_on_and_everything_put_back() -> None:
 def test_tf32_works_where_the_caller_has_used_the_newer_switch() -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        with suite.tf32(False):
+        with cases.tf32(False):
             assert torch.backends.cuda.matmul.fp32_precision == "none"
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
@@ -156,23 +156,23 @@ def test_tf32_works_where_the_caller_has_used_the_newer_switch() -> None:
 
 
 def test_the_gpu_suite_has_every_case_precision_and_phase_of_the_published_files() -> None:
-    found = {(c.case.name, c.label, c.phase) for c in suite.SUITES["h200"]}
+    found = {(c.case.name, c.label, c.phase) for c in cases.SUITES["h200"]}
     names = ("kb33", "kb39", "projector", "projector256", "mid", "small", "v0")
-    assert found == set(itertools.product(names, ("fp32", "tf32", "bf16", "fp16", "amp"), suite.PHASES))
+    assert found == set(itertools.product(names, ("fp32", "tf32", "bf16", "fp16", "amp"), cases.PHASES))
     kb39, projector = CASES["kb39"], CASES["projector"]
     assert (kb39.batch, kb39.in_features, kb39.out_features, kb39.scale) == (16384, 4096, 4096, True)
     assert (projector.bias, projector.scale, projector.activation) == (False, False, "relu")
 
 
 def test_filters_narrow_a_suite_and_a_case_can_be_borrowed() -> None:
-    got = suite.select("h200", ["v0"], ["amp"], ["train_fwd"])
+    got = cases.select("h200", ["v0"], ["amp"], ["train_fwd"])
     assert [(c.case.name, c.precision, c.autocast) for c in got] == [("v0", "bf16", True)]
-    assert {c.case.name for c in suite.select("cpu", ["small"])} == {"small"}
-    assert not suite.select("cpu", precisions=["tf32"])
+    assert {c.case.name for c in cases.select("cpu", ["small"])} == {"small"}
+    assert not cases.select("cpu", precisions=["tf32"])
 
 
 def test_nothing_that_is_timed_is_zero_or_one() -> None:
-    prepared = suite.prepare(Cell(CASES["tiny"], "bf16", False, "eval_fwd"), CPU)
+    prepared = cases.prepare(Cell(CASES["tiny"], "bf16", False, "eval_fwd"), CPU)
     bn = prepared.eager.bn
     for tensor in (prepared.x, prepared.g, bn.weight, bn.bias, bn.running_mean, bn.running_var):
         assert tensor is not None and tensor.dtype == torch.bfloat16 and float(tensor.detach().float().std()) > 0.01
@@ -206,7 +206,7 @@ def test_an_all_but_empty_column_is_not_blown_up() -> None:
 def test_a_wrong_gradient_shows_whichever_it_is(parameter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bias's gradient is zero and the scale's nearly so: both must be judged all the same, and not accused."""
     cell = Cell(CASES["tiny"], "fp32", False, "train_fwd_bwd")
-    prepared = suite.prepare(cell, CPU)
+    prepared = cases.prepare(cell, CPU)
     want = accuracy.golden(prepared, cell)
     assert want is not None
 
@@ -235,9 +235,9 @@ def test_a_wrong_gradient_shows_whichever_it_is(parameter: str, monkeypatch: pyt
 @pytest.fixture(scope="module")
 def document() -> dict[str, object]:
     torch.set_num_threads(1)  # on a busy machine two threads wait for each other
-    chosen = [c for c in suite.select("cpu", ["tiny", "tiny_projector"]) if c.precision == "fp32"]
+    chosen = [c for c in cases.select("cpu", ["tiny", "tiny_projector"]) if c.precision == "fp32"]
     chosen.append(Cell(CASES["tiny"], "bf16", True, "train_fwd_bwd"))
-    return bench.run_suite(chosen, CPU, QUICK)
+    return suite.run_suite(chosen, CPU, QUICK)
 
 
 def test_a_row_has_every_published_key_and_null_where_nothing_was_measured(document: dict[str, list[dict]]) -> None:
@@ -268,12 +268,12 @@ def test_memory_kept_for_backward_is_one_output_where_eager_keeps_two(document: 
 
 def test_flops_and_bytes_are_the_products_and_each_operand_once() -> None:
     case = Case("c", 10, 20, 30)
-    assert cells.work(Cell(case, "fp32", False, "train_fwd")) == (2.0 * 6000, 4.0 * (200 + 600 + 300))
-    assert cells.work(Cell(case, "bf16", False, "eval_fwd"))[1] == 2.0 * (200 + 600 + 300)
-    assert cells.work(Cell(case, "bf16", False, "train_fwd_bwd"))[0] == 6.0 * 6000
+    assert one_cell.work(Cell(case, "fp32", False, "train_fwd")) == (2.0 * 6000, 4.0 * (200 + 600 + 300))
+    assert one_cell.work(Cell(case, "bf16", False, "eval_fwd"))[1] == 2.0 * (200 + 600 + 300)
+    assert one_cell.work(Cell(case, "bf16", False, "train_fwd_bwd"))[0] == 6.0 * 6000
     found = {"copy_gb_per_s": 1.0, "tflops": {"fp32": 1e-6}}
-    assert cells.bound_ms(Cell(case, "fp32", False, "train_fwd"), found) == pytest.approx(12.0)
-    assert cells.bound_ms(Cell(case, "fp16", False, "train_fwd"), found) is None
+    assert one_cell.bound_ms(Cell(case, "fp32", False, "train_fwd"), found) == pytest.approx(12.0)
+    assert one_cell.bound_ms(Cell(case, "fp16", False, "train_fwd"), found) is None
 
 
 def test_a_strategy_that_falls_back_is_not_timed_under_its_name() -> None:
@@ -285,7 +285,7 @@ def test_a_strategy_that_falls_back_is_not_timed_under_its_name() -> None:
     cell = Cell(CASES["tiny"], "fp32", False, "train_fwd")
     result = CellResult()
     with torch.no_grad():
-        prepared = suite.prepare(cell, CPU)
+        prepared = cases.prepare(cell, CPU)
         errors = Bench(CPU, QUICK)._errors(cell, prepared, Falling(), ["cublas_bn"], result)
     assert "cublas_bn" not in errors and "eager" in errors
     assert "plain ops take over" in result.not_applicable[0]["reason"]
@@ -293,7 +293,7 @@ def test_a_strategy_that_falls_back_is_not_timed_under_its_name() -> None:
 
 def test_the_floor_multiplies_what_the_chain_multiplies() -> None:
     cell = Cell(CASES["tiny"], "bf16", True, "train_fwd_bwd")
-    for variant in cells.floor_variants(cell, suite.prepare(cell, CPU)):
+    for variant in one_cell.floor_variants(cell, cases.prepare(cell, CPU)):
         with Products() as products, torch.no_grad():
             variant.run()
         assert products.flops() == 3 * 2.0 * 64 * 128 * 96
@@ -323,19 +323,19 @@ def test_a_run_that_was_cut_off_is_continued(tmp_path: object, monkeypatch: pyte
         ran.append(str(cell))
         if len(ran) == 2:
             raise KeyboardInterrupt
-        return CellResult(rows=[{**cells._conditions(cell), "strategy": "reference"}])
+        return CellResult(rows=[{**one_cell._conditions(cell), "strategy": "reference"}])
 
     monkeypatch.setattr(Bench, "run_cell", run_cell)
     monkeypatch.setattr(Bench, "measure_ceilings", lambda self, cells: {})
-    chosen = suite.select("cpu", ["tiny"], ["fp32"])
+    chosen = cases.select("cpu", ["tiny"], ["fp32"])
     with pytest.raises(KeyboardInterrupt):
-        bench.run_suite(chosen, CPU, QUICK, path=path)
+        suite.run_suite(chosen, CPU, QUICK, path=path)
     assert len(json.loads(path.read_text())["rows"]) == 1
-    got = bench.run_suite(chosen, CPU, QUICK, path=path, resume=True)
-    assert [r["phase"] for r in got["rows"]] == list(suite.PHASES)
+    got = suite.run_suite(chosen, CPU, QUICK, path=path, resume=True)
+    assert [r["phase"] for r in got["rows"]] == list(cases.PHASES)
     assert len(ran) == 4 and json.loads(path.read_text())["rows"] == got["rows"]
-    monkeypatch.setattr(bench.sources, "source_hash", lambda: "of other kernels")
-    anew = bench.run_suite(chosen[:1], CPU, QUICK, path=path, resume=True)
+    monkeypatch.setattr(suite.sources, "source_hash", lambda: "of other kernels")
+    anew = suite.run_suite(chosen[:1], CPU, QUICK, path=path, resume=True)
     assert len(anew["rows"]) == 1 and "started anew" in anew["notes"][0]
 
 
@@ -343,20 +343,20 @@ def test_a_cell_that_fails_leaves_a_note_and_the_others(monkeypatch: pytest.Monk
     def run_cell(self: Bench, cell: Cell) -> CellResult:
         if cell.phase == "eval_fwd":
             raise RuntimeError("out of memory")
-        return CellResult(rows=[cells._conditions(cell)])
+        return CellResult(rows=[one_cell._conditions(cell)])
 
     monkeypatch.setattr(Bench, "run_cell", run_cell)
     monkeypatch.setattr(Bench, "measure_ceilings", lambda self, cells: {})
-    got = bench.run_suite(suite.select("cpu", ["tiny"], ["fp32"]), CPU, QUICK)
+    got = suite.run_suite(cases.select("cpu", ["tiny"], ["fp32"]), CPU, QUICK)
     assert len(got["rows"]) == 2 and "out of memory" in got["notes"][0]
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: object) -> None:
     path = tmp_path / "r.json"  # type: ignore[operator]
-    bench.write_json(path, {"a": float("inf"), "b": [float("nan"), 1.5], "c": (1, None)})
+    documents.write_json(path, {"a": float("inf"), "b": [float("nan"), 1.5], "c": (1, None)})
     assert json.loads(path.read_text()) == {"a": "inf", "b": ["nan", 1.5], "c": [1, None]}
     with pytest.raises(TypeError):
-        bench.write_json(path, {"a": object()})
+        documents.write_json(path, {"a": object()})
     assert json.loads(path.read_text())["c"] == [1, None]
     assert [p.name for p in path.parent.iterdir()] == ["r.json"]
 
@@ -364,7 +364,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: object) -> None:
 def test_counts_come_from_a_junit_file(tmp_path: object) -> None:
     path = tmp_path / "j.xml"  # type: ignore[operator]
     path.write_text('<testsuites><testsuite tests="9" failures="1" errors="1" skipped="3"/></testsuites>')
-    assert bench.tests_of(path) == {"passed": 4, "failed": 2, "skipped": 3}
+    assert suite.tests_of(path) == {"passed": 4, "failed": 2, "skipped": 3}
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_a_small_cell_on_the_gpu_has_every_figure() -> None:
         Cell(CASES["v0"], "fp32", False, "train_fwd_bwd"),
         Cell(CASES["v0"], "bf16", True, "train_fwd_bwd"),
     ]
-    got = bench.run_suite(chosen, device, Options(budget_s=0.2, compile=False))
+    got = suite.run_suite(chosen, device, Options(budget_s=0.2, compile=False))
     assert got["rows"] and not got["notes"]
     for row in got["rows"]:
         assert row["strategy"] != "reference"
@@ -406,4 +406,4 @@ def test_the_host_is_never_what_is_timed_on_the_gpu() -> None:
 
 def test_a_command_names_no_place_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.argv", ["gemmnorm", "bench", "examples/small.py", "--json", str(tmp_path / "r.json")])
-    assert bench.command_line() == "gemmnorm bench examples/small.py --json r.json"
+    assert documents.command_line() == "gemmnorm bench examples/small.py --json r.json"

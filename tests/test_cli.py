@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import gemmnorm
-from gemmnorm.cli import optimize
 from gemmnorm.cli import main as cli
-from gemmnorm.verify.isolate import Outcome
+from gemmnorm.cli import optimize
+from gemmnorm.userfiles import Outcome
 
 MODEL = """
 import torch
@@ -168,7 +168,8 @@ def _judges(monkeypatch: pytest.MonkeyPatch, verdict: str, code: int) -> list[tu
         head = {"schema": 1, "tool": "verify", "model": str(arguments[0]), "candidate": str(arguments[1])}
         return {**head, "verdict": verdict, "exit_code": code, "equal": code == 0, "reason": f"{arguments[1]}: because"}
 
-    monkeypatch.setattr("gemmnorm.verify.verify.verify", verify)
+    monkeypatch.setattr("gemmnorm.verify.verify", verify)
+    monkeypatch.setattr(optimize, "verify", verify)
     return given
 
 

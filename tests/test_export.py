@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from gemmnorm import export as exporting
 from gemmnorm import plan
 from gemmnorm.errors import GemmNormValueError
-from gemmnorm.export import export as exporting
-from gemmnorm.export import host as cpp
+from gemmnorm.export.batches import plan_site
+from gemmnorm.export.host import cuda_text
 from gemmnorm.plan import small as small_panels
-from gemmnorm.verify.model_file import load_source
+from gemmnorm.userfiles import load_source
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -208,7 +209,7 @@ def test_a_limit_of_rows_is_no_number_of_multiprocessors():
     problem = plan.Problem(6144, 4096, 3072, chip=plan.chip_for(90))
     split_rows = plan.make_plan(problem, "one_kernel").launches[0]
     assert split_rows.function == "split_rows" and split_rows.grid.limit == 32 * problem.chip.multiprocessors
-    host = cpp.cuda_text([exporting.plan_site(problem, "one_kernel")]).host
+    host = cuda_text([plan_site(problem, "one_kernel")]).host
     assert f", {split_rows.grid.limit})" in host and "32 * multiprocessors()" not in host
 
 

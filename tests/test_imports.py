@@ -25,7 +25,7 @@ ALLOWED = {
     "functional": {"activations", "errors", "op", "plan"},
     "module": {"activations", "functional", "plan"},
 }
-TOOLS = {"fuse", "export", "verify", "bench", "cli"}
+TOOLS = {"userfiles", "fuse", "export", "verify", "bench", "cli"}
 
 
 def imports(path: Path) -> set[str]:

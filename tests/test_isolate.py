@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from gemmnorm.verify import isolate
-from gemmnorm.verify.isolate import run_isolated
+from gemmnorm.userfiles import isolate
+from gemmnorm.userfiles.isolate import run_isolated
 
 HELPERS = """
 import os, signal, subprocess, sys, time
-from gemmnorm.verify.isolate import progress
+from gemmnorm.userfiles.isolate import progress
 
 
 def add(a, b):

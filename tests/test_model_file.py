@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gemmnorm.errors import GemmNormError
-from gemmnorm.verify.model_file import ModelFileError, load_candidate_file, load_model_file, load_source
+from gemmnorm.userfiles import ModelFileError, load_candidate_file, load_model_file, load_source
 
 GOOD = '''
 """A model."""

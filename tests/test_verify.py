@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from gemmnorm.errors import GemmNormValueError
+from gemmnorm.userfiles import ModelFileError, load_candidate_file, load_model_file
+from gemmnorm.verify import check_files, judge, references, verify
 from gemmnorm.verify.equality import Limits, compare, pool
 from gemmnorm.verify.families import Case, draw_inputs, draw_state, roles
 from gemmnorm.verify.golden import Sample, run_trial
-from gemmnorm.verify.model_file import ModelFileError, load_candidate_file, load_model_file
 from gemmnorm.verify.rounding import Arithmetic, Kinks, Units
-from gemmnorm.verify.verify import Plan, check_files, judge, references, verify
+from gemmnorm.verify.schedule import Schedule
 
 TRAPS = Path(__file__).parent / "traps"
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -173,7 +174,7 @@ def test_a_model_whose_batch_is_fixed(tmp_path):
     path = tmp_path / "model.py"
     source = (TRAPS / "model.py").read_text().replace("torch.randn(160, 40)", "torch.randn(24, 40)")
     path.write_text(source.replace("self.gemm(x)", "self.gemm(x.reshape(24, 40))"))
-    plan = Plan(load_model_file(path), 1, "cpu")
+    plan = Schedule(load_model_file(path), 1, "cpu")
     assert any("batch" in sentence for sentence in plan.skipped)
     result = judge(load_candidate_file(TRAPS / "honest_folded.py"), plan.file, plan.references())
     assert result["equal"], result["reason"]

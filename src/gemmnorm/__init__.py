@@ -2,9 +2,7 @@
 
 from .errors import GemmNormError
 from .functional import linear_scale_batch_norm
-from .fuse.explain import explain, warmup
-from .fuse.fuse import fuse, fuse_report, unfuse
-from .fuse.prepare import prepare, unprepare
+from .fuse import explain, fuse, fuse_report, prepare, unfuse, unprepare, warmup
 from .module import LinearScaleBatchNorm1d
 from .plan import set_strategy
 

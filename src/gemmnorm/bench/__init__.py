@@ -1,0 +1,43 @@
+"""Timing chains, models and their replacements, side by side in one process.
+
+docs/benchmarking.md says what the figures mean.
+
+Read in this order:
+
+- `timing.py`       the clock: samples of several variants in turn, with nothing timed but the computation
+- `cases.py`        what is measured: sizes, precisions, phases, and the eager chain that is the peer
+- `accuracy.py`     errors against float64, to stand beside a time
+- `cell.py`         one cell: bare GEMM, eager, torch.compile and every strategy → rows
+- `suite.py`        a suite of cells → a result file
+- `model_files.py`  MODEL.py and replacements of it → a result file
+- `environment.py`  facts about this machine
+- `documents.py`    what every result file has in common, those of other commands too
+"""
+
+from .cases import CASES, PHASES, SUITES, select
+from .cell import Options
+from .documents import SCHEMA, Document, command_line, new_document, write_json
+from .environment import environment, major, nvcc_version, package_version
+from .model_files import FileOptions, bench_files
+from .suite import run_suite, tests_of
+
+__all__ = [
+    "CASES",
+    "PHASES",
+    "SCHEMA",
+    "SUITES",
+    "Document",
+    "FileOptions",
+    "Options",
+    "bench_files",
+    "command_line",
+    "environment",
+    "major",
+    "new_document",
+    "nvcc_version",
+    "package_version",
+    "run_suite",
+    "select",
+    "tests_of",
+    "write_json",
+]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .suite import Cell, EagerChain, Prepared
+from .cases import Cell, EagerChain, Prepared
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 

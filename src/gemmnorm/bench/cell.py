@@ -25,9 +25,9 @@ import gemmnorm
 
 from .. import plan
 from ..errors import GemmNormWarning
-from ..runtime import call as runtime
-from . import accuracy, suite, timing
-from .suite import Cell, Prepared
+from ..runtime.call import recording
+from . import accuracy, cases, timing
+from .cases import Cell, Prepared
 from .timing import CudaClock, Timings, Variant, WallClock
 
 SUSTAINED = ("kb33", "kb39")  # long enough, and in bf16 hot enough, for the clocks to fall
@@ -66,7 +66,7 @@ class CellResult:
 def floor_variants(cell: Cell, prepared: Prepared) -> list[Variant]:
     """The bare products of a cell, every way torch has of computing them."""
     device = prepared.x.device
-    dtype = suite.DTYPES[cell.precision]
+    dtype = cases.DTYPES[cell.precision]
     x, g = prepared.x.detach().to(dtype), prepared.g.to(dtype)
     weight = prepared.eager.gemm.weight.detach().to(dtype)
     bias = None if prepared.eager.gemm.bias is None else prepared.eager.gemm.bias.detach().to(dtype)
@@ -86,7 +86,7 @@ def floor_variants(cell: Cell, prepared: Prepared) -> list[Variant]:
     if device.type == "cuda" and hasattr(torch.backends.cuda, "preferred_blas_library"):
         backends = ("cublas", "cublaslt")
     return [
-        Variant(f"gemm {form} {backend or ''}".strip(), three(run), lambda b=backend: suite.blas_backend(b))  # type: ignore[misc]
+        Variant(f"gemm {form} {backend or ''}".strip(), three(run), lambda b=backend: cases.blas_backend(b))  # type: ignore[misc]
         for backend in backends
         for form, run in forms.items()
     ]
@@ -99,7 +99,7 @@ def work(cell: Cell) -> tuple[float, float]:
     gradients out.
     """
     case = cell.case
-    size = suite.DTYPES[cell.precision].itemsize
+    size = cases.DTYPES[cell.precision].itemsize
     outer = cell.param_dtype.itemsize  # under autocast x, W and their gradients are float32 in memory
     x, w, y = case.batch * case.in_features, case.in_features * case.out_features, case.batch * case.out_features
     flops = 2.0 * x * case.out_features
@@ -118,9 +118,9 @@ def ceilings(device: torch.device, clock: WallClock | CudaClock, precisions: Seq
     source, target = torch.randn(count, device=device), torch.empty(count, device=device)
     variants = [Variant("copy", lambda: target.copy_(source))]
     for precision in precisions:
-        a, b = (torch.randn(n, n, device=device).to(suite.DTYPES[precision]) for _ in range(2))
+        a, b = (torch.randn(n, n, device=device).to(cases.DTYPES[precision]) for _ in range(2))
         variants.append(
-            Variant(precision, lambda a=a, b=b: torch.mm(a, b.t()), lambda p=precision: suite.tf32(p == "tf32"))  # type: ignore[misc]
+            Variant(precision, lambda a=a, b=b: torch.mm(a, b.t()), lambda p=precision: cases.tf32(p == "tf32"))  # type: ignore[misc]
         )
     done = timing.interleave(variants, clock, budget_s=1.0 if on_gpu else 0.3, min_samples=3)
     copy_ms = done.ms("copy")
@@ -176,9 +176,9 @@ class Bench:
 
     def run_cell(self, cell: Cell) -> CellResult:
         """Measure one cell."""
-        prepared = suite.prepare(cell, self.device)
+        prepared = cases.prepare(cell, self.device)
         result = CellResult()
-        with suite.conditions(cell):
+        with cases.conditions(cell):
             module = package_module(cell, prepared.eager)
             chosen = self._plan(cell, module, prepared)
             verdicts = plan.applicable(chosen.problem)
@@ -188,7 +188,7 @@ class Bench:
 
     def _plan(self, cell: Cell, module: nn.Module, prepared: Prepared) -> plan.Plan:
         """What the planner makes of the cell when nobody asks for a strategy."""
-        with gemmnorm.set_strategy(None), runtime.recording() as plans:
+        with gemmnorm.set_strategy(None), recording() as plans:
             self._forward(cell)(copy.deepcopy(module), prepared.x)
         return plans[0]
 
@@ -205,7 +205,7 @@ class Bench:
 
     def _forward(self, cell: Cell) -> accuracy.Forward:
         def forward(module: nn.Module, x: Tensor) -> Tensor:
-            with suite.autocast(cell, self.device):
+            with cases.autocast(cell, self.device):
                 y: Tensor = module(x)
             return y
 
@@ -239,7 +239,7 @@ class Bench:
             variants.append(Variant("compile", run, limit_s=options.compile_limit_s))
         if cell.precision == "fp32" and self.device.type == "cuda":
             run = self._run(cell, copy.deepcopy(prepared.eager), prepared)
-            variants.append(Variant("eager_tf32", run, lambda: suite.tf32(True)))
+            variants.append(Variant("eager_tf32", run, lambda: cases.tf32(True)))
         run = self._run(cell, module, prepared)
         variants += [Variant(s, run, lambda s=s: gemmnorm.set_strategy(s)) for s in strategies]  # type: ignore[misc]
         if cell.precision == "fp32" and cell.phase == "eval_fwd" and "one_kernel" in strategies:

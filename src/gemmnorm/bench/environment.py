@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-import datetime
 import importlib.metadata
 import os
 import platform
@@ -142,8 +141,3 @@ def environment(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         facts.update(gpu_facts(device))
     return facts
-
-
-def now() -> str:
-    """The time in UTC, to the second, as ISO 8601."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -1,6 +1,6 @@
 """`gemmnorm bench MODEL.py [NEW.py …]`: a model file, what gemmnorm makes of it, and replacements, side by side.
 
-User files run in a process of their own (`isolate`), all of them in the same one, because only samples taken in turn
+User files run in a process of their own, all of them in the same one, because only samples taken in turn
 can be compared. Every subject gets the same weights by name and the same inputs. Per phase these are timed: the bare
 products (the shapes that the model's own forward and backward multiply, on random operands), the model, `torch.compile`
 of it, `gemmnorm.fuse` of it under every strategy that applies, and each replacement's `ModelNew`.
@@ -26,15 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 import gemmnorm
 
 from .. import plan
-from ..runtime import call as runtime
-from ..verify.isolate import Outcome, progress, run_isolated
-from ..verify.model_file import ModelFile, ModelFileError, load_candidate_file, load_model_file
-from . import accuracy, suite, timing
-from .environment import environment, now
-from .suite import PHASES
+from ..runtime.call import recording
+from ..userfiles import ModelFile, ModelFileError, load_candidate_file, load_model_file, progress, run_isolated
+from . import accuracy, cases, timing
+from .cases import PHASES
+from .documents import Document, new_document
+from .environment import environment
 from .timing import CudaClock, Variant, WallClock
 
-SCHEMA = 1
 _BOUNDARY = 12.0  # an output this many times as wrong as eager's is not the same function; verify draws the fine line
 
 
@@ -43,7 +42,7 @@ class FileOptions:
     """How much to measure; JSON-able, because it travels to the child.
 
     Attributes:
-        phases: of `suite.PHASES`.
+        phases: of `cases.PHASES`.
         strategies: time only these; None for all that apply.
         device: None for the GPU where there is one.
         compile: time torch.compile too; compile_limit_s: give its first call up after this long.
@@ -67,57 +66,44 @@ def bench_files(
     time_limit: float = 900.0,
     tell: Callable[[str], None] = lambda _: None,
     command: str = "",
-) -> dict[str, Any]:
+) -> Document:
     """Time the files and return a document of kind "bench-files".
 
     Its `status` is "ok", "failed" (a replacement or the fused model raises, hangs, crashes or computes something else;
     `failed` says which and why) or "bad model" (`detail` says why). Rows are there for everything that ran.
     """
     options = options or FileOptions()
-    at = ["model", ""]
-
-    def on_progress(message: dict[str, Any]) -> None:
-        at[:] = [str(message.get("subject", "model")), str(message["stage"])]
-        tell(at[1])
-
     kwargs = {
         "model_path": str(model_path),
         "candidate_paths": [str(p) for p in candidate_paths],
         "options": {k: list(v) if isinstance(v, tuple) else v for k, v in vars(options).items()},
     }
-    outcome = run_isolated("gemmnorm.bench.files:child", kwargs, time_limit=time_limit, on_progress=on_progress)
-    document: dict[str, Any] = {
-        "schema": SCHEMA,
-        "kind": "bench-files",
-        "created": now(),
-        "command": command,
-        "model": str(model_path),
-        "candidates": [str(p) for p in candidate_paths],
-        "status": "ok",
-        "detail": "",
-        "rows": [],
-        "failed": {},
-        "notes": [],
-    }
+    outcome = run_isolated(
+        "gemmnorm.bench.model_files:child",
+        kwargs,
+        time_limit=time_limit,
+        on_progress=lambda message: tell(message["stage"]),
+    )
+    document = new_document(
+        "bench-files",
+        command=command,
+        model=str(model_path),
+        candidates=[str(p) for p in candidate_paths],
+        status="ok",
+        detail="",
+        rows=[],
+        failed={},
+        notes=[],
+    )
     if outcome.ok:
         document.update(outcome.value)
         document["status"] = "failed" if document["failed"] else "ok"
         return document
-    document["detail"] = why_not(outcome, at[1])
-    if at[0] == "model":
-        document["status"] = "bad model"
-    else:
-        document["status"] = "failed"
-        document["failed"] = {at[0]: f"{outcome.status} while {at[1]}"}
+    subject = outcome.last.get("subject", "model")
+    document.update(status="bad model" if subject == "model" else "failed", detail=outcome.why())
+    if subject != "model":
+        document["failed"] = {subject: f"{outcome.status} while {outcome.stage}"}
     return document
-
-
-def why_not(outcome: Outcome, stage: str) -> str:
-    """What a person is told of an isolated call without an answer: the message alone where it was written for them."""
-    detail = outcome.detail.strip()
-    if outcome.error_type is not None and outcome.error_type.endswith("ModelFileError"):
-        return detail.rpartition("ModelFileError: ")[2]
-    return f"{outcome.status} while {stage or 'starting'}: {detail}"
 
 
 # --- the child -------------------------------------------------------------------------------------------------------
@@ -246,7 +232,7 @@ def _first_call(spec: ModelFile, model: nn.Module, run: _Run) -> float:
 def _fused(model: nn.Module, run: _Run) -> list[_Subject]:
     """The model fused, once per strategy that serves all its chains (the reference only where nothing else does)."""
     module = gemmnorm.fuse(copy.deepcopy(model))
-    with runtime.recording() as plans, torch.no_grad(), gemmnorm.set_strategy(None):
+    with recording() as plans, torch.no_grad(), gemmnorm.set_strategy(None):
         module(*run.inputs)
     module.load_state_dict(run.state)
     verdicts = [plan.applicable(p.problem) for p in plans]
@@ -316,7 +302,7 @@ def _time_phase(phase: str, subjects: list[_Subject], run: _Run, accurate: bool)
         if products.found:
             backends = ("cublas", "cublaslt") if run.device.type == "cuda" else (None,)
             bare, flops = products.replay(), products.flops()
-            variants = [Variant(f"gemm {b}", bare, lambda b=b: suite.blas_backend(b)) for b in backends]  # type: ignore[misc]
+            variants = [Variant(f"gemm {b}", bare, lambda b=b: cases.blas_backend(b)) for b in backends]  # type: ignore[misc]
         floors = [v.name for v in variants]
         del products
         for s in alive:

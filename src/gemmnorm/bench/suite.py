@@ -1,4 +1,4 @@
-"""`gemmnorm bench --suite`: a suite of cells as a result file, and the merging of several runs into one.
+"""`gemmnorm bench --suite`: measuring the cells of a suite into a result file.
 
 The file is written after every cell, under a temporary name and renamed, so that a run that is cut off keeps what it
 has; `resume=True` continues it.
@@ -7,10 +7,6 @@ has; `resume=True` continues it.
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import sys
-import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,48 +15,13 @@ from typing import Any
 import torch
 
 from ..runtime import sources
-from .cells import Bench, Options, Tell
-from .environment import environment, now
-from .suite import Cell
+from .cases import Cell
+from .cell import Bench, Options, Tell
+from .documents import Document, command_line, new_document, write_json
+from .environment import environment
 from .timing import reason
 
-SCHEMA = 1
 ROW_KEY = ("case", "precision", "autocast", "phase")
-
-
-def write_json(path: str | Path, document: dict[str, Any]) -> None:
-    """Write `document` so that `path` never holds half of it: under a temporary name beside it, then renamed.
-
-    NaN and Infinity become strings: JSON has no such numbers, and other readers refuse Python's.
-    """
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(_plain(document), file, indent=1, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that nobody else may read
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
-        return str(value)
-    return value
-
-
-def command_line() -> str:
-    """The command that is running, as one could type it anywhere: of an absolute path the name alone."""
-    return shlex.join(["gemmnorm", *(Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:])])
 
 
 def tests_of(path: str | Path | None) -> dict[str, int | None]:
@@ -75,28 +36,26 @@ def tests_of(path: str | Path | None) -> dict[str, int | None]:
     return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
 
 
-def new_document(device: torch.device, command: str | None = None) -> dict[str, Any]:
+def empty_result(device: torch.device, command: str | None = None) -> Document:
     """An empty result file of kind "bench"."""
-    return {
-        "schema": SCHEMA,
-        "kind": "bench",
-        "created": now(),
-        "command": command or command_line(),
-        "source_hash": sources.source_hash(),
-        "environment": environment(device),
-        "ceilings": {},
-        "rows": [],
-        "not_applicable": [],
-        "notes": [],
-        "tests": tests_of(None),
-    }
+    return new_document(
+        "bench",
+        command=command or command_line(),
+        source_hash=sources.source_hash(),
+        environment=environment(device),
+        ceilings={},
+        rows=[],
+        not_applicable=[],
+        notes=[],
+        tests=tests_of(None),
+    )
 
 
-def _previous(path: Path | None, fresh: dict[str, Any]) -> dict[str, Any]:
+def _previous(path: Path | None, fresh: Document) -> Document:
     """The document at `path`, if it is of the same sources, torch and GPU; else `fresh` with a note."""
     if path is None or not path.exists():
         return fresh
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found: Document = json.loads(path.read_text(encoding="utf-8"))
     same = all(
         found.get("environment", {}).get(k) == fresh["environment"].get(k) for k in ("gpu", "torch", "cpu", "cuda")
     )
@@ -122,7 +81,7 @@ def run_suite(
     resume: bool = False,
     tell: Tell = lambda _: None,
     on_cell: Callable[[Cell], None] = lambda _: None,
-) -> dict[str, Any]:
+) -> Document:
     """Measure `cells` and return the result document.
 
     Args:
@@ -133,7 +92,7 @@ def run_suite(
 
     A cell that fails as a whole (out of memory, say) leaves a note and no rows; a lost device ends the run.
     """
-    document = new_document(device)
+    document = empty_result(device)
     if resume:
         document = _previous(Path(path) if path else None, document)
     done = {tuple(row.get(k) for k in ROW_KEY) for row in (*document["rows"], *document["not_applicable"])}

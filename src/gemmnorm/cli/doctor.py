@@ -13,16 +13,14 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from .. import plan
-from ..bench.environment import environment, major, now, nvcc_version, package_version
-from ..runtime import call as runtime
+from ..bench import Document, environment, major, new_document, nvcc_version, package_version
 from ..runtime import driver
+from ..runtime.call import chip as chip_of
 
-SCHEMA = 1
 _NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
 
@@ -31,7 +29,7 @@ class Facts:
     """What the checks look at; a test makes its own.
 
     Versions are strings or None where a thing is not there; `nvrtc` holds every installed one. `unavailable` is what
-    `gemmnorm.driver.unavailable()` says; `cache_problem` why compiled kernels cannot be kept.
+    `gemmnorm.runtime.driver.unavailable()` says; `cache_problem` why compiled kernels cannot be kept.
     """
 
     python: tuple[int, int] = (3, 10)
@@ -217,7 +215,7 @@ def _comforts(facts: Facts) -> Iterable[Check]:
 def what_runs() -> list[str]:
     """Which strategy the planner picks here for a large product, by precision."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    chip = runtime.chip(device)
+    chip = chip_of(device)
     if chip is None:
         return [f"reference: plain PyTorch ops on the {'GPU' if device.type == 'cuda' else 'CPU'}, in every precision"]
     lines = []
@@ -232,16 +230,14 @@ def what_runs() -> list[str]:
     return lines
 
 
-def diagnose() -> dict[str, Any]:
+def diagnose() -> Document:
     """The document of kind "doctor" for this machine."""
     checks = examine(gather())
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return {
-        "schema": SCHEMA,
-        "kind": "doctor",
-        "created": now(),
-        "environment": environment(device),
-        "checks": [asdict(check) for check in checks],
-        "commands": list(dict.fromkeys(check.command for check in checks if check.command)),
-        "runs": what_runs(),
-    }
+    return new_document(
+        "doctor",
+        environment=environment(device),
+        checks=[asdict(check) for check in checks],
+        commands=list(dict.fromkeys(check.command for check in checks if check.command)),
+        runs=what_runs(),
+    )

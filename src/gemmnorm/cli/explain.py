@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,12 @@ import torch
 
 import gemmnorm
 
-from .. import activations, plan
-from ..bench.environment import now
-from ..bench.files import why_not
+from .. import plan
+from ..bench import Document, new_document
 from ..plan import Chip, Problem
-from ..runtime import call as runtime
-from ..verify.isolate import progress, run_isolated
-from ..verify.model_file import ModelFileError, load_model_file
+from ..runtime.call import chip as chip_of
+from ..userfiles import ModelFileError, load_model_file, progress, run_isolated
 
-SCHEMA = 1
 ASSUMED = 90  # without a GPU and without --target: the architecture whose figures are measured
 
 
@@ -28,58 +25,20 @@ def _chip(target: str | None) -> tuple[Chip, str]:
     if target is not None:
         arch = int(target.removeprefix("sm_").removesuffix("a"))
         return plan.chip_for(arch), f"planned for {target}, as asked"
-    here = runtime.chip(torch.device("cuda", 0)) if torch.cuda.is_available() else None
+    here = chip_of(torch.device("cuda", 0)) if torch.cuda.is_available() else None
     if here is not None:
         return here, f"planned for the GPU of this machine, sm_{here.arch}"
     return plan.chip_for(ASSUMED), f"planned for sm_{ASSUMED}: no GPU that the kernels can run on is here"
 
 
-def _document(subject: str, lines: list[str]) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "kind": "explain",
-        "created": now(),
-        "subject": subject,
-        "status": "ok",
-        "detail": "",
-        "lines": lines,
-    }
-
-
-def explain_sizes(
-    batch: int,
-    in_features: int,
-    out_features: int,
-    *,
-    dtype: str = "float32",
-    arithmetic: str = "float32",
-    training: bool = True,
-    scaled: bool = True,
-    activation: str | None = None,
-    target: str | None = None,
-    strategy: str | None = None,
-) -> dict[str, Any]:
+def explain_problem(problem: Problem, *, target: str | None = None, strategy: str | None = None) -> Document:
     """The plans of a chain of these sizes: the forward, and in training the backward; a document of kind "explain"."""
     chip, where = _chip(target)
-    problem = Problem(
-        batch,
-        in_features,
-        out_features,
-        dtype,
-        dtype,
-        dtype,
-        dtype,
-        arithmetic,
-        activations.canonical(activation),
-        training,
-        False,
-        scaled,
-        chip,
-    )
+    problem = replace(problem, chip=chip)
     lines = [where, str(gemmnorm.explain(problem, strategy=strategy))]
-    if training:
+    if problem.training:
         lines.append(str(plan.make_plan(replace(problem, save=True), plan.check_strategy(strategy), "backward")))
-    return _document(f"{batch} × {in_features} → {out_features}", lines)
+    return _document(f"{problem.batch} × {problem.in_features} → {problem.out_features}", lines=lines)
 
 
 def explain_file(
@@ -89,26 +48,22 @@ def explain_file(
     strategy: str | None = None,
     time_limit: float = 600.0,
     tell: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
+) -> Document:
     """The chains of a model file and their plans; `status` is "ok", "no chain" or "bad model"."""
-    stage = ["starting"]
-
-    def on_progress(message: dict[str, Any]) -> None:
-        stage[0] = str(message["stage"])
-        tell(stage[0])
-
     outcome = run_isolated(
-        "gemmnorm.cli.explain_files:child",
+        "gemmnorm.cli.explain:child",
         {"path": str(path), "target": target, "strategy": strategy},
         time_limit=time_limit,
-        on_progress=on_progress,
+        on_progress=lambda message: tell(message["stage"]),
     )
     if not outcome.ok:
-        return {**_document(str(path), []), "status": "bad model", "detail": why_not(outcome, stage[0])}
-    document = _document(str(path), outcome.value["lines"])
-    if not outcome.value["matches"]:
-        document["status"] = "no chain"
-    return document
+        return _document(str(path), status="bad model", detail=outcome.why())
+    status = "ok" if outcome.value["matches"] else "no chain"
+    return _document(str(path), status=status, lines=outcome.value["lines"])
+
+
+def _document(subject: str, *, status: str = "ok", detail: str = "", lines: Sequence[str] = ()) -> Document:
+    return new_document("explain", subject=subject, status=status, detail=detail, lines=list(lines))
 
 
 def child(path: str, target: str | None, strategy: str | None) -> dict[str, Any]:

@@ -16,11 +16,23 @@ from typing import Any
 
 import gemmnorm
 
-from ..bench.environment import now
-from ..bench.results import command_line, write_json
-from ..bench.suite import CASES, PHASES, SUITES
+from .. import activations
+from ..bench import (
+    CASES,
+    PHASES,
+    SUITES,
+    FileOptions,
+    Options,
+    bench_files,
+    command_line,
+    new_document,
+    run_suite,
+    select,
+    tests_of,
+    write_json,
+)
 from ..errors import GemmNormError
-from ..plan import STRATEGIES
+from ..plan import STRATEGIES, Problem
 from . import report
 from .progress import reporting
 
@@ -69,7 +81,7 @@ def _optimize(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 
 
 def _verify(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    from ..verify.verify import verify
+    from ..verify import verify
     from .optimize import verify_stage
 
     with reporting("verify", quiet=arguments.quiet) as progress:
@@ -81,7 +93,7 @@ def _verify(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
             time_limit=arguments.time_limit,
             on_progress=lambda message: progress.tell(verify_stage(message)),
         )
-    document = {"kind": "verify", "created": now(), "command": command_line(), **verdict}
+    document = new_document("verify", **{"command": command_line(), **verdict})
     _finish(document, arguments.json)
     return int(document["exit_code"])
 
@@ -95,11 +107,7 @@ def _bench(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 def _bench_suite(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     import torch
 
-    from ..bench import results as bench
-    from ..bench import suite
-    from ..bench.cells import Options
-
-    cells = suite.select(arguments.suite, arguments.case, arguments.precision, arguments.phase)
+    cells = select(arguments.suite, arguments.case, arguments.precision, arguments.phase)
     if not cells:
         parser.error("bench: no cell of the suite passes the filters")
     if arguments.resume and not arguments.json:
@@ -107,7 +115,7 @@ def _bench_suite(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     options = Options(budget_s=arguments.budget, compile=not arguments.no_compile, strategies=arguments.strategy)
     with reporting("bench", len(cells), arguments.quiet) as progress:
-        document = bench.run_suite(
+        document = run_suite(
             cells,
             device,
             options,
@@ -117,14 +125,12 @@ def _bench_suite(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
             on_cell=lambda cell: progress.advance(),
         )
     if arguments.junit:
-        document["tests"] = bench.tests_of(arguments.junit)
+        document["tests"] = tests_of(arguments.junit)
     _finish(document, arguments.json)
     return EQUAL
 
 
 def _bench_files(arguments: argparse.Namespace) -> int:
-    from ..bench.files import FileOptions, bench_files
-
     options = FileOptions(
         phases=tuple(arguments.phase or PHASES),
         strategies=arguments.strategy,
@@ -151,21 +157,26 @@ def _bench_files(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from .explain_files import explain_file, explain_sizes
+    from .explain import explain_file, explain_problem
 
     what: list[str] = arguments.what
     if len(what) == 3 and all(word.isdigit() for word in what):
         dtype, arithmetic = _DTYPES[arguments.dtype]
-        document = explain_sizes(
-            *(int(word) for word in what),
+        batch, in_features, out_features = map(int, what)
+        problem = Problem(
+            batch,
+            in_features,
+            out_features,
             dtype=dtype,
+            out_dtype=dtype,
+            linear_dtype=dtype,
+            norm_dtype=dtype,
             arithmetic=arithmetic,
+            activation=activations.canonical(arguments.activation),
             training=not arguments.eval,
             scaled=not arguments.no_scale,
-            activation=arguments.activation,
-            target=arguments.target,
-            strategy=arguments.strategy,
         )
+        document = explain_problem(problem, target=arguments.target, strategy=arguments.strategy)
     elif len(what) == 1:
         with reporting("explain", quiet=arguments.quiet) as progress:
             document = explain_file(
@@ -244,66 +255,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gemmnorm {gemmnorm.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    shared = _shared_options()
 
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", metavar="FILE", help="write everything there")
-    common.add_argument("-q", "--quiet", action="store_true", help="no progress")
-    machine = argparse.ArgumentParser(add_help=False)
-    machine.add_argument("--device", help="torch device; default: the GPU where there is one")
-    limited = argparse.ArgumentParser(add_help=False)
-    limited.add_argument(
-        "--time-limit", type=_seconds, default=600.0, metavar="S", help="seconds that user files may take (600)"
-    )
-    one = argparse.ArgumentParser(add_help=False)
-    one.add_argument("--strategy", choices=STRATEGIES, help="default: the planner's choice")
-    aimed = argparse.ArgumentParser(add_help=False)
-    aimed.add_argument("--target", metavar="sm_XX", type=_target, help="GPU architecture; default: this machine's")
-    timed = argparse.ArgumentParser(add_help=False)
-    timed.add_argument("--no-compile", action="store_true", help="do not time torch.compile")
-
-    def command(name: str, run: Any, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
+    def command(name: str, run: Any, text: str, options: str = "") -> argparse.ArgumentParser:
+        """A command with `--json`, `--quiet` and these of the shared options."""
+        parents = [shared[option] for option in ("common", *options.split())]
+        made: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, parents=parents)
         made.set_defaults(run=run)
         return made
 
-    made = command(
-        "optimize",
-        _optimize,
-        "Write a verified and timed replacement of MODEL.py.",
-        machine,
-        limited,
-        one,
-        aimed,
-        timed,
-    )
+    text = "Write a verified and timed replacement of MODEL.py."
+    made = command("optimize", _optimize, text, "device time-limit strategy target no-compile")
     made.add_argument("model", metavar="MODEL.py")
     made.add_argument("-o", "--output", metavar="NEW.py", help="default: MODEL_new.py in the current directory")
     made.add_argument("--seeds", type=_count, default=3, help="draws of weights and inputs to verify with (3)")
 
-    made = command("verify", _verify, "Is NEW.py the same function as MODEL.py?", machine, limited)
+    made = command("verify", _verify, "Is NEW.py the same function as MODEL.py?", "device time-limit")
     made.add_argument("model", metavar="MODEL.py")
     made.add_argument("new", metavar="NEW.py")
     made.add_argument("--seeds", type=_count, default=3, help="draws of weights and inputs (3)")
 
-    made = command(
-        "bench",
-        _bench,
-        "Time MODEL.py and replacements, or a suite, side by side with the peers.",
-        machine,
-        limited,
-        timed,
-    )
-    made.add_argument("files", nargs="*", metavar="FILE", help="MODEL.py [NEW.py …]")
-    made.add_argument("--suite", choices=SUITES)
-    made.add_argument("--case", type=_one_or_more(tuple(CASES)), help="of a suite; several with commas")
-    made.add_argument("--precision", type=_one_or_more(("fp32", "tf32", "bf16", "fp16", "amp")), help="of a suite")
-    made.add_argument("--phase", type=_one_or_more(PHASES))
-    made.add_argument("--strategy", type=_one_or_more(STRATEGIES))
-    made.add_argument("--budget", type=_seconds, default=1.5, metavar="S", help="sampling time per cell or phase (1.5)")
-    made.add_argument("--resume", action="store_true", help="keep what --json FILE has and measure only the rest")
-    made.add_argument("--junit", metavar="FILE", help="put a pytest run's counts into the result file")
+    text = "Time MODEL.py and replacements, or a suite, side by side with the peers."
+    _add_bench_options(command("bench", _bench, text, "device time-limit no-compile"))
 
-    made = command("explain", _explain, "The plan and its predicted time, in words.", limited, one, aimed)
+    made = command("explain", _explain, "The plan and its predicted time, in words.", "time-limit strategy target")
     made.add_argument("what", nargs="+", metavar="MODEL.py | BATCH IN OUT")
     made.add_argument("--dtype", choices=_DTYPES, default="fp32", help="for three numbers (fp32)")
     made.add_argument("--eval", action="store_true", help="evaluation mode, for three numbers")
@@ -316,6 +291,40 @@ def _parser() -> argparse.ArgumentParser:
 
     command("doctor", _doctor, "What this machine has, what will run, what is missing and what mends it.")
     return parser
+
+
+def _shared_options() -> dict[str, argparse.ArgumentParser]:
+    """Options that several commands take, each as a parent parser under its own name; "common" is every command's."""
+
+    def parent(*names: str, **settings: Any) -> argparse.ArgumentParser:
+        made = argparse.ArgumentParser(add_help=False)
+        made.add_argument(*names, **settings)
+        return made
+
+    common = parent("--json", metavar="FILE", help="write everything there")
+    common.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    return {
+        "common": common,
+        "device": parent("--device", help="torch device; default: the GPU where there is one"),
+        "time-limit": parent(
+            "--time-limit", type=_seconds, default=600.0, metavar="S", help="seconds that user files may take (600)"
+        ),
+        "strategy": parent("--strategy", choices=STRATEGIES, help="default: the planner's choice"),
+        "target": parent("--target", metavar="sm_XX", type=_target, help="GPU architecture; default: this machine's"),
+        "no-compile": parent("--no-compile", action="store_true", help="do not time torch.compile"),
+    }
+
+
+def _add_bench_options(made: argparse.ArgumentParser) -> None:
+    made.add_argument("files", nargs="*", metavar="FILE", help="MODEL.py [NEW.py …]")
+    made.add_argument("--suite", choices=SUITES)
+    made.add_argument("--case", type=_one_or_more(tuple(CASES)), help="of a suite; several with commas")
+    made.add_argument("--precision", type=_one_or_more(("fp32", "tf32", "bf16", "fp16", "amp")), help="of a suite")
+    made.add_argument("--phase", type=_one_or_more(PHASES))
+    made.add_argument("--strategy", type=_one_or_more(STRATEGIES))
+    made.add_argument("--budget", type=_seconds, default=1.5, metavar="S", help="sampling time per cell or phase (1.5)")
+    made.add_argument("--resume", action="store_true", help="keep what --json FILE has and measure only the rest")
+    made.add_argument("--junit", metavar="FILE", help="put a pytest run's counts into the result file")
 
 
 def _target(text: str) -> str:

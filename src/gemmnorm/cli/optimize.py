@@ -15,18 +15,14 @@ from typing import Any
 
 import torch
 
-import gemmnorm
-
 from .. import plan
-from ..bench.environment import environment, now, nvcc_version
-from ..bench.files import FileOptions, bench_files, why_not
-from ..bench.results import write_json
+from ..bench import Document, FileOptions, bench_files, environment, new_document, nvcc_version, write_json
 from ..errors import GemmNormValueError
-from ..verify.isolate import progress, run_isolated
-from ..verify.model_file import load_model_file
+from ..export import compile_check, read_model, write_replacement
+from ..userfiles import progress, run_isolated
+from ..verify import verify
 from . import report
 
-SCHEMA = 1
 WRITING = "writing the replacement"
 
 
@@ -61,7 +57,7 @@ def optimize(
     *,
     tell: Callable[[str], None] = lambda _: None,
     command: str = "",
-) -> dict[str, Any]:
+) -> Document:
     """Make, verify and time a replacement for the model in `model_path`; a document of kind "optimize".
 
     Its `status` is "equal" (the files in `files` were written), "not equal" (nothing was written; `verify` or `detail`
@@ -77,23 +73,21 @@ def optimize(
     if not output.parent.is_dir():
         raise GemmNormValueError(f"output: expected a path in an existing directory; got {output}")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    document: dict[str, Any] = {
-        "schema": SCHEMA,
-        "kind": "optimize",
-        "created": now(),
-        "command": command,
-        "model": str(model_path),
-        "output": str(output),
-        "device": device,
-        "environment": environment(torch.device(device)),
-        "status": "not equal",
-        "detail": "",
-        "export": None,
-        "verify": None,
-        "bench": None,
-        "said": [],
-        "files": [],
-    }
+    document = new_document(
+        "optimize",
+        command=command,
+        model=str(model_path),
+        output=str(output),
+        device=device,
+        environment=environment(torch.device(device)),
+        status="not equal",
+        detail="",
+        export=None,
+        verify=None,
+        bench=None,
+        said=[],
+        files=[],
+    )
     temporary = output.with_name(f".{output.stem}.{os.getpid()}.tmp.py")
     try:
         _steps(document, options, temporary, lambda text: tell(text.replace(str(temporary), str(output))))
@@ -105,28 +99,20 @@ def optimize(
     return document
 
 
-def _steps(document: dict[str, Any], options: OptimizeOptions, temporary: Path, tell: Callable[[str], None]) -> None:
+def _steps(document: Document, options: OptimizeOptions, temporary: Path, tell: Callable[[str], None]) -> None:
     """Write to `temporary`, verify and time; leaves the verdict and its grounds in `document`."""
-    from ..verify.verify import verify
-
     model, device = document["model"], document["device"]
-    stage = ["starting"]
-
-    def on_progress(message: dict[str, Any]) -> None:
-        stage[0] = str(message.get("stage", stage[0]))
-        tell(stage[0])
-
     tell("looking for chains")
     kwargs = {"model_path": model, "output_path": str(temporary), "target": options.target}
     written = run_isolated(
         "gemmnorm.cli.optimize:child_export",
         {**kwargs, "strategy": options.strategy},
         time_limit=options.time_limit,
-        on_progress=on_progress,
+        on_progress=lambda message: tell(message["stage"]),
     )
     if not written.ok:
-        ours = stage[0] == WRITING and not str(written.error_type).endswith("ModelFileError")
-        document.update(status="failed" if ours else "bad model", detail=why_not(written, stage[0]))
+        ours = written.stage == WRITING and not written.names_the_file
+        document.update(status="failed" if ours else "bad model", detail=written.why())
         return
     found = written.value
     document["export"] = found
@@ -167,30 +153,23 @@ def verify_stage(message: dict[str, Any]) -> str:
 def child_export(model_path: str, output_path: str, target: str | None, strategy: str | None) -> dict[str, Any]:
     """Runs in the isolated process: the report on the model's chains, and the replacement written if there are any."""
     progress({"stage": f"loading {model_path}"})
-    model = load_model_file(model_path).build(0)
-    progress({"stage": "looking for chains"})
-    chains = gemmnorm.fuse_report(model)
+    found = read_model(model_path)
     answer: dict[str, Any] = {
-        "report": str(chains),
-        "matches": [str(m) for m in chains.matches],
-        "refusals": [str(r) for r in chains.refusals],
+        "report": str(found.report),
+        "matches": [str(m) for m in found.report.matches],
+        "refusals": [str(r) for r in found.report.refusals],
         "target": target,
         "strategy": strategy,
     }
-    if chains.matches:
+    if found.report.matches:
         progress({"stage": WRITING})
-        from ..export.export import export
-
-        result = export(model_path, output_path, target=target, strategy=strategy)
-        answer["strategy"] = str(result.strategy)
-        answer["target"] = str(getattr(result, "target", None) or target or "")
+        written = write_replacement(found, output_path, target=target, strategy=strategy)
+        answer.update(target=written.target, strategy=written.strategy)
     return answer
 
 
 def _compile_check(path: Path, target: str, tell: Callable[[str], None]) -> dict[str, Any]:
     """Compile the written CUDA code where nvcc is at hand; says what came of it."""
-    from ..export.export import compile_check
-
     nvcc = nvcc_version()
     if nvcc is None:
         return {"nvcc": None, "problem": None}
@@ -198,7 +177,7 @@ def _compile_check(path: Path, target: str, tell: Callable[[str], None]) -> dict
     return {"nvcc": nvcc, "problem": compile_check(str(path), target)}
 
 
-def what_was_run(document: dict[str, Any]) -> list[str]:
+def what_was_run(document: Document) -> list[str]:
     """In so many words: what was run, and what was not."""
     output, device = document["output"], document["device"]
     target, strategy = document["export"]["target"], document["export"]["strategy"]
@@ -221,7 +200,7 @@ def what_was_run(document: dict[str, Any]) -> list[str]:
     return said
 
 
-def _publish(document: dict[str, Any], temporary: Path, output: Path) -> None:
+def _publish(document: Document, temporary: Path, output: Path) -> None:
     """The replacement under its own name, and the report beside it as JSON and as text."""
     data, words = output.with_suffix(".json"), output.with_suffix(".txt")
     document["files"] = [str(output), str(data), str(words)]

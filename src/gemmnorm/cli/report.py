@@ -18,10 +18,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..bench import SCHEMA, Document
 from ..errors import GemmNormError
 
-SCHEMA = 1
-Document = dict[str, Any]
 _WIDTH = 150  # where the output is no terminal
 
 

@@ -1,0 +1,25 @@
+"""Writing a model file's replacement: MODEL.py → one file with `class ModelNew(Model)` and its CUDA kernels.
+
+Read in this order:
+
+- `model_new.py`  the way of an export: load the model, find its chains, choose a strategy, write the file
+- `batches.py`    which plans the file needs, so that it serves every batch size
+- `host.py`       the plans printed as C++ host functions
+- `kernels.py`    the kernels that they launch, as CUDA text
+- `generated.py`  the Python around the CUDA text, and the class `ModelNew`
+- `nvcc.py`       does the CUDA text of a written file compile?
+"""
+
+from .model_new import EXAMPLES, REFUSED, ExportResult, export, read_model, regenerate, write_replacement
+from .nvcc import compile_check
+
+__all__ = [
+    "EXAMPLES",
+    "REFUSED",
+    "ExportResult",
+    "compile_check",
+    "export",
+    "read_model",
+    "regenerate",
+    "write_replacement",
+]

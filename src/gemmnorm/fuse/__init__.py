@@ -1,0 +1,41 @@
+"""Finding `Linear → (× scale) → BatchNorm1d (→ activation)` in a model, and running it as one call, in place.
+
+A chain belongs to the module whose `forward` writes it, its *owner*. Read in this order:
+
+- `tracing.py`   records the `forward` of one owner, and refuses what a recording would get wrong
+- `matching.py`  finds the chains in a recording, and gives the reason for every near miss
+- `writing.py`   writes a recording as Python, with each chain as one call
+- `analysis.py`  puts the three together: a model → one `OwnerPlan` for each owner
+- `call.py`      the call that stands for a chain
+- `classes.py`   `fuse` and `unfuse`: the generated subclasses
+- `report.py`    `fuse_report`: what was found and what was refused, in words
+- `prepare.py`   `prepare` and `unprepare`: weights split ahead of evaluation
+- `explain.py`   `explain` and `warmup`: the plans that a model's chains run by
+
+`export` writes the same `OwnerPlan`s into files, with another function to call.
+"""
+
+from .analysis import OwnerPlan, analyse
+from .classes import fuse, unfuse
+from .explain import Explanation, explain, warmup
+from .matching import Chain, Refusal
+from .prepare import prepare, unprepare
+from .report import FuseReport, Match, fuse_report, report_of
+
+__all__ = [
+    "Chain",
+    "Explanation",
+    "FuseReport",
+    "Match",
+    "OwnerPlan",
+    "Refusal",
+    "analyse",
+    "explain",
+    "fuse",
+    "fuse_report",
+    "prepare",
+    "report_of",
+    "unfuse",
+    "unprepare",
+    "warmup",
+]

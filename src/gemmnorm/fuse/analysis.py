@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from ..errors import GemmNormTypeError
 from ..module import LinearScaleBatchNorm1d
-from . import matching, source, tracing
+from . import matching, tracing, writing
 from .matching import Chain, Refusal
 from .tracing import Trace, Untraceable
 
@@ -85,8 +85,7 @@ def analyse(model: nn.Module) -> list[OwnerPlan]:
     Raises:
         GemmNormTypeError: `model` is no `nn.Module`.
     """
-    if not isinstance(model, nn.Module):
-        raise GemmNormTypeError(f"model: expected an nn.Module; got {type(model).__name__}")
+    check_is_module(model)
     records = _Records()
     plans = []
     for path, owner in model.named_modules():
@@ -95,6 +94,12 @@ def analyse(model: nn.Module) -> list[OwnerPlan]:
             if plan.chains or plan.refusals:
                 plans.append(plan)
     return plans
+
+
+def check_is_module(model: object) -> None:
+    """Raise `GemmNormTypeError` unless `model` is an `nn.Module`."""
+    if not isinstance(model, nn.Module):
+        raise GemmNormTypeError(f"model: expected an nn.Module; got {type(model).__name__}")
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -191,14 +196,14 @@ def _plan_of_traces(path: str, owner: nn.Module, records: _Records, train: Trace
         missed += _spanning(owner, trace.graph, records)
         refused.append(missed)
         chains += [f.chain for f in found if f.chain not in chains]
-        writer = source.Writer(owner, trace.graph, [(_placeholder(chains.index(f.chain)), f) for f in found])
+        writer = writing.Writer(owner, trace.graph, [(_placeholder(chains.index(f.chain)), f) for f in found])
         bodies.append(writer.body())
         namespace |= writer.namespace
         imports |= dict.fromkeys(writer.imports)
     for mode, missed, other in (("in training", *refused), ("in evaluation", *reversed(refused))):  # type: ignore[assignment]
         for where, why in missed:
             reasons[where, why if (where, why) in other else f"{why} ({mode})"] = None
-    conditions = [c for t in (train, evaluation) for c in t.conditions(lambda p: source.path_expression(owner, p))]
+    conditions = [c for t in (train, evaluation) for c in t.conditions(lambda p: writing.path_expression(owner, p))]
     return OwnerPlan(
         path=path,
         original=original_class(owner),
@@ -207,10 +212,10 @@ def _plan_of_traces(path: str, owner: nn.Module, records: _Records, train: Trace
         imports=tuple(imports),
         namespace=namespace,
         structure=child_names(owner),
-        signature=source.signature(train.parameters),
-        forwarded=source.forwarded(train.parameters),
+        signature=writing.signature(train.parameters),
+        forwarded=writing.forwarded(train.parameters),
         conditions=tuple(dict.fromkeys(conditions)),
-        body=tuple(source.merge_modes(*bodies)),
+        body=tuple(writing.merge_modes(*bodies)),
     )
 
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from .. import plan
 from ..plan import Plan, Problem
-from ..runtime import call as runtime
-from .fuse import fuse, fuse_report
+from ..runtime.call import recording
+from .classes import fuse
+from .report import fuse_report
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def explain(model_or_problem: nn.Module | Problem, *inputs: Any, strategy: str |
     report = str(fuse_report(model))
     if not inputs:
         return Explanation((), report)
-    with plan.set_strategy(strategy or plan.check_strategy(None)), runtime.recording() as plans, torch.no_grad():
+    with plan.set_strategy(strategy or plan.check_strategy(None)), recording() as plans, torch.no_grad():
         model(*inputs)
     return Explanation(tuple(plans), report)
 

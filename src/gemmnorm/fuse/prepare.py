@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from ..errors import GemmNormTypeError
 from ..module import LinearScaleBatchNorm1d
-from ..runtime import call as runtime
 from ..runtime import prepared
-from .fuse import fuse_report
+from ..runtime.call import prepare_weight
+from .analysis import check_is_module
+from .report import fuse_report
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -29,7 +29,7 @@ def prepare(model: M) -> M:
         GemmNormTypeError: `model` is no `nn.Module`.
     """
     for weight in _weights(model):
-        runtime.prepare_weight(weight)
+        prepare_weight(weight)
     return model
 
 
@@ -45,8 +45,7 @@ def unprepare(model: M) -> M:
 
 
 def _weights(model: nn.Module) -> Iterator[Tensor]:
-    if not isinstance(model, nn.Module):
-        raise GemmNormTypeError(f"model: expected an nn.Module; got {type(model).__name__}")
+    check_is_module(model)
     for match in fuse_report(model).matches:
         if match.fused:
             yield model.get_submodule(match.owner).get_submodule(match.linear).weight  # type: ignore[misc]

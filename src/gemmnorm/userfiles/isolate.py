@@ -4,7 +4,7 @@ Model files come from anywhere.  They may raise, hang, kill the process, print t
 behind, and none of that may take the tool down.  So everything that executes a user's file goes through
 :func:`run_isolated`::
 
-    outcome = run_isolated("gemmnorm.verify.verify:check_files", {"model_path": "m.py"}, time_limit=600)
+    outcome = run_isolated("gemmnorm.verify.answer:check_files", {"model_path": "m.py"}, time_limit=600)
     outcome.status       # "ok" | "raised" | "hung" | "crashed"
 
 How the two processes talk.  The request (one line of JSON) arrives on the child's standard input.  Before any
@@ -31,7 +31,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, Literal
 
 __all__ = ["Outcome", "Status", "progress", "run_isolated"]
@@ -40,7 +40,7 @@ Status = Literal["ok", "raised", "hung", "crashed"]
 
 _BOOTSTRAP = (
     "import json, sys; request = json.loads(sys.stdin.readline()); sys.path[:] = request['path']; "
-    "from gemmnorm.verify.isolate import _child_main; _child_main(request)"
+    "from gemmnorm.userfiles.isolate import _child_main; _child_main(request)"
 )
 _LOG_CHARACTERS = 20_000
 _GRACE_SECONDS = 0.5  # for the stacks that a hung child is asked to print before it is killed
@@ -58,6 +58,7 @@ class Outcome:
     error_type  the exception's qualified class name when the status is "raised"
     log         the last lines of everything user code wrote to standard output and standard error
     seconds     wall-clock time, the start of the process included
+    last        the last dict that the function passed to :func:`progress`; empty if there was none
     """
 
     status: Status
@@ -66,10 +67,28 @@ class Outcome:
     error_type: str | None = None
     log: str = ""
     seconds: float = 0.0
+    last: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         return self.status == "ok"
+
+    @property
+    def stage(self) -> str:
+        """What the function was doing when it ended, by its own ``progress({"stage": ...})``."""
+        return str(self.last.get("stage", "starting"))
+
+    @property
+    def names_the_file(self) -> bool:
+        """The function raised ModelFileError, whose message is written for whoever wrote the file."""
+        return str(self.error_type).endswith("ModelFileError")
+
+    def why(self) -> str:
+        """What a person is told when there is no value: the message alone where it was written for them."""
+        detail = self.detail.strip()
+        if self.names_the_file:
+            return detail.rpartition("ModelFileError: ")[2]
+        return f"{self.status} while {self.stage}: {detail}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the child
@@ -152,6 +171,7 @@ class _Channel:
 
     def __init__(self, stream: IO[str], on_progress: Callable[[dict[str, Any]], None] | None) -> None:
         self.answer: dict[str, Any] | None = None
+        self.last: dict[str, Any] = {}
         self.callback_error: BaseException | None = None
         self._stream = stream
         self._on_progress = on_progress
@@ -168,9 +188,11 @@ class _Channel:
                     continue
                 if kind != "progress":
                     self.answer = message
-                elif self._on_progress is not None and self.callback_error is None:
+                    continue
+                self.last = message["message"]
+                if self._on_progress is not None and self.callback_error is None:
                     try:
-                        self._on_progress(message["message"])
+                        self._on_progress(self.last)
                     except BaseException as error:  # re-raised in the caller's thread
                         self.callback_error = error
 
@@ -219,19 +241,18 @@ def run_isolated(
         seconds = time.monotonic() - started
         if channel.callback_error is not None:
             raise channel.callback_error
-        return _outcome(hung and channel.answer is None, code, channel.answer, log.text(), time_limit, seconds)
+        ending = _outcome(hung and channel.answer is None, code, channel.answer, log.text(), time_limit)
+        return replace(ending, seconds=seconds, last=channel.last)
 
 
-def _outcome(
-    hung: bool, code: int, answer: dict[str, Any] | None, log: str, time_limit: float, seconds: float
-) -> Outcome:
+def _outcome(hung: bool, code: int, answer: dict[str, Any] | None, log: str, time_limit: float) -> Outcome:
     if hung:
-        return Outcome("hung", None, f"no answer within {time_limit:g} s; killed\n{log}", None, log, seconds)
+        return Outcome("hung", detail=f"no answer within {time_limit:g} s; killed\n{log}", log=log)
     if answer is None:
-        return Outcome("crashed", None, f"the process {_how_it_died(code)}\n{log}", None, log, seconds)
+        return Outcome("crashed", detail=f"the process {_how_it_died(code)}\n{log}", log=log)
     if answer["kind"] == "error":
-        return Outcome("raised", None, answer["traceback"], answer["type"], log, seconds)
-    return Outcome("ok", answer["value"], "", None, log, seconds)
+        return Outcome("raised", detail=answer["traceback"], error_type=answer["type"], log=log)
+    return Outcome("ok", answer["value"], log=log)
 
 
 def _how_it_died(code: int) -> str:

@@ -9,7 +9,7 @@
 The source is executed as a module of its own, registered in ``sys.modules`` and ``linecache``: so
 ``load_inline``, pickling, ``inspect.getsource`` and tracebacks work, and so does a file written for harnesses that
 execute the text without a ``__file__``.  User code runs in *this* process; call these functions from inside
-:func:`gemmnorm.verify.isolate.run_isolated`.
+:func:`gemmnorm.userfiles.run_isolated`.
 """
 
 from __future__ import annotations

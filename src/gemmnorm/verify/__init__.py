@@ -1,0 +1,19 @@
+"""Is NEW.py the same function as MODEL.py? docs/verification.md says what "the same" means.
+
+Read in this order:
+
+- `answer.py`     two files → the answer as a dict; the files run in a process of their own
+- `families.py`   the cases: weights, statistics and inputs, for any model
+- `schedule.py`   which of them run for this model on this device
+- `golden.py`     a case → what is right (float64), and how far rounding may lead away from it
+- `rounding.py`   rounding errors made on purpose, in float64
+- `candidate.py`  running a candidate on a case, and looking for side effects
+- `equality.py`   comparing one tensor: the measures and the limits
+- `judging.py`    all comparisons → a verdict, in a sentence
+"""
+
+from .answer import check_files, verify
+from .judging import judge
+from .schedule import references
+
+__all__ = ["check_files", "judge", "references", "verify"]

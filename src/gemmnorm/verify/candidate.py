@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..userfiles import ModelFile
 from .equality import Measure, compare
 from .golden import Reference, load_in_place, run_trial, same_inputs
-from .model_file import ModelFile
 
 __all__ = ["Candidate", "Check"]
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten
 
+from ..userfiles import ModelFile, ModelFileError
 from .equality import PERIOD, Limits, pool
 from .families import Case, draw_inputs, draw_state, leading_rows, roles
-from .model_file import ModelFile, ModelFileError
 from .rounding import Arithmetic, DtypeRecorder, Kinks, Units, unit_roundoff
 
 __all__ = ["Original", "Reference", "Sample", "Trial", "load_in_place", "run_trial"]

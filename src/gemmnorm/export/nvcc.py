@@ -1,0 +1,50 @@
+"""Compiling the CUDA text of an exported file with nvcc, without a GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+
+def compile_check(path: str | Path, target: str = "sm_80") -> str | None:
+    """Compile the CUDA text of an exported file with nvcc: None when it compiles, else the reason or the log.
+
+    Needs no GPU and no CUDA build of PyTorch: its CPU headers suffice, with an empty `cuda_cmake_macros.h`.
+    """
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return "there is no nvcc here"
+    source = Path(path).read_text(encoding="utf-8")
+    texts = ("_DECLARATIONS", "_KERNELS", "_HOST")
+    parts = [re.search(rf'^{name} = r"""\n(.*?)"""', source, re.M | re.S) for name in texts]
+    if not all(parts):
+        return "the file holds no CUDA text of gemmnorm's"
+    arch = re.sub(r"\D", "", target)
+    arch += "a" if arch == "90" else ""
+    from torch.utils.cpp_extension import include_paths
+
+    with tempfile.TemporaryDirectory() as folder:
+        macros = Path(folder) / "c10" / "cuda" / "impl"
+        macros.mkdir(parents=True)
+        (macros / "cuda_cmake_macros.h").write_text("#pragma once\n", encoding="utf-8")
+        unit = Path(folder) / "unit.cu"
+        unit.write_text("".join(p.group(1) for p in parts if p), encoding="utf-8")
+        includes = [f"-I{folder}", *(f"-I{p}" for p in include_paths())]
+        done = subprocess.run(
+            [nvcc, "-std=c++20" if _needs_20() else "-std=c++17", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-c",
+             str(unit), "-o", str(Path(folder) / "unit.o"), "--expt-relaxed-constexpr", *includes],
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )  # fmt: skip
+    return None if done.returncode == 0 else (done.stderr or done.stdout)[-4000:]
+
+
+def _needs_20() -> bool:
+    """Newer releases of PyTorch have headers in C++20."""
+    return tuple(int(v) for v in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 12)

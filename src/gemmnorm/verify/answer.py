@@ -1,0 +1,127 @@
+"""Is the candidate the same function as the original?  The equality check behind ``gemmnorm verify``.
+
+:func:`verify` takes two files and answers with a dict; both files run in a process of their own, so neither can
+hang or kill the caller.  In one process, :func:`references` and :func:`judge` do the work::
+
+    original = load_model_file("model.py")
+    for reference in references(original, seeds=3, device="cpu"): ...
+    result = judge(load_candidate_file("new.py"), original, list_of_references)
+
+What is compared, for several seeds of fresh weights and inputs, in training and in evaluation: outputs, with and
+without autograd; running statistics and counters; gradients of every floating-point input and of every parameter.
+docs/verification.md explains the cases and the limits.
+
+The dict (schema 1)::
+
+    schema, tool, model, candidate, device, seeds, seconds
+    equal       bool
+    verdict     equal | not_equal | candidate_raises | candidate_hangs | candidate_crashes | model_bad
+    exit_code   0 equal; 1 the candidate's fault; 2 the model's
+    reason      one sentence; detail: a traceback or a log where there is one
+    checks      [{seed, case, phase, quantity, measure, error, eager_error, limit, ratio, ok, position, note}]
+    summary     the worst check of each (phase, quantity), same fields; failures: how many checks failed
+    properties  same_parameter_names, same_drawing_order, inputs_mutated, outputs_share_memory, deterministic,
+                allclose_eager: {train, eval, tolerance}
+    warnings    sentences about what is reported and not condemned
+    skipped     sentences about what could not be checked
+
+Errors and limits are relative to the golden norm, or to the norm before cancellation where that is larger;
+``ratio`` is error over limit.  A value is null where it is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import GemmNormValueError
+from ..userfiles import ModelFileError, Outcome, load_candidate_file, load_model_file, progress, run_isolated
+from .judging import judge
+from .schedule import Schedule
+
+__all__ = ["SCHEMA", "check_files", "verify"]
+
+SCHEMA = 1
+
+
+def verify(
+    model_path: str | Path,
+    candidate_path: str | Path,
+    *,
+    seeds: int = 3,
+    device: str | None = None,
+    time_limit: float = 600.0,
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Check that the candidate file's ``ModelNew`` is the same function as the model file's ``Model``.
+
+    seeds        how many draws of weights and inputs; one is quick, three is the rule
+    device       "cpu", "cuda", …; by default CUDA where there is one
+    time_limit   seconds for everything, the building of extensions included
+    on_progress  gets {"stage": "model" | "candidate", "done", "total", "seed", "case", "phase"} as the work goes on
+
+    Never raises for what the files do; returns the dict described on the module's page.  Raises GemmNormValueError for
+    ``seeds`` below 1 and for a device that is not there.
+    """
+    if seeds < 1:
+        raise GemmNormValueError(f"verify: seeds must be at least 1, got {seeds}")
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise GemmNormValueError(f"verify: device must be one that this machine has, got {device!r} without CUDA")
+    kwargs = {"model_path": str(model_path), "candidate_path": str(candidate_path), "seeds": seeds, "device": device}
+    outcome = run_isolated("gemmnorm.verify.answer:check_files", kwargs, time_limit=time_limit, on_progress=on_progress)
+    if outcome.ok:
+        return {**outcome.value, "seconds": outcome.seconds}
+    answer = _answer(str(model_path), str(candidate_path), seeds, device or "")
+    return {**answer, **_blame(outcome, str(model_path), str(candidate_path), time_limit), "seconds": outcome.seconds}
+
+
+def _blame(outcome: Outcome, model_path: str, candidate_path: str, time_limit: float) -> dict[str, Any]:
+    """Verdict and reason where no answer came: the fault of whichever file was running last."""
+    at = {"stage": "model", "done": 0, "total": 0, **outcome.last}
+    models_fault = at["stage"] == "model"
+    how = {"raised": "raised", "hung": f"gave no answer within {time_limit:g} s", "crashed": "killed its process"}
+    if at["done"] and models_fault:
+        how["hung"] = f"got through {at['done']} of {at['total']} runs in {time_limit:g} s; give it more time"
+    reason = f"{model_path}: Model" if models_fault else f"{candidate_path}: ModelNew"
+    reason += f" {how[outcome.status]}"
+    if outcome.status == "raised":
+        reason += f" {outcome.detail.strip().splitlines()[-1]}"
+    elif outcome.status == "crashed":
+        reason += f": it {outcome.detail.splitlines()[0].removeprefix('the process ')}"
+    verbs = {"raised": "raises", "hung": "hangs", "crashed": "crashes"}
+    verdict = "model_bad" if models_fault else f"candidate_{verbs[outcome.status]}"
+    return {"verdict": verdict, "exit_code": 2 if models_fault else 1, "reason": reason, "detail": outcome.detail}
+
+
+def check_files(model_path: str, candidate_path: str, seeds: int, device: str | None) -> dict[str, Any]:
+    """:func:`verify` without the isolation: runs both files in this process.  Meant for the isolated child."""
+    answer = _answer(model_path, candidate_path, seeds, device or default_device())
+    progress({"stage": "model", "done": 0, "total": 0})
+    try:
+        original = load_model_file(model_path)
+        schedule = Schedule(original, seeds, answer["device"])
+        progress({"stage": "candidate", "done": 0, "total": schedule.total})
+        try:
+            candidate = load_candidate_file(candidate_path)
+        except ModelFileError as error:
+            return {**answer, "verdict": "candidate_raises", "exit_code": 1, "reason": str(error)}
+        progress({"stage": "model", "done": 0, "total": schedule.total})
+        verdict = judge(candidate, original, schedule.references(), total=schedule.total, device=answer["device"])
+        return {**answer, **verdict, "skipped": schedule.skipped}
+    except ModelFileError as error:
+        return {**answer, "verdict": "model_bad", "exit_code": 2, "reason": str(error)}
+
+
+def default_device() -> str:
+    """CUDA where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _answer(model: str, candidate: str, seeds: int, device: str) -> dict[str, Any]:
+    return {"schema": SCHEMA, "tool": "verify", "model": model, "candidate": candidate, "device": device,
+            "seeds": seeds, "seconds": None, "equal": False, "verdict": "not_equal", "exit_code": 1, "reason": "",
+            "detail": "", "checks": [], "summary": [], "failures": 0, "properties": {}, "warnings": [],
+            "skipped": []}  # fmt: skip
