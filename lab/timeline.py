@@ -44,16 +44,16 @@ VARIANTS = {
     "": (),
     "copies only": (
         (
-            "            Wgmma<Element, kWidth>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);",
+            "            Wgmma<Element, kWidth>::run(acc, a + i * kKMajorStep, b + i * kKMajorStep, (k | i) ? 1 : 0);",
             "            ;",
         ),
     ),
     "multiplications only": (
         (
-            "          barrier_expect(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);",
+            "          mbarrier_expect_tx(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);",
             "          const bool first = t == blockIdx.x && k < STAGES;\n"
-            "          if (first) barrier_expect(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);\n"
-            "          else barrier_arrive(&shared.full[stage]);",
+            "          if (first) mbarrier_expect_tx(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);\n"
+            "          else mbarrier_arrive(&shared.full[stage]);",
         ),
         (
             "          for (int p = 0; p < kPlanes; ++p) {",
@@ -63,11 +63,11 @@ VARIANTS = {
 }
 # Text after which a mark goes, or before it.
 PLACES = (
-    (0, "before", "      for (int k = 0; k < steps; ++k) {\n        barrier_wait(&shared.full[stage], parity);"),
-    (1, "after", "        barrier_wait(&shared.full[stage], parity);\n        wgmma_fence();\n"),
+    (0, "before", "      for (int k = 0; k < steps; ++k) {\n        mbarrier_wait(&shared.full[stage], parity);"),
+    (1, "after", "        mbarrier_wait(&shared.full[stage], parity);\n        wgmma_fence();\n"),
     (2, "before", "const Tile tile = raster.at(kSplit"),
     (3, "before", "        finish_here = kOneBlock ||"),
-    (4, "after", "        barrier_arrive(&shared.staged[consumer]);\n"),
+    (4, "after", "        mbarrier_arrive(&shared.staged[consumer]);\n"),
     (5, "before", "          float centre = 0.0f, r = 0.0f;\n          if (direct) {\n"),
     (6, "before", "      if (finish_here) {\n        constexpr bool kEvaluate"),
 )

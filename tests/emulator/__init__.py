@@ -6,7 +6,7 @@ for the kernels' own `ptx/`. Each launch takes the next seed, so that a test tha
 interleaving.
 
 It knows no time, no memory model and no caches: what it finds are wrong results, deadlocks, and misaligned addresses
-in the copy engine's boxes and in loads from the L2.
+in TMA's boxes and in loads from the L2.
 """
 
 from __future__ import annotations

@@ -63,23 +63,23 @@ inline float power_of_2(float x) { return std::exp2(x); }
 inline float larger(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
 inline float reciprocal(float x) { return 1.0f / x; }
 
-inline void keep_order() {}
+inline void compiler_barrier() {}
 template <class T>
-T computed_anew(T v) {
+T opaque(T v) {
   return v;
 }
 
 // A thread's own copies: each takes place when it is waited for, at the latest.
-inline void copy_16_bytes(void* to, const void* from) {
+inline void cp_async_16(void* to, const void* from) {
   const auto copy = [=] { std::memcpy(to, from, 16); };
   if (emulator::machine.chance(2)) copy();
   else emulator::current->small_copies.push_back(copy);
 }
-inline void wait_small_copies() {
+inline void cp_async_wait_all() {
   for (const auto& copy : emulator::current->small_copies) copy();
   emulator::current->small_copies.clear();
 }
-inline void wait_for_previous() {}
-inline void allow_next() {}
+inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
 
 }  // namespace gemmnorm

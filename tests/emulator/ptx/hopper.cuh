@@ -1,4 +1,4 @@
-// The emulator's side of ptx/hopper.cuh: barriers in shared memory, the copy engine, counters in global memory.
+// The emulator's side of ptx/hopper.cuh: barriers in shared memory, TMA, counters in global memory.
 #pragma once
 #include "common/common.cuh"
 
@@ -30,28 +30,28 @@ struct Arrivals {
 static_assert(sizeof(Arrivals) == sizeof(u64));
 
 inline Arrivals& arrivals(u64* b) { return *reinterpret_cast<Arrivals*>(b); }
-inline void barrier_init(u64* b, u32 count) { arrivals(b) = {0, static_cast<u16>(count), static_cast<u16>(count)}; }
-inline void barrier_arrive(u64* b) {
+inline void mbarrier_init(u64* b, u32 count) { arrivals(b) = {0, static_cast<u16>(count), static_cast<u16>(count)}; }
+inline void mbarrier_arrive(u64* b) {
   if (!arrivals(b).missing) emulator::fail("more arrivals at an mbarrier than it expects");
   --arrivals(b).missing;
   arrivals(b).check();
 }
-inline void barrier_expect(u64* b, u32 bytes) {
+inline void mbarrier_expect_tx(u64* b, u32 bytes) {
   arrivals(b).bytes += bytes;
-  barrier_arrive(b);
+  mbarrier_arrive(b);
 }
-inline void barrier_wait(u64* b, u32 parity) {
+inline void mbarrier_wait(u64* b, u32 parity) {
   emulator::wait("an mbarrier", [=] { return arrivals(b).phase() != static_cast<int>(parity); });
 }
-inline void barrier_wait_cluster(u64* b, u32 parity) { barrier_wait(b, parity); }
-inline void fence_barrier_init() {}
-inline void fence_async_shared() {}
-inline void fence_async_global() {}
-inline void sync_threads(int barrier, int threads) {
+inline void mbarrier_wait_cluster(u64* b, u32 parity) { mbarrier_wait(b, parity); }
+inline void fence_mbarrier_init() {}
+inline void fence_proxy_async_shared() {}
+inline void fence_proxy_async_global() {}
+inline void named_barrier_sync(int barrier, int threads) {
   emulator::pass_gate(emulator::current->block->gates[barrier], threads, "bar.sync");
 }
-inline void prefetch_map(const TensorMap&) {}
-inline void store_transposed(void* row, const u32 (&pairs)[4]) {
+inline void prefetch_tensormap(const TensorMap&) {}
+inline void stmatrix_trans(void* row, const u32 (&pairs)[4]) {
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i)
     for (int r = 0; r < 8; ++r) {
@@ -83,7 +83,7 @@ inline MapFields fields(const TensorMap& map) {
   if (m.box_columns * m.size != 128) emulator::fail("a box whose rows are not 128 bytes");
   return m;
 }
-inline void copy_to_shared(void* to, const TensorMap& map, u64* barrier, int x, int y, u64) {
+inline void tma_load(void* to, const TensorMap& map, u64* barrier, int x, int y, u64) {
   const MapFields m = fields(map);
   if (reinterpret_cast<std::uintptr_t>(to) % 1024) emulator::fail("a swizzled box that is not aligned to 1024 bytes");
   emulator::machine.pending.push_back([=] {
@@ -107,7 +107,7 @@ inline void copy_to_shared(void* to, const TensorMap& map, u64* barrier, int x, 
     arrivals(barrier).check();
   });
 }
-inline void copy_bytes_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
+inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   if (reinterpret_cast<std::uintptr_t>(to) % 16 || reinterpret_cast<std::uintptr_t>(from) % 16 || bytes % 16)
     emulator::fail("a bulk copy that is not aligned to 16 bytes");
   emulator::machine.pending.push_back([=] {
@@ -116,7 +116,7 @@ inline void copy_bytes_to_shared(void* to, const void* from, u32 bytes, u64* bar
     arrivals(barrier).check();
   });
 }
-inline void copy_to_global(const TensorMap& map, const void* from, int x, int y, u64 = kEvictNormal) {
+inline void tma_store(const TensorMap& map, const void* from, int x, int y, u64 = kEvictNormal) {
   const MapFields m = fields(map);
   emulator::Fiber* owner = emulator::current;
   ++owner->copies;
@@ -129,23 +129,23 @@ inline void copy_to_global(const TensorMap& map, const void* from, int x, int y,
     --owner->copies;
   });
 }
-inline void commit_copies() {}
-inline void wait_copies() {
+inline void tma_store_commit() {}
+inline void tma_store_wait() {
   emulator::Fiber* owner = emulator::current;
   emulator::wait("its bulk copies", [=] { return owner->copies == 0; });
 }
-inline void wait_copies_read() { wait_copies(); }
+inline void tma_store_wait_read() { tma_store_wait(); }
 
 template <int COUNT>
-void release_registers() {}
+void setmaxnreg_dec() {}
 template <int COUNT>
-void claim_registers() {}
+void setmaxnreg_inc() {}
 
 inline int cluster_rank() { return static_cast<int>(blockIdx.x % emulator::machine.cluster); }
 inline void cluster_arrive() { emulator::arrive_at_cluster(); }
 inline void cluster_arrive_relaxed() { emulator::arrive_at_cluster(); }
 inline void cluster_wait() { emulator::wait_for_cluster(); }
-inline void store_remote(float4* own, float4 v, u64* barrier, int rank) {
+inline void st_async_remote(float4* own, float4 v, u64* barrier, int rank) {
   if (reinterpret_cast<std::uintptr_t>(own) % 16) emulator::fail("a misaligned store to another block");
   const auto to = const_cast<unsigned char*>(emulator::in_cluster(own, rank));
   const auto counts = const_cast<unsigned char*>(emulator::in_cluster(barrier, rank));
@@ -161,11 +161,11 @@ inline void store_remote(float4* own, float4 v, u64* barrier, int rank) {
   });
 }
 template <class T>
-T load_remote(const T* own, int rank) {
+T ld_remote(const T* own, int rank) {
   return *reinterpret_cast<const T*>(emulator::in_cluster(own, rank));
 }
 
-inline void add_release(u32* counter, u32 value) { *counter += value; }
+inline void signal(u32* counter, u32 value) { *counter += value; }
 inline u32 load_acquire(const u32* counter) { return *counter; }
 inline void wait_until(const u32* counter, u32 value) {
   emulator::wait("a counter in global memory", [=] { return *counter >= value; });
@@ -176,8 +176,8 @@ T load_l2(const T* p) {
   if (reinterpret_cast<std::uintptr_t>(p) % sizeof(T)) emulator::fail("a misaligned load");
   return *p;
 }
-inline uint4 load_last_time(const uint4* p) { return load_l2(p); }
-inline void store_for_others(uint4* p, uint4 v) {
+inline uint4 load_evict_first(const uint4* p) { return load_l2(p); }
+inline void store_evict_first(uint4* p, uint4 v) {
   if (reinterpret_cast<std::uintptr_t>(p) % sizeof(v)) emulator::fail("a misaligned store");
   *p = v;
 }

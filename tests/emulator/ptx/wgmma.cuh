@@ -6,11 +6,11 @@ namespace gemmnorm {
 
 struct tf32;
 
-inline u64 matrix_descriptor(const void* tile) { return reinterpret_cast<std::uintptr_t>(tile) >> 4; }
-constexpr int kDescriptorStep = 2;
-constexpr int kAcrossBytes = 64 * 128;
-inline u64 across_descriptor(const void* tile) { return matrix_descriptor(tile); }
-constexpr int kAcrossStep = 16 * 128 / 16;
+inline u64 k_major_descriptor(const void* tile) { return reinterpret_cast<std::uintptr_t>(tile) >> 4; }
+constexpr int kKMajorStep = 2;
+constexpr int kMnMajorBytes = 64 * 128;
+inline u64 mn_major_descriptor(const void* tile) { return k_major_descriptor(tile); }
+constexpr int kMnMajorStep = 16 * 128 / 16;
 
 inline void wgmma_fence() {}
 inline void wgmma_commit() { ++emulator::current->groups; }
@@ -54,7 +54,7 @@ template <class T, int ACROSS>
 void read_row(u64 descriptor, int row, float* out) {
   const u64 address = descriptor << 4;
   if (ACROSS) {
-    unsigned char* tile = reinterpret_cast<unsigned char*>(address & ~u64{1023}) + row / 64 * kAcrossBytes;
+    unsigned char* tile = reinterpret_cast<unsigned char*>(address & ~u64{1023}) + row / 64 * kMnMajorBytes;
     const int first = static_cast<int>(address & 1023) / 128;
     for (int k = 0; k < 16; ++k) *out++ = Element<T>::at(swizzled(tile, first + k, row % 64 * Element<T>::kSize));
   } else {

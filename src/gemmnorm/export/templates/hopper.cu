@@ -34,7 +34,7 @@ EncodeTiled find_encode_tiled() {
   return reinterpret_cast<EncodeTiled>(found);
 }
 
-// The copy engine's view of a contiguous [rows, columns] matrix, cut into boxes, swizzled over 128 bytes as the tensor
+// TMA's view of a contiguous [rows, columns] matrix, cut into boxes, swizzled over 128 bytes as the tensor
 // cores read it; zero beyond the matrix. It holds an address and sizes, nothing of the contents.
 template <class T>
 gemmnorm::TensorMap tensor_map(const T* matrix, CUtensorMapDataType type, int64_t rows, int64_t columns, int box_rows,

@@ -47,7 +47,7 @@ class Scratch {
 };
 
 // From Hopper on, a kernel may start while the one before it still runs; it waits for that one itself, before it reads
-// (`wait_for_previous`).
+// (`griddepcontrol_wait`).
 template <class Params>
 void launch(void (*kernel)(Params), int64_t blocks, int threads, cudaStream_t stream, const Params& params) {
 #if CUDART_VERSION >= 11080

@@ -45,8 +45,8 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   constexpr Form FORM = Config::kForm;
   using P = Panel<N, TX>;
   __shared__ float shared[kThreads * N];
-  allow_next();
-  wait_for_previous();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const P panel(p.batch, p.features);
   const bool inside = panel.column < p.features;
   const i64 group_row = static_cast<i64>(panel.group) * p.features + panel.column;
@@ -123,8 +123,8 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   const int lane = threadIdx.x / kMergeColumns;
   const int groups = (p.batch + kGroupRows - 1) / kGroupRows;
   const bool inside = j < p.features;
-  allow_next();
-  wait_for_previous();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   float sum = 0.0f, dot = 0.0f, linear = 0.0f;
   if (inside) {
 #pragma unroll 4
@@ -167,9 +167,9 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
   constexpr Form FORM = Config::kForm;
   using P = Panel<N, TX, GROUPS, true>;
   P panel(p.batch, p.features);
-  allow_next();
+  griddepcontrol_launch_dependents();
   if (panel.column >= p.features) return;
-  wait_for_previous();
+  griddepcontrol_wait();
   SavedAffine<FORM> affine[N];
   float slope[N], constant[N], linear[N];
   int most[N];

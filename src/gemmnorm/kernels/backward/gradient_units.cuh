@@ -49,10 +49,10 @@ struct HeldRows {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const i64 at = origin(s, features);
-      *reinterpret_cast<uint4*>(&product[s]) = load_last_time(reinterpret_cast<const uint4*>(a + at));
+      *reinterpret_cast<uint4*>(&product[s]) = load_evict_first(reinterpret_cast<const uint4*>(a + at));
 #pragma unroll
       for (int w = 0; w < kWords; ++w)
-        reinterpret_cast<uint4*>(&grad_y[s])[w] = load_last_time(reinterpret_cast<const uint4*>(dy + at) + w);
+        reinterpret_cast<uint4*>(&grad_y[s])[w] = load_evict_first(reinterpret_cast<const uint4*>(dy + at) + w);
     }
   }
 };
@@ -80,8 +80,8 @@ __device__ __forceinline__ void gradient_units(const Params& p) {
   const int turns = units * (panels + p.lag);
   const int mergers = min(kMergers, static_cast<int>(gridDim.x) / 2);
   u32 *summed = p.counters + kTurnPanels, *merged = summed + panels;
-  allow_next();
-  wait_for_previous();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
 
   if (blockIdx.x < mergers) {  // a warp merges 8 columns: 2 lanes of four along the features, 16 along the units
 #pragma unroll 1
@@ -114,7 +114,7 @@ __device__ __forceinline__ void gradient_units(const Params& p) {
         store_gradients(j, sum, dot, s, r, gamma, p.eps, p.grad_bias, p.grad_scale, p.grad_bn_weight, p.grad_bn_bias);
       }
       __syncwarp();
-      if (lane == 0) add_release(&merged[panel], 1);
+      if (lane == 0) signal(&merged[panel], 1);
     }
   } else {
     int turn = blockIdx.x - mergers;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void gradient_units(const Params& p) {
       if (warp >= 2) {
         if (warp == 2) wait_for_merged();
         __syncwarp();
-        sync_threads(1, kThreads - 64);
+        named_barrier_sync(1, kThreads - 64);
       } else {
         if (round < panels) {
           if (lane < kQuads) {
@@ -211,7 +211,7 @@ __device__ __forceinline__ void gradient_units(const Params& p) {
             if (column < p.features) *reinterpret_cast<float4*>(to) = total;
           }
           __syncwarp();
-          if (lane == 0) add_release(&summed[round], 1);
+          if (lane == 0) signal(&summed[round], 1);
         }
         if (kSumsFirst) begin_gradients();
         wait_for_merged();
@@ -240,7 +240,7 @@ __device__ __forceinline__ void gradient_units(const Params& p) {
             from_float(out[i], rounded.at[i]);
             if (p.column_exponents) most[i] = max(most[i], scaled_exponent(out[i], exponent));
           }
-          store_for_others(reinterpret_cast<uint4*>(p.grad_product + held.origin(s, p.features)),
+          store_evict_first(reinterpret_cast<uint4*>(p.grad_product + held.origin(s, p.features)),
                            *reinterpret_cast<const uint4*>(&rounded));
         }
         if (p.column_exponents) {

@@ -82,24 +82,24 @@ __device__ __forceinline__ void panel_gradient(const Params& p) {
   const auto rows_of = [&](int column) { return column < p.features ? existing : 0; };
   const auto copy_row = [&](int step, int row, int column) {
     const i64 at = static_cast<i64>(row) * p.features + column;
-    copy_16_bytes(&shared.product[step][thread], p.product + at);
+    cp_async_16(&shared.product[step][thread], p.product + at);
 #pragma unroll
     for (int w = 0; w < Shared::kWords; ++w)
-      copy_16_bytes(&shared.grad_y[step][w][thread], p.grad_y + at + w * (16 / sizeof(Y)));
+      cp_async_16(&shared.grad_y[step][w][thread], p.grad_y + at + w * (16 / sizeof(Y)));
   };
   if (CLUSTER > 1) {
     if (thread == 0) {
 #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
-        barrier_init(&shared.all_arrived[turn], 1);
-        barrier_expect(&shared.all_arrived[turn], kArriving);
+        mbarrier_init(&shared.all_arrived[turn], 1);
+        mbarrier_expect_tx(&shared.all_arrived[turn], kArriving);
       }
-      fence_barrier_init();
+      fence_mbarrier_init();
     }
     cluster_arrive_relaxed();
   }
-  allow_next();
-  wait_for_previous();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   int first_column = static_cast<int>(blockIdx.x) / CLUSTER * kColumns;
   if (const int rows = rows_of(first_column + tx * N)) {
 #pragma unroll
@@ -154,7 +154,7 @@ __device__ __forceinline__ void panel_gradient(const Params& p) {
         dot[i] += grad[i] * deviation[i];
       }
     };
-    wait_small_copies();
+    cp_async_wait_all();
     visit_rows<Activation, T>(shared, rows_of(column), from_mean, slope, shift, add_row);
     fold_lanes<N, TX>(sum, &shared.sums[1 - turn][warp][0][tx * N]);
     fold_lanes<N, TX>(dot, &shared.sums[1 - turn][warp][1][tx * N]);
@@ -172,12 +172,12 @@ __device__ __forceinline__ void panel_gradient(const Params& p) {
     if (CLUSTER > 1) __syncthreads();  // a block that has got its sums may send the next panel's to where the warps' were
     if (thread < kPieces * CLUSTER) {
       float4* to = reinterpret_cast<float4*>(shared.sums[turn][rank]) + piece;
-      if (CLUSTER > 1) store_remote(to, total, &shared.all_arrived[turn], thread / kPieces);
+      if (CLUSTER > 1) st_async_remote(to, total, &shared.all_arrived[turn], thread / kPieces);
       else *to = total;
     }
     if (CLUSTER == 1) __syncthreads();
-    else if (thread < kColumns) barrier_wait_cluster(&shared.all_arrived[turn], count / 2 % 2);
-    if (CLUSTER > 1 && thread == 0) barrier_expect(&shared.all_arrived[turn], kArriving);
+    else if (thread < kColumns) mbarrier_wait_cluster(&shared.all_arrived[turn], count / 2 % 2);
+    if (CLUSTER > 1 && thread == 0) mbarrier_expect_tx(&shared.all_arrived[turn], kArriving);
     if (owner) {
       float all = 0.0f, h = 0.0f;
 #pragma unroll

@@ -33,39 +33,39 @@ __device__ __forceinline__ void split_gemm(const Params& p) {
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 2);
+      mbarrier_init(&shared.full[s], 1);
+      mbarrier_init(&shared.empty[s], 2);
     }
-    fence_barrier_init();
-    fence_async_shared();
+    fence_mbarrier_init();
+    fence_proxy_async_shared();
   }
   __syncthreads();
-  wait_for_previous();
-  allow_next();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   int stage = 0;
   if (warpgroup == 0) {
-    release_registers<40>();
+    setmaxnreg_dec<40>();
     if (threadIdx.x != 0) return;
     u32 parity = 1;
     // Copies the 128 columns from `column` on, of 64 rows of a split matrix: 64 columns at a time, high and low.
     const auto copy_across = [&](unsigned char (&to)[2][kSplitTile * 128], const TensorMap& map, int column, int row) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        copy_to_shared(to[i % 2] + i / 2 * kAcrossBytes, map, &shared.full[stage], column * 2 + i * 64, row,
+        tma_load(to[i % 2] + i / 2 * kMnMajorBytes, map, &shared.full[stage], column * 2 + i * 64, row,
                        kEvictNormal);
     };
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
       const Tile tile = raster.at(t);
       for (int k = 0; k < steps; ++k) {
-        barrier_wait(&shared.empty[stage], parity);
-        barrier_expect(&shared.full[stage], 4 * kSplitTile * 128);
+        mbarrier_wait(&shared.empty[stage], parity);
+        mbarrier_expect_tx(&shared.full[stage], 4 * kSplitTile * 128);
         if (A_ACROSS) {
           copy_across(shared.a[stage], p.map_a, tile.m * kSplitTile, k * 64);
         } else {
 #pragma unroll
           for (int plane = 0; plane < 2; ++plane)
-            copy_to_shared(shared.a[stage][plane], p.map_a, &shared.full[stage], (2 * k + plane) * 64, tile.m * kSplitTile,
+            tma_load(shared.a[stage][plane], p.map_a, &shared.full[stage], (2 * k + plane) * 64, tile.m * kSplitTile,
                            kEvictNormal);
         }
         copy_across(shared.b[stage], p.map_b, tile.n * kSplitTile, k * 64);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void split_gemm(const Params& p) {
       }
     }
   } else {
-    claim_registers<232>();
+    setmaxnreg_inc<232>();
     const int consumer = warpgroup - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     u32 parity = 0;
     float acc[kSplitTile / 2], part[kSplitTile / 2], cross[kSplitTile / 2];
@@ -86,24 +86,24 @@ __device__ __forceinline__ void split_gemm(const Params& p) {
       for (int k = 0; k < steps; ++k) {
         const auto descriptor_a = [&](int plane) {
           const unsigned char* tile = shared.a[stage][plane] + consumer * 64 * 128;
-          return A_ACROSS ? across_descriptor(tile) : matrix_descriptor(tile);
+          return A_ACROSS ? mn_major_descriptor(tile) : k_major_descriptor(tile);
         };
-        barrier_wait(&shared.full[stage], parity);
+        mbarrier_wait(&shared.full[stage], parity);
         wgmma_fence();
         multiply_stage<kSplitTile, A_ACROSS, 1>(part, cross, descriptor_a(0), descriptor_a(1),
-                                                across_descriptor(shared.b[stage][0]),
-                                                across_descriptor(shared.b[stage][1]), k == 0);
+                                                mn_major_descriptor(shared.b[stage][0]),
+                                                mn_major_descriptor(shared.b[stage][1]), k == 0);
         wgmma_wait<1>();
 #pragma unroll
         for (int i = 0; i < kSplitTile / 2; ++i) acc[i] += part[i];
-        if (k > 0 && threadIdx.x % 128 == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+        if (k > 0 && threadIdx.x % 128 == 0) mbarrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
         if (++stage == STAGES) {
           stage = 0;
           parity ^= 1;
         }
       }
       wgmma_wait<0>();
-      if (threadIdx.x % 128 == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+      if (threadIdx.x % 128 == 0) mbarrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
 
       const Tile tile = raster.at(t);
       const int row = tile.m * kSplitTile + consumer * 64 + warp * 16 + lane / 4;

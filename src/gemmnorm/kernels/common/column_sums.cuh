@@ -55,7 +55,7 @@ __device__ __forceinline__ float2 column_sums(float (*sums)[BN], int consumer, c
       sums[warp][part * kPart + (k / 2) * 8 + (lane % 4) * 2 + (k & 1)] = eighth[i];
     }
   }
-  sync_threads(1 + consumer, 128);
+  named_barrier_sync(1 + consumer, 128);
   float2 total = make_float2(0.0f, 0.0f);
   if (2 * thread < BN) {
 #pragma unroll

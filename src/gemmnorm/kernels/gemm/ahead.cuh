@@ -18,14 +18,14 @@ struct RowsAhead {
   int chunks;               // of K, that are made one after the other
   int x_begun, weight_begun;  // of these, that the launch before has made of its rows
 
-  // Waits until a chunk of a tile's rows is there, as the thread that will ask the copy engine for it.
+  // Waits until a chunk of a tile's rows is there, as the thread that will ask TMA for it.
   template <int TM, int TN>
   __device__ __forceinline__ void wait_for(const Raster& raster, Tile tile, int chunk) const {
     const int panel_end = min((tile.n + 1) * TN, features);
     const int panel = panel_end - max(tile.n * TN, chunk < weight_begun ? weight_rows : 0);
     if (panel > 0) wait_until(&ready[tile.n * chunks + chunk], panel);
     const bool waited = wait_for_band<TM>(raster, tile.m * TM / band_rows<TM>(raster), chunk);
-    if (panel > 0 || waited) fence_async_global();
+    if (panel > 0 || waited) fence_proxy_async_global();
   }
   // The same for a band of x; whether any of it was made here.
   template <int TM>
@@ -41,13 +41,13 @@ struct RowsAhead {
     return (raster.tiles_m + kBands - 1) / kBands * TM;
   }
 
-  // Says, as a warp, that a chunk of so many rows is there: the copy engine will read it.
+  // Says, as a warp, that a chunk of so many rows is there: TMA will read it.
   template <int TM, int TN>
   __device__ __forceinline__ void done(const Raster& raster, bool of_x, int row, int chunk, int rows) const {
-    fence_async_global();
+    fence_proxy_async_global();
     __syncwarp();
     const int place = of_x ? raster.tiles_n + row / band_rows<TM>(raster) : row / TN;
-    if (threadIdx.x % 32 == 0) add_release(&ready[place * chunks + chunk], rows);
+    if (threadIdx.x % 32 == 0) signal(&ready[place * chunks + chunk], rows);
   }
 };
 

@@ -89,31 +89,31 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   const int warpgroup = threadIdx.x / 128;
 
   if (threadIdx.x == 0) {
-    prefetch_map(p.map_x);
-    prefetch_map(p.map_weight);
+    prefetch_tensormap(p.map_x);
+    prefetch_tensormap(p.map_weight);
     for (int s = 0; s < STAGES; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 2);
+      mbarrier_init(&shared.full[s], 1);
+      mbarrier_init(&shared.empty[s], 2);
     }
     for (int c = 0; c < 2; ++c) {
-      barrier_init(&shared.staged[c], 128);
-      barrier_init(&shared.unstaged[c], 1);
-      barrier_init(&shared.known[c], 32);
-      barrier_init(&shared.used[c], 256);
+      mbarrier_init(&shared.staged[c], 128);
+      mbarrier_init(&shared.unstaged[c], 1);
+      mbarrier_init(&shared.known[c], 32);
+      mbarrier_init(&shared.used[c], 256);
     }
-    barrier_init(&shared.left, kGemmThreads / 32 - 1);
+    mbarrier_init(&shared.left, kGemmThreads / 32 - 1);
     if constexpr (kSplitsToo)
-      for (int i = 0; i < kWorkers * kPieces; ++i) barrier_init(&shared.rings[i / kPieces].arrived[i % kPieces], 1);
-    fence_barrier_init();
-    fence_async_shared();
+      for (int i = 0; i < kWorkers * kPieces; ++i) mbarrier_init(&shared.rings[i / kPieces].arrived[i % kPieces], 1);
+    fence_mbarrier_init();
+    fence_proxy_async_shared();
   }
   __syncthreads();
-  wait_for_previous();
-  allow_next();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   if (FINISH == Finish::kStatistics && p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
 
   if (warpgroup == 0) {
-    if (kMoveRegisters) release_registers<kFeeder>();
+    if (kMoveRegisters) setmaxnreg_dec<kFeeder>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == 0 && lane == 0) {  // feeds the ring
       // Of a box of x. In training rows beyond the batch have to be zero; else nobody looks at them.
@@ -126,13 +126,13 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
         for (int k = 0; k < steps; ++k) {
           constexpr int kStepsOfChunk = Operand<OP>::Ahead::kStepsOfChunk;
           if (makes_rows && k % kStepsOfChunk == 0) ahead.template wait_for<TM, TN>(raster, tile, k / kStepsOfChunk);
-          barrier_wait(&shared.empty[stage], parity);
-          barrier_expect(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);
+          mbarrier_wait(&shared.empty[stage], parity);
+          mbarrier_expect_tx(&shared.full[stage], kPlanes * (rows + TN) * kRowBytes);
 #pragma unroll
           for (int plane = 0; plane < kPlanes; ++plane) {
             const int column = (k * kPlanes + plane) * kTileK;
-            copy_to_shared(shared.x[stage][plane], p.map_x, &shared.full[stage], column, tile.m * TM, x_policy);
-            copy_to_shared(shared.weight[stage][plane], p.map_weight, &shared.full[stage], column, tile.n * TN, kEvictNormal);
+            tma_load(shared.x[stage][plane], p.map_x, &shared.full[stage], column, tile.m * TM, x_policy);
+            tma_load(shared.weight[stage][plane], p.map_weight, &shared.full[stage], column, tile.n * TN, kEvictNormal);
           }
           if (++stage == STAGES) {
             stage = 0;
@@ -145,9 +145,9 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
       u32 parity = 1;
       for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = raster.at(t);
-        barrier_wait(&shared.used[buffer], parity);
+        mbarrier_wait(&shared.used[buffer], parity);
         evaluation_coefficients<TN>(f, tile.n * TN, tile.m == 0, shared.slope[buffer], shared.shift[buffer]);
-        barrier_arrive(&shared.known[buffer]);
+        mbarrier_arrive(&shared.known[buffer]);
         buffer ^= 1;
         if (buffer == 0) parity ^= 1;
       }
@@ -159,20 +159,20 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
         const u64 kept = FINISH == Finish::kPersistent && later ? kEvictLast : kEvictNormal;  // until it is normalised
         for (int trip = 0; trip < (leaves ? kTrips : 1); ++trip, parity ^= 1) {
           for (int c = 0; c < 2; ++c) {
-            barrier_wait(&shared.staged[c], parity);
+            mbarrier_wait(&shared.staged[c], parity);
             __syncwarp();  // nobody waits for this phase any more
             if (lane > 0) continue;
             if (kStaged && leaves) store_staged<Shape, T>(p.map_product, shared.staging[c], tile, c, trip, p.batch, kept);
             // Of a tile that stays in registers nobody reads the product: its statistics are all that others wait for.
-            if (FINISH == Finish::kPersistent && !later && trip == 0) add_release(&p.counters[kPanels + tile.n], 1);
-            if (kStaged) wait_copies_read();
-            barrier_arrive(&shared.unstaged[c]);
+            if (FINISH == Finish::kPersistent && !later && trip == 0) signal(&p.counters[kPanels + tile.n], 1);
+            if (kStaged) tma_store_wait_read();
+            mbarrier_arrive(&shared.unstaged[c]);
             if (FINISH == Finish::kPersistent && later && trip == kTrips - 1) {
               if (kStaged) {
-                wait_copies();
-                fence_async_global();
+                tma_store_wait();
+                fence_proxy_async_global();
               }
-              add_release(&p.counters[kPanels + tile.n], 1);
+              signal(&p.counters[kPanels + tile.n], 1);
             }
           }
         }
@@ -194,7 +194,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     }
     if (resets && warp > 0) leave(shared.left);
   } else {
-    if (kMoveRegisters) claim_registers<kConsumer>();
+    if (kMoveRegisters) setmaxnreg_inc<kConsumer>();
     const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32;
     typename Held<Shape::kByFeatures>::template Tile<T, Y, TM, TN> held(consumer);
     int stage = 0;
@@ -219,18 +219,18 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
         for (int i = 0; i < kAccumulators; ++i) acc[i] = 0.0f;
       }
       for (int k = 0; k < steps; ++k) {
-        barrier_wait(&shared.full[stage], parity);
+        mbarrier_wait(&shared.full[stage], parity);
         wgmma_fence();
         const auto shares = [&](int plane) { return Shape::kByFeatures ? shared.weight[stage][plane] : shared.x[stage][plane]; };
         const auto whole = [&](int plane) { return Shape::kByFeatures ? shared.x[stage][plane] : shared.weight[stage][plane]; };
-        const u64 a = matrix_descriptor(shares(0) + consumer * 64 * kRowBytes), b = matrix_descriptor(whole(0));
+        const u64 a = k_major_descriptor(shares(0) + consumer * 64 * kRowBytes), b = k_major_descriptor(whole(0));
         if constexpr (kSplit) {
-          const u64 a_low = matrix_descriptor(shares(1) + consumer * 64 * kRowBytes), b_low = matrix_descriptor(whole(1));
+          const u64 a_low = k_major_descriptor(shares(1) + consumer * 64 * kRowBytes), b_low = k_major_descriptor(whole(1));
           multiply_stage<kWidth>(part, cross, a, a_low, b, b_low, k == 0);
         } else {
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            Wgmma<Element, kWidth>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k | i) ? 1 : 0);
+            Wgmma<Element, kWidth>::run(acc, a + i * kKMajorStep, b + i * kKMajorStep, (k | i) ? 1 : 0);
           wgmma_commit();
         }
         if (kSplit && k == 0) {  // exponents; `sums` is free until the statistics are taken
@@ -253,7 +253,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
           for (int i = 0; i < kAccumulators; ++i) acc[i] += part[i];
         }
         if (k > 0) {
-          if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+          if (thread == 0) mbarrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
         }
         if (++stage == STAGES) {
           stage = 0;
@@ -261,11 +261,11 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
         }
       }
       wgmma_wait<0>();
-      if (thread == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+      if (thread == 0) mbarrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
 
-      const Tile tile = raster.at(kSplit ? computed_anew(t) : t);
+      const Tile tile = raster.at(kSplit ? opaque(t) : t);
       if constexpr (kSplit) {  // back to the scale of x and W
-        sync_threads(1 + consumer, 128);
+        named_barrier_sync(1 + consumer, 128);
         const int* own = &shared.exponents[consumer][thread / 32 * 16 + lane / 4];
         const PowerOfTwo low = power_of_two(own[0]), high = power_of_two(own[8]);
 #pragma unroll
@@ -278,24 +278,24 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
             const PowerOfTwo across = {q % 2 ? first.y : first.x, q % 2 ? second.y : second.x};
             acc[4 * i + q] = times(times(acc[4 * i + q] + kLowUnit * cross[4 * i + q], q < 2 ? low : high), across);
           }
-          if (i % 4 == 3) keep_order();
+          if (i % 4 == 3) compiler_barrier();
         }
-        sync_threads(1 + consumer, 128);
+        named_barrier_sync(1 + consumer, 128);
       }
 
       constexpr bool kOneBlock = FINISH == Finish::kOneBlock;
       bool finish_here = FINISH == Finish::kEvaluate, finish_feature_here = false;
       const int finished = consumer * (TN / 2) + thread / kLanes, at_column = tile.n * TN + finished;
       if constexpr (FINISH != Finish::kEvaluate) {
-        if ((kOneBlock || kWhole) && kStagedY && thread == 0) wait_copies_read();  // of the tile before
+        if ((kOneBlock || kWhole) && kStagedY && thread == 0) tma_store_wait_read();  // of the tile before
         held.template take_means<kOneBlock>(f, shared, tile, acc);
         finish_here = kOneBlock || ((kWhole || FINISH == Finish::kPersistent) && t >= stored);
         const bool leaves = !finish_here || p.keep_product, stages = kStaged && leaves;  // the product
         unsigned char* staging = shared.staging[consumer];
         // The staging memory is free. No consumer gets two tiles ahead of the warp that serves it.
         const auto wait_for_staging = [&] {
-          barrier_wait(&shared.unstaged[consumer], staging_parity);
-          if (stages && (kOneBlock || kWhole) && kStagedY) sync_threads(1 + consumer, 128);
+          mbarrier_wait(&shared.unstaged[consumer], staging_parity);
+          if (stages && (kOneBlock || kWhole) && kStagedY) named_barrier_sync(1 + consumer, 128);
         };
         if (kWaits && stages) wait_for_staging();
         held.template take_squares<kOneBlock>(f, shared, tile, acc, kWaits && stages ? staging : nullptr);
@@ -303,24 +303,24 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 #pragma unroll
         for (int trip = 0; trip < kTrips; ++trip) {
           if (trip > 0 && !leaves) break;
-          if (trip > 0) barrier_wait(&shared.unstaged[consumer], staging_parity);
+          if (trip > 0) mbarrier_wait(&shared.unstaged[consumer], staging_parity);
           staging_parity ^= 1;
           if (!kWaits && leaves) held.template store_product<kStaged>(acc, trip, staging, p.stored_product, tile, p.batch, p.features);
-          if (kStaged) fence_async_shared();
-          barrier_arrive(&shared.staged[consumer]);
+          if (kStaged) fence_proxy_async_shared();
+          mbarrier_arrive(&shared.staged[consumer]);
         }
 
         if (finish_here) {
           const bool mine = at_column < p.features, direct = !kLater || f.batch <= kDirectRows;
           const auto own = kEarly ? early : f.own(mine ? at_column : 0);
           if (kOneBlock) {
-            sync_threads(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);
+            named_barrier_sync(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);
           } else {
             if (thread == 0) {
               if (direct) wait_until(&p.counters[kPanels + tile.n], 2 * raster.tiles_m);
               else wait_until(&p.counters[kPanels + raster.tiles_n + tile.n], TN);
             }
-            sync_threads(1 + consumer, 128);
+            named_barrier_sync(1 + consumer, 128);
           }
           float centre = 0.0f, r = 0.0f;
           if (direct) {
@@ -330,7 +330,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
             };
             Column merged;
             if constexpr (kOneBlock && Shape::kByFeatures) merged = {load_group(false, 0), load_group(true, 0)};
-            else merged = merge_column<kAhead>(f, computed_anew(thread % kLanes), kLanes, load_group);
+            else merged = merge_column<kAhead>(f, opaque(thread % kLanes), kLanes, load_group);
             centre = merged.mean;
             r = 1.0f / sqrtf(own.s * own.s * merged.m2 / p.batch + p.eps);
             shared.squares[finished] = merged.m2;
@@ -345,27 +345,27 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
             shared.finished_slope[finished] = own.slope * r;
             shared.finished_shift[finished] = own.shift;
           }
-          sync_threads(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);
+          named_barrier_sync(Shape::kByFeatures ? 1 + consumer : 3, held.kMeeting);
           held.take_coefficients(shared);
-          if (kStagedY) barrier_wait(&shared.unstaged[consumer], staging_parity);  // the product has left its memory
+          if (kStagedY) mbarrier_wait(&shared.unstaged[consumer], staging_parity);  // the product has left its memory
         }
       }
       if (finish_here) {
         constexpr bool kEvaluate = FINISH == Finish::kEvaluate;
         const int evaluated = buffer;
         if (kEvaluate) {
-          barrier_wait(&shared.known[buffer], known_parity);
+          mbarrier_wait(&shared.known[buffer], known_parity);
           buffer ^= 1;
           if (buffer == 0) known_parity ^= 1;
         }
 #pragma unroll
         for (int trip = 0; trip < kTripsY; ++trip) {
-          if (kStagedY && (kEvaluate || trip > 0) && thread == 0) wait_copies_read();
-          sync_threads(1 + consumer, 128);  // the coefficients are there, the staging memory is free
+          if (kStagedY && (kEvaluate || trip > 0) && thread == 0) tma_store_wait_read();
+          named_barrier_sync(1 + consumer, 128);  // the coefficients are there, the staging memory is free
           held.template store_results<Activation, kEvaluate, kStagedY>(acc, trip, shared, evaluated, p.y, tile, p.batch, p.features);
-          if (kEvaluate && trip == kTripsY - 1) barrier_arrive(&shared.used[evaluated]);
-          if (kStagedY) fence_async_shared();
-          sync_threads(1 + consumer, 128);
+          if (kEvaluate && trip == kTripsY - 1) mbarrier_arrive(&shared.used[evaluated]);
+          if (kStagedY) fence_proxy_async_shared();
+          named_barrier_sync(1 + consumer, 128);
           if (kStagedY && thread == 0)
             store_staged<Shape, Y>(p.map_y, shared.staging[consumer], tile, consumer, trip, p.batch);
         }
@@ -375,7 +375,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     }
     if (FINISH == Finish::kPersistent) take_units<T, Y, TM, TN, Activation, kMergeAhead>(f, raster, p.stored_product, p.y, p.counters, stored);
     if (resets) leave(shared.left);
-    if (kStagedY && thread == 0) wait_copies_read();
+    if (kStagedY && thread == 0) tma_store_wait_read();
   }
 
   if (FINISH == Finish::kOneBlock && p.momentum >= 0.0f) {  // no block waits for another, none reads the count of batches
@@ -383,7 +383,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   } else if (resets && threadIdx.x == 0) {
     // When nobody in the block will look at the counters again, the last block leaves them as it found them, and counts the
     // batch. Meanwhile the results leave.
-    barrier_wait(&shared.left, 0);
+    mbarrier_wait(&shared.left, 0);
     __threadfence();
     if (atomicAdd(&p.counters[kDone], 1u) == gridDim.x - 1) {
       __threadfence();

@@ -54,7 +54,7 @@ struct GemmShared : PieceRings<AHEAD> {
 // A warp leaves.
 __device__ __forceinline__ void leave(u64& left) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(&left);
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(&left);
 }
 
 }  // namespace gemmnorm

@@ -250,7 +250,7 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
       Vec<T, N> a[kAtOnce];  // loads without conditions are all in flight at once
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r)
-        *reinterpret_cast<uint4*>(&a[r]) = load_last_time(
+        *reinterpret_cast<uint4*>(&a[r]) = load_evict_first(
             reinterpret_cast<const uint4*>(product + origin + static_cast<i64>(min(r0 + r * kLanes, rows - 1)) * f.features));
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
@@ -263,7 +263,7 @@ __device__ __forceinline__ void normalize_unit(const Features<L, R>& f, const T*
         for (int i = 0; i < N; ++i) from_float(out[i], rounded.at[i]);
         uint4* to = reinterpret_cast<uint4*>(y + origin + static_cast<i64>(r0 + r * kLanes) * f.features);
 #pragma unroll
-        for (int w = 0; w < N * sizeof(Y) / 16; ++w) store_for_others(to + w, reinterpret_cast<const uint4*>(&rounded)[w]);
+        for (int w = 0; w < N * sizeof(Y) / 16; ++w) store_evict_first(to + w, reinterpret_cast<const uint4*>(&rounded)[w]);
       }
     }
   }
@@ -300,7 +300,7 @@ __device__ __forceinline__ void take_units(const Features<L, R>& f, const Raster
       __syncwarp();
       merge_groups<AHEAD>(f, n * TN + (rest % kMerges) * kMergeWidth);
       __syncwarp();
-      if (lane == 0) add_release(&counters[merged + n], kMergeWidth);
+      if (lane == 0) signal(&counters[merged + n], kMergeWidth);
     } else {
       const int t = first * raster.tiles_m + (rest - kMerges * panels) / kUnits;
       if (t >= stored) continue;

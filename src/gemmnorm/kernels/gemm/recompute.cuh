@@ -136,8 +136,8 @@ __device__ __forceinline__ void recompute_features(const Params& p) {
                             p.bn_weight, p.bn_bias, p.num_batches_tracked, p.momentum,   p.eps,          p.group_mean,
                             nullptr, p.mean,    p.rstd,         nullptr,         nullptr,      {},
                             p.batch,   p.features, (p.batch + kGroupRows - 1) / kGroupRows, kGroupRows};
-  allow_next();
-  wait_for_previous();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   if (blockIdx.x == 0 && threadIdx.x == 0) p.most[0] = p.most[1] = 0;  // nobody reads them here
   const u32 found = p.most[kFlagged];
   if (found == 0) return;

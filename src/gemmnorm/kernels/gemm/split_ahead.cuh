@@ -6,7 +6,7 @@
 
 namespace gemmnorm {
 
-constexpr int kPieceColumns = 1024;  // of a row, that the copy engine brings at a time
+constexpr int kPieceColumns = 1024;  // of a row, that TMA brings at a time
 constexpr int kPieces = 3;           // in flight, for each warp
 
 struct PieceRing {
@@ -53,12 +53,12 @@ struct SplitAhead : RowsAhead {
     const float* source;
     int first;
   };
-  // Asks the copy engine for a piece, as one thread, and goes on to the next.
+  // Asks TMA for a piece, as one thread, and goes on to the next.
   __device__ __forceinline__ void request(PieceRing& ring, int slot, Cursor& c, int left, int stride) const {
     if (c.row >= left) return;
     const u32 bytes = min(kPieceColumns, in_features - c.first) * 4;
-    barrier_expect(&ring.arrived[slot], bytes);
-    copy_bytes_to_shared(ring.pieces[slot], c.source + c.first, bytes, &ring.arrived[slot]);
+    mbarrier_expect_tx(&ring.arrived[slot], bytes);
+    bulk_load(ring.pieces[slot], c.source + c.first, bytes, &ring.arrived[slot]);
     c.first += kPieceColumns;
     if (c.first < in_features) return;
     c.first = 0;
@@ -94,7 +94,7 @@ struct SplitAhead : RowsAhead {
     }
   }
 
-  // The warp's share of the rows that are left: every so many-th. The copy engine runs kPieces ahead, into the next row.
+  // The warp's share of the rows that are left: every so many-th. TMA runs kPieces ahead, into the next row.
   template <int TM, int TN>
   __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int worker) const {
     const int stride = kWorkers * gridDim.x, first_row = static_cast<int>(kWorkers * blockIdx.x) + worker;
@@ -141,7 +141,7 @@ struct SplitAhead : RowsAhead {
         for (int s = 0; s < kPieces; ++s) ahead.request(ring, s, cursor, left, stride);
     }
     __device__ __forceinline__ const float* wait() const {
-      barrier_wait(&ring.arrived[slot], parity);
+      mbarrier_wait(&ring.arrived[slot], parity);
       return ring.pieces[slot];
     }
     __device__ __forceinline__ void release() {
@@ -235,8 +235,8 @@ struct SplitAhead : RowsAhead {
     if (wanted < exponent || !(__uint_as_float(sizes.largest) * scale <= 65504.0f)) {
       exponent = wanted;
       const PowerOfTwo factors = power_of_two(-exponent);
-      const float* source = row_left(computed_anew(n));
-      half* target = row_of(of_x, computed_anew(row));
+      const float* source = row_left(opaque(n));
+      half* target = row_of(of_x, opaque(row));
 #pragma unroll 1
       for (int c = lane * 4; c < padded; c += 128) {
         const Vec<float, 4> v = c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{};

@@ -11,7 +11,7 @@ namespace gemmnorm {
 template <int BN, int A_ACROSS = 0, int B_ACROSS = 0>
 __device__ __forceinline__ void multiply_stage(float (&part)[BN / 2], float (&cross)[BN / 2], u64 a, u64 a_low, u64 b,
                                                u64 b_low, bool first) {
-  constexpr int kStepA = A_ACROSS ? kAcrossStep : kDescriptorStep, kStepB = B_ACROSS ? kAcrossStep : kDescriptorStep;
+  constexpr int kStepA = A_ACROSS ? kMnMajorStep : kKMajorStep, kStepB = B_ACROSS ? kMnMajorStep : kKMajorStep;
   using Multiply = Wgmma<half, BN>;
 #pragma unroll
   for (int i = 0; i < 4; ++i)

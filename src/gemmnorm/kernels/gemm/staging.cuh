@@ -5,13 +5,13 @@
 namespace gemmnorm {
 
 // Two neighbouring values less the mean, as T holds them: statistics and results agree with what is stored, so that the
-// rounding of a value that stands out is normalised away as PyTorch's is. Without computed_anew ptxas finds that these
+// rounding of a value that stands out is normalised away as PyTorch's is. Without opaque ptxas finds that these
 // writes reach the next wgmma and puts all of them in series (C7520).
 template <class T>
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
   const u32 both = pack(a - mean.x, b - mean.y, T{});
-  a = computed_anew(element_of(both, 0, T{}));
-  b = computed_anew(element_of(both, 1, T{}));
+  a = opaque(element_of(both, 0, T{}));
+  b = opaque(element_of(both, 1, T{}));
 }
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
   a -= mean.x;
@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_pairs(const float* columns, float2 (&out)[N
   for (int q = 0; q < N; ++q) out[q] = *reinterpret_cast<const float2*>(columns + q * 8 + (threadIdx.x % 4) * 2);
 }
 
-// A thread's two neighbouring results (the i-th such pair) of row own_row, and of own_row + 8, to where the copy engine
+// A thread's two neighbouring results (the i-th such pair) of row own_row, and of own_row + 8, to where TMA
 // will fetch them as T.
 template <class T>
 __device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row, int i, float2 low, float2 high) {
@@ -37,9 +37,9 @@ __device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row,
   }
 }
 
-constexpr int kPartBytes = 64 * kRowBytes;  // of a box that the copy engine stores
+constexpr int kPartBytes = 64 * kRowBytes;  // of a box that TMA stores
 
-// Asks the copy engine, as one thread, to store what a consumer has staged in one trip.
+// Asks TMA, as one thread, to store what a consumer has staged in one trip.
 template <class Shape, class V>
 __device__ __forceinline__ void store_staged(const TensorMap& map, const unsigned char* staging, Tile tile, int consumer,
                                              int trip, int batch, u64 policy = kEvictNormal) {
@@ -48,10 +48,10 @@ __device__ __forceinline__ void store_staged(const TensorMap& map, const unsigne
     const int part = trip * kParts + i, row = Shape::row(tile, consumer, part);
     if (row >= batch) continue;
     for (int c = 0; c < 64; c += kColumns)
-      copy_to_global(map, staging + (c / kColumns * kParts + i) * kPartBytes, Shape::column(tile, consumer, part) + c, row,
+      tma_store(map, staging + (c / kColumns * kParts + i) * kPartBytes, Shape::column(tile, consumer, part) + c, row,
                      policy);
   }
-  commit_copies();
+  tma_store_commit();
 }
 
 // Two neighbouring results of one row, straight to global memory.

@@ -31,7 +31,7 @@ struct TileByFeatures {
     } else {
       const int row = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
       const int box = warp / 2 * (Shape::kParts / Shape::template kTrips<V>)*kPartBytes;
-      return computed_anew(box + row * kRowBytes + (chunk ^ row) * 16 + lane / 4 % 4 * 4);
+      return opaque(box + row * kRowBytes + (chunk ^ row) * 16 + lane / 4 % 4 * 4);
     }
   }
 
@@ -103,9 +103,9 @@ struct TileByFeatures {
 #pragma unroll
           for (int p = 0; p < 4; ++p)
             pairs[p] = pack(acc[4 * o + 2 * p] - mean[p % 2], acc[4 * o + 2 * p + 1] - mean[p % 2], T{});
-          if (staging) store_transposed(staging + o * 8 * kRowBytes + at, pairs);
+          if (staging) stmatrix_trans(staging + o * 8 * kRowBytes + at, pairs);
 #pragma unroll
-          for (int q = 0; q < 8; ++q) acc[4 * o + q] = computed_anew(element_of(pairs[q / 2], q % 2, T{}));
+          for (int q = 0; q < 8; ++q) acc[4 * o + q] = opaque(element_of(pairs[q / 2], q % 2, T{}));
         } else {
 #pragma unroll
           for (int q = 0; q < 8; ++q) acc[4 * o + q] -= mean[q / 2 % 2];
@@ -138,12 +138,12 @@ struct TileByFeatures {
         if (row + down(q) < batch && j + right(q) < features) from_float(v[q], at[down(q) * features + right(q)]);
     }
   }
-  // The same to where the copy engine will fetch them as V: `at` is the lane's place in the first octets of the trip.
+  // The same to where TMA will fetch them as V: `at` is the lane's place in the first octets of the trip.
   template <class V>
   __device__ __forceinline__ static void stage_octets(const float (&v)[8], unsigned char* octets, int at) {
     if constexpr (sizeof(V) == 2) {
       const u32 pairs[4] = {pack(v[0], v[1], V{}), pack(v[2], v[3], V{}), pack(v[4], v[5], V{}), pack(v[6], v[7], V{})};
-      store_transposed(octets + at, pairs);
+      stmatrix_trans(octets + at, pairs);
     } else {
 #pragma unroll
       for (int q = 0; q < 8; ++q)

@@ -38,7 +38,7 @@ struct TileByRows {
     mean.x /= rows;
     mean.y /= rows;
     if (2 * thread < TN) *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = mean;
-    sync_threads(1 + consumer, 128);
+    named_barrier_sync(1 + consumer, 128);
     store_of_group(f, tile, mean, f.group_mean);
   }
 
@@ -52,7 +52,7 @@ struct TileByRows {
       const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
       rounded_pair(acc[4 * i], acc[4 * i + 1], m, T{});
       rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
-      if (i % 8 == 7) keep_order();
+      if (i % 8 == 7) compiler_barrier();
     }
     if (rows < kGroupRows) {  // rows beyond the batch count for nothing
 #pragma unroll
@@ -65,7 +65,7 @@ struct TileByRows {
       const float a = acc[i / 2 * 4 + i % 2], b = acc[i / 2 * 4 + 2 + i % 2];
       return a * a + b * b;
     });
-    sync_threads(1 + consumer, 128);  // the sums are read before the next tile's are written
+    named_barrier_sync(1 + consumer, 128);  // the sums are read before the next tile's are written
     store_of_group(f, tile, m2, f.group_m2);
     if (ONE_BLOCK && 2 * thread < TN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
     if (!staging) return;
@@ -129,7 +129,7 @@ struct TileByRows {
           store_pairs(a, b, i, y, tile, batch, features);
         }
       }
-      keep_order();
+      compiler_barrier();
     }
   }
 };

@@ -5,7 +5,7 @@
 
 namespace gemmnorm {
 
-// One warp normalises 64 × 64 staged values. A y of the product's size takes their place and leaves by the copy engine.
+// One warp normalises 64 × 64 staged values. A y of the product's size takes their place and leaves by TMA.
 template <class T, class Y, class Activation, class L, class R>
 __device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsigned char* staged, const TensorMap& map_y,
                                                  Y* y, int first_row, int first_column) {
@@ -31,11 +31,11 @@ __device__ __forceinline__ void normalize_staged(const Features<L, R>& f, unsign
     }
   }
   if constexpr (sizeof(Y) == sizeof(T)) {
-    fence_async_shared();
+    fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) {
-      copy_to_global(map_y, staged, first_column, first_row);
-      commit_copies();
+      tma_store(map_y, staged, first_column, first_row);
+      tma_store_commit();
     }
   }
 }
@@ -62,7 +62,7 @@ __device__ __forceinline__ void merge_panels(const Features<L, R>& f, const Rast
       const Column merged = merge_column<8>(f, lane % lanes, lanes, load);
       if (lane % lanes == 0 && j < f.features) f.finish(j, own, merged.mean, merged.m2);
       __syncwarp();
-      if (lane == 0) add_release(&counters[kPanels + raster.tiles_n + tile.n], columns);
+      if (lane == 0) signal(&counters[kPanels + raster.tiles_n + tile.n], columns);
     }
   }
 }
@@ -86,13 +86,13 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
     const int trips = STAGED && keep_product ? Shape::template kTrips<T> : 1;
 #pragma unroll 1
     for (int trip = 0; trip < trips; ++trip, parity ^= 1) {
-      barrier_wait(&shared.staged[consumer], parity);
+      mbarrier_wait(&shared.staged[consumer], parity);
       __syncwarp();  // nobody waits for this phase any more
       if (lane > 0) continue;
       if (STAGED && keep_product) store_staged<Shape, T>(map_product, staging, tile, consumer, trip, f.batch);
-      if (trip == 0) add_release(complete, 1);
-      if (STAGED) wait_copies_read();
-      if (!later) barrier_arrive(&shared.unstaged[consumer]);
+      if (trip == 0) signal(complete, 1);
+      if (STAGED) tma_store_wait_read();
+      if (!later) mbarrier_arrive(&shared.unstaged[consumer]);
     }
     if constexpr (WAITS) {
       if (later) {
@@ -104,8 +104,8 @@ __device__ __forceinline__ void serve_consumer(const Features<L, R>& f, const Ra
                                              Shape::column(tile, consumer, part));
         __syncwarp();  // all have read what is staged
         if (lane == 0) {
-          wait_copies_read();
-          barrier_arrive(&shared.unstaged[consumer]);
+          tma_store_wait_read();
+          mbarrier_arrive(&shared.unstaged[consumer]);
         }
         __syncwarp();
       }

@@ -43,8 +43,8 @@ __device__ __forceinline__ void cast_chunk(const float* from, T* to, int lane) {
 template <class Config, class Params>
 __device__ __forceinline__ void cast_rows(const Params& p) {
   using T = typename Config::T;
-  allow_next();
-  wait_for_previous();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const int block = blockIdx.x;
   const bool of_weight = block < p.weight_rows;
   const i64 first = static_cast<i64>((of_weight ? p.weight_rows : static_cast<int>(gridDim.x)) - 1 - block) * p.in_features;

@@ -55,9 +55,9 @@ __device__ __forceinline__ void normalize(const Params& p) {
   constexpr Form FORM = Config::kForm;
   using P = Panel<N, TX, GROUPS>;
   P panel(p.batch, p.features);
-  allow_next();
+  griddepcontrol_launch_dependents();
   if (panel.column >= p.features) return;
-  wait_for_previous();
+  griddepcontrol_wait();
   Affine<FORM> affine[N];
 #pragma unroll
   for (int i = 0; i < N; ++i)

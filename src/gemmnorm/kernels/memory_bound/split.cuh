@@ -106,8 +106,8 @@ template <class Config, class Params>
 __device__ __forceinline__ void split_rows(const Params& p) {
   __shared__ int shared[kThreads / 32];
   __shared__ float sums[kThreads / 32];
-  allow_next();
-  wait_for_previous();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const int block = blockIdx.x;
   const bool of_weight = block < p.weight_rows;
   const int row = of_weight ? p.weight_rows - 1 - block : block - p.weight_rows;
@@ -163,8 +163,8 @@ __device__ __forceinline__ void split_rows(const Params& p) {
 template <class Config, class Params>
 __device__ __forceinline__ void split_gradient(const Params& p) {
   __shared__ int shared[kThreads / 32];
-  allow_next();
-  wait_for_previous();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const int row = blockIdx.x, own = p.x_exponents[row];
   const int padded = (p.features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
   const float* source = p.grad_product + static_cast<i64>(row) * p.features;

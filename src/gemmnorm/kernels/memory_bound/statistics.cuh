@@ -16,8 +16,8 @@ __device__ __forceinline__ void column_statistics(const Params& p) {
   constexpr bool FOLD = Config::kFold;
   using P = Panel<N, TX, 1, true>;
   __shared__ float shared[kThreads * N];
-  allow_next();
-  wait_for_previous();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const P panel(p.batch, p.features);
   if (p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
 
@@ -96,7 +96,7 @@ __device__ __forceinline__ void finish_feature(int j, float mean_a, float varian
   if (!running_mean) return;
   const float m = momentum >= 0.0f ? momentum : 1.0f / batches;
   from_float((1.0f - m) * old_mean + m * (s * (mean_a + b)), running_mean[j]);
-  const float unbiased = variance * (static_cast<float>(batch) / (computed_anew(batch) - 1));  // the factor needs no register
+  const float unbiased = variance * (static_cast<float>(batch) / (opaque(batch) - 1));  // the factor needs no register
   from_float((1.0f - m) * old_var + m * unbiased, running_var[j]);
 }
 
@@ -113,8 +113,8 @@ __device__ __forceinline__ void merge_statistics(const Params& p) {
   const bool inside = j < p.features;
   const float s = inside ? scale_of(p.scale, p.scale_stride, p.scale_value, j) : 1.0f;
   const float b = inside ? value_or(p.bias, j, 0.0f) : 0.0f;
-  allow_next();
-  wait_for_previous();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
 
   float sum = 0.0f;
   if (inside) {

@@ -71,34 +71,34 @@ __device__ __forceinline__ float larger(float a, float b) {
 }
 
 // Nothing that reads or writes memory moves across: keeps the compiler from loading far ahead, which costs registers.
-__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+__device__ __forceinline__ void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 // The same value, of which the compiler knows nothing: what is computed from it is computed again, not kept in registers.
-__device__ __forceinline__ int computed_anew(int v) {
+__device__ __forceinline__ int opaque(int v) {
   asm volatile("" : "+r"(v));
   return v;
 }
-__device__ __forceinline__ float computed_anew(float v) {
+__device__ __forceinline__ float opaque(float v) {
   asm volatile("" : "+f"(v));
   return v;
 }
 
 // Copies to shared memory past the registers, a thread's own: #data-movement-and-conversion-instructions-cp-async
-__device__ __forceinline__ void copy_16_bytes(void* to_shared, const void* from) {
+__device__ __forceinline__ void cp_async_16(void* to_shared, const void* from) {
   const u32 address = static_cast<u32>(__cvta_generic_to_shared(to_shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
 }
 // All of this thread's copies have taken place.
-__device__ __forceinline__ void wait_small_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Programmatic dependent launch (sm_90 and later): `wait_for_previous` returns when the kernels before this one on the
-// stream have finished and their writes are visible; `allow_next` lets the next one start its blocks early.
-__device__ __forceinline__ void wait_for_previous() {
+// Programmatic dependent launch (sm_90 and later): `griddepcontrol_wait` returns when the kernels before this one on the
+// stream have finished and their writes are visible; `griddepcontrol_launch_dependents` lets the next one start its blocks early.
+__device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void allow_next() {
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

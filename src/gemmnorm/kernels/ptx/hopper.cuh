@@ -5,7 +5,7 @@
 
 namespace gemmnorm {
 
-// The 128-byte descriptor that the copy engine reads; made on the host (cuTensorMapEncodeTiled).
+// The 128-byte descriptor that TMA reads; made on the host (cuTensorMapEncodeTiled).
 struct alignas(64) TensorMap {
   unsigned char opaque[128];
 };
@@ -20,16 +20,16 @@ __device__ __forceinline__ u32 pack_finite(float low, float high) {
 }
 
 // mbarrier: #parallel-synchronization-and-communication-instructions-mbarrier
-__device__ __forceinline__ void barrier_init(u64* b, u32 arrivals) {
+__device__ __forceinline__ void mbarrier_init(u64* b, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void barrier_expect(u64* b, u32 bytes) {
+__device__ __forceinline__ void mbarrier_expect_tx(u64* b, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(u64* b) {
+__device__ __forceinline__ void mbarrier_arrive(u64* b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
-__device__ __forceinline__ void barrier_wait(u64* b, u32 parity) {
+__device__ __forceinline__ void mbarrier_wait(u64* b, u32 parity) {
   u32 done;
   do {
     asm volatile(
@@ -42,7 +42,7 @@ __device__ __forceinline__ void barrier_wait(u64* b, u32 parity) {
   } while (!done);
 }
 // The same where other blocks of the cluster write what is waited for.
-__device__ __forceinline__ void barrier_wait_cluster(u64* b, u32 parity) {
+__device__ __forceinline__ void mbarrier_wait_cluster(u64* b, u32 parity) {
   u32 done;
   do {
     asm volatile(
@@ -54,31 +54,31 @@ __device__ __forceinline__ void barrier_wait_cluster(u64* b, u32 parity) {
         : "memory");
   } while (!done);
 }
-// Makes initialised barriers visible to the copy engine.
-__device__ __forceinline__ void fence_barrier_init() {
+// Makes initialised barriers visible to TMA.
+__device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Orders ordinary accesses to shared memory before those of the copy engine and the tensor cores.
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// Orders ordinary accesses to shared memory before those of TMA and the tensor cores.
+__device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Four matrices of 8 × 8 elements of 16 bits, turned around on the way from registers to shared memory: lanes 8i to 8i + 7
 // give where the rows of the i-th go: #warp-level-matrix-instructions-stmatrix
-__device__ __forceinline__ void store_transposed(void* row, const u32 (&pairs)[4]) {
+__device__ __forceinline__ void stmatrix_trans(void* row, const u32 (&pairs)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
                "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
                : "memory");
 }
 
 // bar.sync on a numbered barrier: the `threads` threads that name it wait for each other.
-__device__ __forceinline__ void sync_threads(int barrier, int threads) {
+__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Copy engine: #data-movement-and-conversion-instructions-cp-async-bulk-tensor. x counts along a row, y the rows.
 // A policy says what the L2 should rather keep: #createpolicy; these are its encodings of whole-access policies.
 constexpr u64 kEvictNormal = 0x1000000000000000ull, kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;
-__device__ __forceinline__ void copy_to_shared(void* to, const TensorMap& map, u64* barrier, int x, int y, u64 policy) {
+__device__ __forceinline__ void tma_load(void* to, const TensorMap& map, u64* barrier, int x, int y, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
@@ -86,28 +86,28 @@ __device__ __forceinline__ void copy_to_shared(void* to, const TensorMap& map, u
       : "memory");
 }
 // A run of bytes, a multiple of 16, without a map, for the last time: #data-movement-and-conversion-instructions-cp-async-bulk
-__device__ __forceinline__ void copy_bytes_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
+__device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
           shared_address(to)),
       "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)
       : "memory");
 }
-__device__ __forceinline__ void copy_to_global(const TensorMap& map, const void* from, int x, int y,
+__device__ __forceinline__ void tma_store(const TensorMap& map, const void* from, int x, int y,
                                                u64 policy = kEvictNormal) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;" ::"l"(&map),
       "r"(shared_address(from)), "r"(x), "r"(y), "l"(policy)
       : "memory");
 }
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // All of this thread's copies have read their source.
-__device__ __forceinline__ void wait_copies_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // All of this thread's copies are complete and visible to it.
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Brings a map closer: #data-movement-and-conversion-instructions-prefetch-prefetchu
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+__device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
@@ -121,11 +121,11 @@ __device__ __forceinline__ int cluster_rank() {
 // Of all threads of the cluster: what each wrote before it arrived is visible to all after the wait.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Orders nothing but what fence_barrier_init covers.
+// Orders nothing but what fence_mbarrier_init covers.
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 // Writes v to where `own` lies in the shared memory of the cluster's block `rank`, whose barrier counts the 16 bytes when
 // they are there; nobody waits here: #data-movement-and-conversion-instructions-st-async
-__device__ __forceinline__ void store_remote(float4* own, float4 v, u64* barrier, int rank) {
+__device__ __forceinline__ void st_async_remote(float4* own, float4 v, u64* barrier, int rank) {
   asm volatile(
       "{\n.reg .u32 a, b;\nmapa.shared::cluster.u32 a, %0, %6;\nmapa.shared::cluster.u32 b, %5, %6;\n"
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [a], {%1, %2, %3, %4}, [b];\n}" ::"r"(
@@ -134,7 +134,7 @@ __device__ __forceinline__ void store_remote(float4* own, float4 v, u64* barrier
       : "memory");
 }
 // What lies at `own` in the shared memory of the cluster's block `rank`.
-__device__ __forceinline__ float2 load_remote(const float2* own, int rank) {
+__device__ __forceinline__ float2 ld_remote(const float2* own, int rank) {
   float2 v;
   asm volatile(
       "{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %2, %3;\nld.shared::cluster.v2.f32 {%0, %1}, [a];\n}"
@@ -146,16 +146,16 @@ __device__ __forceinline__ float2 load_remote(const float2* own, int rank) {
 
 // Moves registers between the warpgroups of a block: #miscellaneous-instructions-setmaxnreg
 template <int COUNT>
-__device__ __forceinline__ void release_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 template <int COUNT>
-__device__ __forceinline__ void claim_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 // Counters in global memory that order what other blocks wrote: #memory-consistency-model
-__device__ __forceinline__ void add_release(u32* counter, u32 value) {
+__device__ __forceinline__ void signal(u32* counter, u32 value) {
   asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
 __device__ __forceinline__ u32 load_acquire(const u32* counter) {
@@ -189,7 +189,7 @@ __device__ __forceinline__ float4 load_l2(const float4* p) {
   return v;
 }
 // What is read for the last time, and what is written for somebody after this kernel: the L2 lets go of it first.
-__device__ __forceinline__ uint4 load_last_time(const uint4* p) {
+__device__ __forceinline__ uint4 load_evict_first(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.cg.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -197,7 +197,7 @@ __device__ __forceinline__ uint4 load_last_time(const uint4* p) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ void store_for_others(uint4* p, uint4 v) {
+__device__ __forceinline__ void store_evict_first(uint4* p, uint4 v) {
   asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
                "l"(kEvictFirst)
                : "memory");

@@ -8,18 +8,18 @@ namespace gemmnorm {
 struct tf32;  // operand type: float32 words of which the tensor cores read the upper 19 bits
 
 // Shared-memory descriptor of a K-major tile whose rows are 128 bytes, 128-byte swizzle, groups of 8 rows 1024 bytes apart.
-__device__ __forceinline__ u64 matrix_descriptor(const void* tile) {
+__device__ __forceinline__ u64 k_major_descriptor(const void* tile) {
   return ((shared_address(tile) & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
-constexpr int kDescriptorStep = 2;  // the next 32 bytes of K, in the descriptor's units of 16 bytes
+constexpr int kKMajorStep = 2;  // the next 32 bytes of K, in the descriptor's units of 16 bytes
 
 // The same of a tile that lies across K (MN-major): 64 rows of K, 128 bytes of each; the next 64 rows or columns of the
 // operand follow after these 8 KiB.
-constexpr int kAcrossBytes = 64 * 128;
-__device__ __forceinline__ u64 across_descriptor(const void* tile) {
-  return ((shared_address(tile) & 0x3FFFF) >> 4) | (u64{kAcrossBytes >> 4} << 16) | (64ull << 32) | (1ull << 62);
+constexpr int kMnMajorBytes = 64 * 128;
+__device__ __forceinline__ u64 mn_major_descriptor(const void* tile) {
+  return ((shared_address(tile) & 0x3FFFF) >> 4) | (u64{kMnMajorBytes >> 4} << 16) | (64ull << 32) | (1ull << 62);
 }
-constexpr int kAcrossStep = 16 * 128 / 16;  // the next 16 rows of K
+constexpr int kMnMajorStep = 16 * 128 / 16;  // the next 16 rows of K
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

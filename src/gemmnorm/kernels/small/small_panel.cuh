@@ -148,24 +148,24 @@ __device__ __forceinline__ void small_panel(const Params& p) {
   const int first_column = panel * BN + rank * S::kColumns;
 
   if (warp == kConsumerWarps && lane == 0) {
-    prefetch_map(p.map_x);
-    prefetch_map(p.map_weight);
+    prefetch_tensormap(p.map_x);
+    prefetch_tensormap(p.map_weight);
     for (int s = 0; s < STAGES; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], kSplit ? kConsumerWarps : 2);  // for which it waits before it waits for the cluster
+      mbarrier_init(&shared.full[s], 1);
+      mbarrier_init(&shared.empty[s], kSplit ? kConsumerWarps : 2);  // for which it waits before it waits for the cluster
     }
-    fence_barrier_init();
-    fence_async_shared();
+    fence_mbarrier_init();
+    fence_proxy_async_shared();
   } else if (thread == 0) {
-    barrier_init(&shared.arrived, 1 + kConsumerWarps);
-    fence_barrier_init();
-    barrier_expect(&shared.arrived, (SPLITS - 1) * sizeof(shared.parts[0]));
+    mbarrier_init(&shared.arrived, 1 + kConsumerWarps);
+    fence_mbarrier_init();
+    mbarrier_expect_tx(&shared.arrived, (SPLITS - 1) * sizeof(shared.parts[0]));
   }
   __syncwarp();
   if (SPLITS > 1) cluster_arrive_relaxed();
   else __syncthreads();
-  wait_for_previous();
-  allow_next();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   if (warp == kConsumerWarps) {
     if (lane == 0) {
@@ -173,13 +173,13 @@ __device__ __forceinline__ void small_panel(const Params& p) {
       int stage = 0;
       u32 parity = 1;
       for (int k = from; k < until; ++k) {
-        if (k - from >= STAGES) barrier_wait(&shared.empty[stage], parity);
-        barrier_expect(&shared.full[stage], Shared::kBoxes * (x_rows + BN) * kRowBytes);
+        if (k - from >= STAGES) mbarrier_wait(&shared.empty[stage], parity);
+        mbarrier_expect_tx(&shared.full[stage], Shared::kBoxes * (x_rows + BN) * kRowBytes);
 #pragma unroll
         for (int box = 0; box < Shared::kBoxes; ++box) {
           const int column = k * kTileK + box * kBoxK;
-          copy_to_shared(shared.x[stage][box], p.map_x, &shared.full[stage], column, 0, kEvictNormal);
-          copy_to_shared(shared.weight[stage][box], p.map_weight, &shared.full[stage], column, panel * BN, kEvictNormal);
+          tma_load(shared.x[stage][box], p.map_x, &shared.full[stage], column, 0, kEvictNormal);
+          tma_load(shared.weight[stage][box], p.map_weight, &shared.full[stage], column, panel * BN, kEvictNormal);
         }
         if (++stage == STAGES) {
           stage = 0;
@@ -197,7 +197,7 @@ __device__ __forceinline__ void small_panel(const Params& p) {
     const auto raw = RawFeature<L, R>::load(f, min(j, p.features - 1));
     const float share = 1.0f / p.batch;
     if (SPLITS > 1) cluster_wait();
-    barrier_wait_cluster(&shared.arrived, 0);
+    mbarrier_wait_cluster(&shared.arrived, 0);
     float centre = 0.0f;
 #pragma unroll
     for (int s = 0; s < SPLITS; ++s) {
@@ -206,11 +206,11 @@ __device__ __forceinline__ void small_panel(const Params& p) {
     }
     const auto own = raw.own(f);
     ColumnSums left, right;
-    sync_threads(1, S::kFinishers + 32);
+    named_barrier_sync(1, S::kFinishers + 32);
     sums_of_unit<S>(shared.sums[0], pair, unit, left, right);
     if (kSplit) {
       centre = (odd ? right : left).mean(share, centre);
-      sync_threads(1, S::kFinishers + 32);
+      named_barrier_sync(1, S::kFinishers + 32);
       sums_of_unit<S>(shared.sums[kTwice], pair, unit, left, right);
     }
     const ColumnSums column = odd ? right : left;
@@ -223,7 +223,7 @@ __device__ __forceinline__ void small_panel(const Params& p) {
       }
     }
     if (kRounds && p.keep_product) {  // what is stored, and what the backward takes it for, agree
-      sync_threads(1, S::kFinishers + 32);
+      named_barrier_sync(1, S::kFinishers + 32);
       sums_of_unit<S>(shared.sums[1], pair, unit, left, right);
       const ColumnSums stored = odd ? right : left;
       if (mine) {
@@ -296,9 +296,9 @@ __device__ __forceinline__ void small_panel(const Params& p) {
     for (int k = from;; ++k) {
       auto& parts = shared.weight_parts[(k - from) % 2];
       if (k < until) {
-        barrier_wait(&shared.full[stage], parity);
+        mbarrier_wait(&shared.full[stage], parity);
         split_weight_in_three<BN>(shared.weight[stage], parts);
-        fence_async_shared();
+        fence_proxy_async_shared();
       }
       if (k > from) {
         wgmma_wait<0>();
@@ -306,7 +306,7 @@ __device__ __forceinline__ void small_panel(const Params& p) {
         for (int i = 0; i < BN / 2; ++i) acc[i] += part[i];
       }
       if (k >= until) break;
-      sync_threads(2, kConsumerWarps * 32);  // all parts are there, and nobody reads those that come next
+      named_barrier_sync(2, kConsumerWarps * 32);  // all parts are there, and nobody reads those that come next
       u32 a[4][3][4];                        // steps of 16 along K, parts, registers of a fragment
 #pragma unroll
       for (int step = 0; step < 4; ++step)
@@ -317,16 +317,16 @@ __device__ __forceinline__ void small_panel(const Params& p) {
           split_in_three(*reinterpret_cast<const float2*>(at), a[step][0][r], a[step][1][r], a[step][2][r]);
         }
       __syncwarp();
-      if (lane == 0) barrier_arrive(&shared.empty[stage]);
+      if (lane == 0) mbarrier_arrive(&shared.empty[stage]);
       wgmma_fence();
       u64 b[3];
 #pragma unroll
-      for (int third = 0; third < 3; ++third) b[third] = matrix_descriptor(parts[third]);
+      for (int third = 0; third < 3; ++third) b[third] = k_major_descriptor(parts[third]);
 #pragma unroll
-      for (int step = 0; step < 4; ++step) MultiplyThirds::run(part, a[step][0], b[0] + step * kDescriptorStep, step ? 1 : 0);
+      for (int step = 0; step < 4; ++step) MultiplyThirds::run(part, a[step][0], b[0] + step * kKMajorStep, step ? 1 : 0);
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        const int at = step * kDescriptorStep;
+        const int at = step * kKMajorStep;
         MultiplyThirds::run(cross, a[step][2], b[0] + at, 1);
         MultiplyThirds::run(cross, a[step][1], b[1] + at, 1);
         MultiplyThirds::run(cross, a[step][0], b[2] + at, 1);
@@ -343,17 +343,17 @@ __device__ __forceinline__ void small_panel(const Params& p) {
     for (int i = 0; i < BN / 2; ++i) acc[i] += cross[i];
   } else {
     for (int k = from; k < until; ++k) {
-      barrier_wait(&shared.full[stage], parity);
+      mbarrier_wait(&shared.full[stage], parity);
       wgmma_fence();
-      const u64 a = matrix_descriptor(shared.x[stage][0] + consumer * kGroupRows * kRowBytes);
-      const u64 b = matrix_descriptor(shared.weight[stage][0]);
+      const u64 a = k_major_descriptor(shared.x[stage][0] + consumer * kGroupRows * kRowBytes);
+      const u64 b = k_major_descriptor(shared.weight[stage][0]);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        Wgmma<OP, BN>::run(acc, a + i * kDescriptorStep, b + i * kDescriptorStep, (k > from || i) ? 1 : 0);
+        Wgmma<OP, BN>::run(acc, a + i * kKMajorStep, b + i * kKMajorStep, (k > from || i) ? 1 : 0);
       wgmma_commit();
       if (k > from) {
         wgmma_wait<1>();
-        if (thread % 128 == 0) barrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
+        if (thread % 128 == 0) mbarrier_arrive(&shared.empty[stage == 0 ? STAGES - 1 : stage - 1]);
       }
       if (++stage == STAGES) {
         stage = 0;
@@ -372,13 +372,13 @@ __device__ __forceinline__ void small_panel(const Params& p) {
       const float4 v = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
       float4* to = slots + i % S::kUnits * S::kFinishers;
       if (SPLITS == 1 || owner == rank) *to = v;
-      else store_remote(to, v, &shared.arrived, owner);
+      else st_async_remote(to, v, &shared.arrived, owner);
     }
   }
   __syncwarp();
-  if (lane == 0) barrier_arrive(&shared.arrived);
+  if (lane == 0) mbarrier_arrive(&shared.arrived);
   if (!finishes) return;
-  barrier_wait_cluster(&shared.arrived, 0);
+  mbarrier_wait_cluster(&shared.arrived, 0);
 
   const bool low = row < p.batch, high = row + 8 < p.batch;
   const i64 at = static_cast<i64>(row) * p.features + column, below = at + static_cast<i64>(8) * p.features;
@@ -425,7 +425,7 @@ __device__ __forceinline__ void small_panel(const Params& p) {
                        high ? v.w - first.y : 0.0f);
   }
   sum_units<S>(d, shared.sums[0]);
-  sync_threads(1, S::kFinishers + 32);
+  named_barrier_sync(1, S::kFinishers + 32);
   if (kSplit) {  // once more, from the mean: the squares' cancellation shows in float32
 #pragma unroll
     for (int q = 0; q < S::kUnits; ++q) {
@@ -437,7 +437,7 @@ __device__ __forceinline__ void small_panel(const Params& p) {
                          high ? d[q].w - mu.y : 0.0f);
     }
     sum_units<S>(d, shared.sums[kTwice]);
-    sync_threads(1, S::kFinishers + 32);
+    named_barrier_sync(1, S::kFinishers + 32);
   }
 
 #pragma unroll
@@ -475,7 +475,7 @@ __device__ __forceinline__ void small_panel(const Params& p) {
   }
   if (kRounds && p.keep_product) {
     sum_units<S>(d, shared.sums[1]);
-    sync_threads(1, S::kFinishers + 32);
+    named_barrier_sync(1, S::kFinishers + 32);
   }
 }
 
