@@ -22,10 +22,13 @@ from gemmnorm.runtime import call as runtime
 def _same_conditions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test starts with the planner's own choice, one seed and PyTorch's default precision, and leaves them so."""
     monkeypatch.delenv("GEMMNORM_STRATEGY", raising=False)
+    monkeypatch.delenv("GEMMNORM_FLOAT32", raising=False)
     gemmnorm.set_strategy(None)
+    gemmnorm.set_float32_arithmetic(None)
     torch.manual_seed(0)
     yield
     gemmnorm.set_strategy(None)
+    gemmnorm.set_float32_arithmetic(None)
 
 
 def pytest_configure() -> None:

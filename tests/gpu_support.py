@@ -48,10 +48,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def precision(name: str) -> Iterator[torch.dtype]:
-    """PyTorch's switches as `name` wants them; gives the model's dtype.
-
-    "fp32" is PyTorch's default, float32 accuracy; setting `allow_tf32` to False asks for float32 arithmetic by name.
-    """
+    """PyTorch's switches as `name` wants them; gives the model's dtype."""
     dtype, tf32 = PRECISIONS[name]
     matmul = torch.backends.cuda.matmul
     switch = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"

@@ -245,20 +245,6 @@ def test_explain():
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("fp32_precision", "expected"), [("ieee", "ieee"), ("tf32", "tf32"), ("none", "float32")])
-def test_arithmetic_follows_pytorch(fp32_precision, expected):
-    matmul = torch.backends.cuda.matmul
-    if not hasattr(matmul, "fp32_precision"):
-        pytest.skip("this PyTorch has only allow_tf32")
-    before = matmul.fp32_precision
-    try:
-        matmul.fp32_precision = fp32_precision
-        assert runtime.arithmetic(torch.float32) == expected
-    finally:
-        matmul.fp32_precision = before
-    assert runtime.arithmetic(torch.bfloat16) == runtime.arithmetic(torch.float64) == "native"
-
-
 @pytest.mark.parametrize("beyond", [True, False])
 def test_operands_are_split_for_so_many_features_only(beyond):
     features = hopper.MOST_SPLIT_FEATURES - 4 * (not beyond)

@@ -5,6 +5,7 @@ from .functional import linear_scale_batch_norm
 from .fuse import explain, fuse, fuse_report, prepare, unfuse, unprepare, warmup
 from .module import LinearScaleBatchNorm1d
 from .plan import set_strategy
+from .runtime.arithmetic import set_float32_arithmetic
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "fuse_report",
     "linear_scale_batch_norm",
     "prepare",
+    "set_float32_arithmetic",
     "set_strategy",
     "unfuse",
     "unprepare",

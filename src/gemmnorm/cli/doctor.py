@@ -19,6 +19,7 @@ import torch
 from .. import plan
 from ..bench import Document, environment, major, new_document, nvcc_version, package_version
 from ..runtime import driver
+from ..runtime.arithmetic import float32_reason
 from ..runtime.call import chip as chip_of
 
 _NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
@@ -227,7 +228,7 @@ def what_runs() -> list[str]:
     ):
         problem = plan.Problem(1024, 8192, 8192, dtype, dtype, dtype, dtype, arithmetic, chip=chip)
         lines.append(f"{label}: {plan.make_plan(problem, plan.check_strategy(None)).strategy}")
-    return lines
+    return [*lines, float32_reason()]
 
 
 def diagnose() -> Document:

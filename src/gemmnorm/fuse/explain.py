@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import plan
 from ..plan import Plan, Problem
+from ..runtime.arithmetic import float32_reason
 from ..runtime.call import recording
 from .classes import fuse
 from .report import fuse_report
@@ -18,13 +19,17 @@ from .report import fuse_report
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plans of a model's chains in the order they run, and what was matched or refused; `str()` is the text."""
+    """The plans of a model's chains in the order they run, and what was matched or refused; `str()` is the text.
+
+    `float32` says how float32 products are computed and which switch decided it, where a plan has any.
+    """
 
     plans: tuple[Plan, ...]
     report: str = ""
+    float32: str = ""
 
     def __str__(self) -> str:
-        return "\n".join([*([self.report] if self.report else []), *map(str, self.plans)])
+        return "\n".join([*filter(None, (self.report, self.float32)), *map(str, self.plans)])
 
 
 def explain(model_or_problem: nn.Module | Problem, *inputs: Any, strategy: str | None = None) -> Explanation:
@@ -44,7 +49,8 @@ def explain(model_or_problem: nn.Module | Problem, *inputs: Any, strategy: str |
         return Explanation((), report)
     with plan.set_strategy(strategy or plan.check_strategy(None)), recording() as plans, torch.no_grad():
         model(*inputs)
-    return Explanation(tuple(plans), report)
+    wide = any(found.problem.dtype == "float32" and found.problem.chip is not None for found in plans)
+    return Explanation(tuple(plans), report, float32_reason() if wide else "")
 
 
 def warmup(model: nn.Module, *inputs: Any) -> None:

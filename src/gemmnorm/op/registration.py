@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import plan
 from ..errors import GemmNormRuntimeError
 from ..runtime import call as runtime
+from ..runtime.arithmetic import arithmetic
 from . import reference
 from .arguments import CASTABLE, check_arguments
 
@@ -125,7 +126,7 @@ def _prepared(
     differentiable = torch.is_grad_enabled()
     strategy = plan.check_strategy(strategy)
     options = (training, momentum, eps, activation, strategy)
-    key = (id(weight), scale_value, *options, differentiable, autocast, runtime.arithmetic(x.dtype))
+    key = (id(weight), scale_value, *options, differentiable, autocast, arithmetic(x.dtype))
     call = runtime.recall(key, tensors)
     if call is None and any(t is not None and type(t) not in _PLAIN for t in tensors):
         return None  # a subclass wants to see the operator

@@ -18,6 +18,7 @@ from ..op import reference
 from ..op.arguments import check_arguments
 from ..plan import Chip, Plan, Problem
 from . import binding, driver, prepared
+from .arithmetic import arithmetic
 from .operands import Likeness, dense, first, kind, running_state, served_as_they_are, unified, vectors
 
 _NAMES = {dtype: name for name, dtype in binding.DTYPES.items()}
@@ -30,21 +31,6 @@ def chip(device: torch.device) -> Chip | None:
         return None
     properties = torch.cuda.get_device_properties(device)
     return plan.chip_for(properties.major * 10 + properties.minor, properties.multi_processor_count)
-
-
-def arithmetic(dtype: torch.dtype) -> str:
-    """How float32 products may be computed, by PyTorch's own switches.
-
-    "tf32" where TF32 is allowed; "ieee" where float32 arithmetic is asked for by name
-    (`torch.backends.cuda.matmul.fp32_precision = "ieee"`, where PyTorch has it); "float32", the default: float32
-    accuracy by whatever arithmetic. "native" for other dtypes.
-    """
-    if dtype != torch.float32:
-        return "native"
-    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    if precision is None:
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    return {"tf32": "tf32", "ieee": "ieee"}.get(precision, "float32")
 
 
 def output_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
@@ -378,7 +364,7 @@ class BackwardCall:
         self._bound = None if plain else binding.bind(plan.cached_plan(problem, strategy, "backward"), packed)
         self._scalars = binding.scalars(problem, scale, scale_value, 0.0, eps)
         found = None if self._bound is None else plan.cached_plan(problem, strategy, "backward")
-        self._dense_operands = found is not None and any("x" in launch.arguments for launch in found.launches)
+        self._dense_operands = found is not None and any("x" in launch.params for launch in found.launches)
         parameters = (bias, scale, bn_weight, bn_bias)
         self._shapes = tuple(None if t is None else (t.shape, t.dtype) for t in parameters)
 
