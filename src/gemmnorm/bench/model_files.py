@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import gemmnorm
 
 from .. import plan
-from ..runtime.call import recording
+from ..fuse import OwnerPlan, analyse, fuse_owners, plans_of, report_of
 from ..userfiles import ModelFile, ModelFileError, load_candidate_file, load_model_file, progress, run_isolated
 from . import accuracy, cases, timing
 from .cases import PHASES
@@ -182,9 +182,10 @@ def child(model_path: str, candidate_paths: list[str], options: dict[str, Any]) 
     subjects = [_Subject("eager", "eager", model)]
     if chosen.compile:
         subjects.append(_Subject("torch.compile", "compile", compiled(model)))
-    report = gemmnorm.fuse_report(model)
+    owners = analyse(model)
+    report = report_of(model, owners)
     if report.matches:
-        subjects += _fused(model, run)
+        subjects += _fused(model, owners, run)
     for path in candidate_paths:
         subject = _candidate(path, spec, run)
         if subject is not None:
@@ -229,11 +230,11 @@ def _first_call(spec: ModelFile, model: nn.Module, run: _Run) -> float:
     return seconds
 
 
-def _fused(model: nn.Module, run: _Run) -> list[_Subject]:
+def _fused(model: nn.Module, owners: Sequence[OwnerPlan], run: _Run) -> list[_Subject]:
     """The model fused, once per strategy that serves all its chains (the reference only where nothing else does)."""
-    module = gemmnorm.fuse(copy.deepcopy(model))
-    with recording() as plans, torch.no_grad(), gemmnorm.set_strategy(None):
-        module(*run.inputs)
+    module = copy.deepcopy(model)
+    fuse_owners(module, owners)
+    plans = plans_of(module, run.inputs)
     module.load_state_dict(run.state)
     verdicts = [plan.applicable(p.problem) for p in plans]
     able = [s for s in plan.STRATEGIES if verdicts and all(v[s] is None for v in verdicts)]

@@ -13,6 +13,7 @@ import gemmnorm
 
 from .. import plan
 from ..bench import Document, new_document
+from ..fuse import analyse, fuse_owners, plans_of, report_of
 from ..plan import Chip, Problem
 from ..runtime.call import chip as chip_of
 from ..userfiles import ModelFileError, load_model_file, progress, run_isolated
@@ -72,15 +73,17 @@ def child(path: str, target: str | None, strategy: str | None) -> dict[str, Any]
     spec = load_model_file(path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = spec.build(0).to(device)
-    report = gemmnorm.fuse_report(model)
+    owners = analyse(model)
+    report = report_of(model, owners)
     if not report.matches:
         return {"matches": 0, "lines": [str(report)]}
     progress({"stage": f"running {path} once"})
     inputs = [item.to(device) if isinstance(item, torch.Tensor) else item for item in spec.inputs(0)]
     try:
-        found = gemmnorm.explain(gemmnorm.fuse(model), *inputs, strategy=strategy)
+        fuse_owners(model, owners)
+        found = plans_of(model, inputs, strategy)
     except Exception as error:
         raise ModelFileError(f"{path}: forward(*get_inputs()) raised {type(error).__name__}: {error}") from error
     chip, where = _chip(target)
-    plans = [plan.make_plan(replace(p.problem, chip=chip), plan.check_strategy(strategy)) for p in found.plans]
+    plans = [plan.make_plan(replace(p.problem, chip=chip), plan.check_strategy(strategy)) for p in found]
     return {"matches": len(report.matches), "lines": [str(report), where, *map(str, plans)]}

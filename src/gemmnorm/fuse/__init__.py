@@ -16,8 +16,8 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 """
 
 from .analysis import OwnerPlan, analyse
-from .classes import fuse, unfuse
-from .explain import Explanation, explain, warmup
+from .classes import fuse, fuse_owners, unfuse
+from .explain import Explanation, explain, plans_of, warmup
 from .matching import Chain, Refusal
 from .prepare import prepare, unprepare
 from .report import FuseReport, Match, fuse_report, report_of
@@ -32,7 +32,9 @@ __all__ = [
     "analyse",
     "explain",
     "fuse",
+    "fuse_owners",
     "fuse_report",
+    "plans_of",
     "prepare",
     "report_of",
     "unfuse",

@@ -16,6 +16,7 @@ import copyreg
 import hashlib
 import linecache
 import weakref
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -39,11 +40,15 @@ def fuse(model: M) -> M:
         GemmNormTypeError: `model` is no `nn.Module`.
     """
     unfuse(model)
-    for plan in analyse(model):
-        if plan.chains:
-            owner = model.get_submodule(plan.path)
-            owner.__class__ = _fused_class(plan)
+    fuse_owners(model, analyse(model))
     return model
+
+
+def fuse_owners(model: nn.Module, owners: Iterable[OwnerPlan]) -> None:
+    """`fuse` for a model that has been analysed: it, or the one that it is a copy of."""
+    for plan in owners:
+        if plan.chains:
+            model.get_submodule(plan.path).__class__ = _fused_class(plan)
 
 
 def unfuse(model: M) -> M:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,9 @@ from .. import plan
 from ..plan import Plan, Problem
 from ..runtime.arithmetic import float32_reason
 from ..runtime.call import recording
-from .classes import fuse
-from .report import fuse_report
+from .analysis import analyse, check_is_module
+from .classes import fuse_owners, unfuse
+from .report import report_of
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,23 @@ def explain(model_or_problem: nn.Module | Problem, *inputs: Any, strategy: str |
     """
     if isinstance(model_or_problem, Problem):
         return Explanation((plan.make_plan(model_or_problem, plan.check_strategy(strategy)),))
-    model = fuse(copy.deepcopy(model_or_problem))  # fusing a fused model changes nothing
-    report = str(fuse_report(model))
+    check_is_module(model_or_problem)
+    model = unfuse(copy.deepcopy(model_or_problem))
+    owners = analyse(model)
+    fuse_owners(model, owners)
+    report = str(report_of(model, owners))
     if not inputs:
         return Explanation((), report)
-    with plan.set_strategy(strategy or plan.check_strategy(None)), recording() as plans, torch.no_grad():
-        model(*inputs)
+    plans = plans_of(model, inputs, strategy)
     wide = any(found.problem.dtype == "float32" and found.problem.chip is not None for found in plans)
     return Explanation(tuple(plans), report, float32_reason() if wide else "")
+
+
+def plans_of(model: nn.Module, inputs: Sequence[Any], strategy: str | None = None) -> list[Plan]:
+    """The plans of the calls in one forward of a fused model, which runs; its running statistics move."""
+    with plan.set_strategy(strategy or plan.check_strategy(None)), recording() as plans, torch.no_grad():
+        model(*inputs)
+    return plans
 
 
 def warmup(model: nn.Module, *inputs: Any) -> None:

@@ -231,17 +231,27 @@ class Original:
         return {n: values[n].to(v.dtype) if n in wanted and n in values else v for n, v in state.items()}
 
     def _reference(self, reference: Reference, generator: torch.Generator) -> Reference:
-        """Fill in a reference: eager, golden, noisy runs, and the run on the other side of the kinks."""
-        training = reference.training
-        cotangents: list[Tensor] = reference.cotangents
+        """Fill in a reference: eager, golden, the spread of the noisy runs, and what the kinks allow besides."""
+        dtypes = self._run_eagerly(reference, generator)
+        if reference.error is not None:
+            return reference
+        kinks = Kinks("record")
+        reference.golden = self._golden_run(reference, kinks)
+        squares = self._squared_errors(reference, kinks, _units(dtypes, self.device))
+        flips = self._flips(reference, kinks) if reference.gradients and kinks.mark(pool) else {}
+        for name, total in squares.items():
+            spread = pool(total.nan_to_num_(0.0).div_(max(1, kinks.draws))).sqrt_()
+            reference.limits[name] = Limits(spread, flips.get(name))
+        return reference
+
+    def _run_eagerly(self, reference: Reference, generator: torch.Generator) -> set[torch.dtype]:
+        """Run the original in its own precision, and draw the cotangents; returns the dtypes that the run stores."""
+        training, cotangents = reference.training, reference.cotangents
 
         def draw(index: int, output: Tensor) -> Tensor:
             while len(cotangents) <= index:
                 drawn = torch.randn(output.shape, generator=generator).add_(0.5)
                 cotangents.append(drawn.to(output.device, output.dtype))
-            return cotangents[index]
-
-        def given(index: int, output: Tensor) -> Tensor:
             return cotangents[index]
 
         load_in_place(self.model, reference.state)
@@ -252,7 +262,7 @@ class Original:
         except Exception as error:
             if reference.case.rows == 1 and training:
                 reference.error = type(error).__name__
-                return reference
+                return set()
             raise self._cannot_run(f"on its inputs ({reference.case.name}, {reference.phase})", error) from error
         reference.mutates = not same_inputs(eager.inputs, reference.inputs)
         budget = _FULL_SAMPLE if reference.case.name == "full size" else _SAMPLE
@@ -260,43 +270,48 @@ class Original:
             if value.ndim > 1 and value.numel() > budget:
                 reference.samples[name] = Sample.of(value, budget)
         reference.eager, reference.others = reference.sampled(eager.values), eager.others
-        del eager
+        return recorder.dtypes
+
+    def _golden_run(
+        self, reference: Reference, kinks: Kinks, units: Units | None = None, seed: int = 0
+    ) -> dict[str, Tensor]:
+        """The original in float64; with `units`, with a rounding error of that size in every operation."""
+
+        def given(index: int, output: Tensor) -> Tensor:
+            return reference.cotangents[index]
+
+        load_in_place(self.golden, reference.state)
+        inputs = _copies(reference.inputs, double=True)
         backward = given if reference.gradients else None
-        kinks = Kinks("record")
+        mode = Arithmetic(units, seed=seed, kinks=kinks)
+        try:
+            return reference.sampled(self._run(self.golden, inputs, reference.training, backward, mode).values)
+        except Exception as error:
+            raise self._cannot_run("in float64, which is what candidates are measured against", error) from error
 
-        def golden_run(units: Units | None, seed: int) -> dict[str, Tensor]:
-            load_in_place(self.golden, reference.state)
-            mode = Arithmetic(units, seed=seed, kinks=kinks)
-            copies = _copies(reference.inputs, double=True)
-            try:
-                return reference.sampled(self._run(self.golden, copies, training, backward, mode).values)
-            except Exception as error:
-                raise self._cannot_run("in float64, which is what candidates are measured against", error) from error
-
-        reference.golden = golden_run(None, 0)
-        units = _units(recorder.dtypes, self.device)
-        squares: dict[str, Tensor] = {}
+    def _squared_errors(self, reference: Reference, kinks: Kinks, units: Units) -> dict[str, Tensor]:
+        """The squared change of every element, summed over the noisy runs."""
         kinks.mode = "measure"
+        squares: dict[str, Tensor] = {}
         hashed = replace(units, grid=None, hashed=True) if units.grid else units
-        for draw_index in range(max(2, self.repeats) if units.grid else self.repeats):
-            noisy = golden_run(hashed if draw_index % 2 else units, 7 + draw_index)
+        for run in range(max(2, self.repeats) if units.grid else self.repeats):
+            noisy = self._golden_run(reference, kinks, hashed if run % 2 else units, seed=7 + run)
             for name, value in noisy.items():
                 if value.is_floating_point() and name in reference.golden:
                     squared = (value - reference.golden[name]).square_()
                     squares[name] = squares[name].add_(squared) if name in squares else squared
-            del noisy
+        return squares
+
+    def _flips(self, reference: Reference, kinks: Kinks) -> dict[str, Tensor]:
+        """The largest change of every element when elements near a kink lie on its other side."""
+        kinks.mode = "flip"
         flips: dict[str, Tensor] = {}
-        if reference.gradients and kinks.mark(pool):
-            kinks.mode = "flip"
-            for kinks.subset in range(_SUBSETS if self.repeats > 3 else 2):
-                for name, value in golden_run(None, 0).items():
-                    if value.is_floating_point() and name in squares:
-                        change = (value - reference.golden[name]).abs_()
-                        flips[name] = torch.maximum(flips[name], change) if name in flips else change
-        for name, total in squares.items():
-            spread = pool(total.nan_to_num_(0.0).div_(max(1, kinks.draws))).sqrt_()
-            reference.limits[name] = Limits(spread, flips.get(name))
-        return reference
+        for kinks.subset in range(_SUBSETS if self.repeats > 3 else 2):
+            for name, value in self._golden_run(reference, kinks).items():
+                if value.is_floating_point() and name in reference.golden:
+                    change = (value - reference.golden[name]).abs_()
+                    flips[name] = torch.maximum(flips[name], change) if name in flips else change
+        return flips
 
     def _cannot_run(self, what: str, error: Exception) -> ModelFileError:
         return ModelFileError(f"{self.file.name}: Model must run {what}, it raised {type(error).__name__}: {error}")
