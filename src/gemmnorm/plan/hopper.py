@@ -1,98 +1,24 @@
-"""Plans with the own GEMM for Hopper: statistics in its epilogue, and the whole chain in one kernel."""
+"""Which tile and schedule of `fused_gemm` serves a problem, by rules."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from . import cast, library
-from .cost import gemm_seconds, split_seconds
-from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
-from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
+from . import cast
+from .gemm import BANDS, LARGE_X, MOST_SPLIT_FEATURES, STAGES, WIDE, Gemm, Tile, bytes_of_x, gemm_plan, refusal
+from .library import GROUP_ROWS
+from .problem import CHIPS, DTYPE_BYTES, Problem
 from .small import clusters_at_once
-from .split import ALL_ROWS, PREPARED, ROW_BYTES, counters_to_recompute, recompute, split_operands, split_rows
-from .steps import Buffer, Extent, Launch, Map, Plan, Step
+from .split import ALL_ROWS
+from .steps import Plan
 
-WIDE = 128  # columns of a tile that is multiplied as W·xᵀ
-# Bytes of an element, its parts, rows and columns of the tile → stages of the ring.
-STAGES = {
-    (2, 1, 256, 128): 3, (2, 1, 128, 128): 5, (2, 1, 64, 128): 7, (2, 1, 128, 64): 8, (2, 1, 128, 32): 10,
-    (4, 1, 256, 128): 3, (4, 1, 128, 128): 5, (4, 1, 64, 128): 7, (4, 1, 128, 64): 8, (4, 1, 128, 32): 10,
-    (2, 2, 128, 128): 3, (2, 2, 64, 128): 4, (2, 2, 128, 64): 4, (2, 2, 128, 32): 4,
-}  # fmt: skip
+__all__ = ["BANDS", "MOST_SPLIT_FEATURES", "refusal"]  # for others
+
 MOST_ROWS_IN_REGISTERS = (
     4096  # whose tiles wait for each other there; of more, every block would read too many statistics
 )
 SPLIT_FLOPS = 1.2e8  # of one product; below, the launches around split operands cost more than they save
-LARGE_X = 1e8  # bytes from where reading x again costs more than stored tiles that leave the L2
 LONG_TILE = 3072  # stages × width from where other warps can normalise a tile during the next one's main loop
 MOST_TOGETHER = 4  # tiles of a panel; of larger clusters fewer run at once than there are multiprocessors for
-MOST_SPLIT_FEATURES = 1 << 24  # times 127 rows of a tile is below 2^31
 FEW_ROWS = 1024  # below which there is little time to make W's rows beside the product
-COUNTERS = 2  # before the two of each panel
-BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows where the kernel makes any; shared memory where it splits them
-# Fields of the rows that the kernel converts, and of what only split operands have.
-_CONVERTED = ("source_x", "source_weight", "converted_x", "converted_weight")
-_SPLIT = ("x_exponents", "weight_exponents", "weight_largest", "weight_total", "weight_checksums", "most", "flagged")
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The GEMM's tile: `rows` by `columns`, a ring of `stages`, and the shared memory that takes."""
-
-    rows: int
-    columns: int
-    stages: int
-    size: int  # bytes of an operand's element in shared memory
-    planes: int  # of an operand: 2 where it is split
-    staged: bool  # the product passes through shared memory on its way out
-
-    @property
-    def width(self) -> int:
-        """Of the instruction that multiplies it: columns, or rows where the two consumers share out the columns."""
-        return self.rows if self.columns == WIDE else self.columns
-
-    @property
-    def waits(self) -> bool:
-        """Whether a finished tile has room to wait in shared memory."""
-        return self.staged and self.size == 2
-
-    @property
-    def k(self) -> int:
-        """Elements of K in one stage."""
-        return ROW_BYTES // self.size
-
-    @property
-    def shared(self) -> int:
-        """sizeof(GemmShared): the kernel asserts at compile time that it is."""
-        size = self.stages * self.planes * (self.rows + self.columns) * ROW_BYTES
-        size += 2 * (max(self.rows, 128) * self.columns if self.staged else 1024)
-        size += 2 * (2 if self.columns == WIDE else 4) * self.width * 4
-        size += (2 * 2 + 4) * self.columns * 4
-        size += 2 * 64 * 4 + 2 * self.stages * 8 + 9 * 8
-        return -(-size // 1024) * 1024
-
-    def counts(self, problem: Problem) -> tuple[int, int]:
-        """Tiles along the batch and along the features."""
-        return -(-problem.batch // self.rows), -(-problem.out_features // self.columns)
-
-
-def refusal(problem: Problem, strategy: str) -> str | None:
-    """Why the Hopper kernels cannot serve `problem`, or None."""
-    chip = problem.chip
-    if chip is None or chip.arch != 90:
-        return "the kernels use Hopper's instructions (compute capability 9.0)"
-    if problem.arithmetic == "ieee":
-        return "float32 arithmetic is asked for by name"
-    if problem.split and problem.out_features >= MOST_SPLIT_FEATURES:
-        return "the kernel finds float32 results by 32-bit offsets, which so many features exceed"
-    if problem.split and strategy == "gemm_stats_apply":
-        return "float32 by split operands is built into one_kernel only"
-    size = DTYPE_BYTES[problem.dtype]
-    if problem.in_features * size % 16 or problem.out_features * size % 16:
-        return "a row of x or of the product is no multiple of 16 bytes, which the copy engine asks for"
-    if not problem.training and problem.save:
-        return "in evaluation the product is not kept, and gradients are wanted"
-    return None
 
 
 def better_served(problem: Problem) -> tuple[str, str] | None:
@@ -213,151 +139,41 @@ def _chunks_ahead(problem: Problem, tile: Tile, x_rows: int) -> int:
 
 def forward(problem: Problem, strategy: str) -> Plan:
     """`one_kernel`: a single launch. `gemm_stats_apply`: the GEMM with statistics, the merge, the normalisation."""
+    return gemm_plan(problem, strategy, choose(problem, strategy))
+
+
+def choose(problem: Problem, strategy: str) -> Gemm:
+    """By the rules of this file."""
     tile = choose_tile(problem)
     chip = problem.chip or CHIPS[90]
-    features = Extent(problem.out_features)
     rows, panels = tile.counts(problem)
     at_once = _panels_at_once(problem, tile)
     if not problem.training:
-        finish = "kEvaluate"
+        schedule = "evaluate"
     elif strategy == "gemm_stats_apply":
-        finish = "kStatistics"
+        schedule = "statistics"
     else:
-        finish = "kOneBlock" if rows == 1 else "kWholePanels" if at_once else "kPersistent"
-    half, short = problem.dtype != "float32", problem.in_features * tile.width < LONG_TILE * tile.k
-    grid = Extent(panels, tile.rows, chip.multiprocessors)
-    cluster, group_panels = 1, _group_panels(problem, tile)
-    if finish == "kWholePanels":
-        grid = Extent(at_once, tile.rows, chip.multiprocessors)
+        schedule = "single-tile" if rows == 1 else "single-wave" if at_once else "persistent"
+    short = problem.in_features * tile.width < LONG_TILE * tile.k
+    cluster, group_panels, of_grid = 1, _group_panels(problem, tile), panels
+    if schedule == "single-wave":
+        of_grid = at_once
         group_panels = max(n for n in range(1, group_panels + 1) if at_once % n == 0)
     # One tile for every block, few to a panel: those are a cluster, so that they run at the same time as it is.
-    together = finish == "kWholePanels" and rows <= MOST_TOGETHER and at_once == panels
+    together = schedule == "single-wave" and rows <= MOST_TOGETHER and at_once == panels
     if together and panels <= clusters_at_once(chip.multiprocessors, rows):
         cluster, group_panels = rows, 1
     x_rows, weight_rows = _rows_ahead(problem, tile, group_panels)
     if problem.prepared:
         weight_rows = problem.out_features
-    # Rows that are left to the kernel, whose blocks then wait for each other.
-    begun = _chunks_ahead(problem, tile, x_rows)
-    left = x_rows != ALL_ROWS or weight_rows < problem.out_features or begun < cast.chunks(problem)
-    ahead = finish in ("kPersistent", "kEvaluate") if problem.split else left
-    shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
-    boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
-    operands = [f"split_{name}" if problem.split else cast.operand(problem, name) for name in cast.OPERANDS]
-    made = _converted_roles(problem, ahead)
-    own = _SPLIT if problem.prepared else tuple(field for field in _SPLIT if field != "weight_checksums")
-    own = own if problem.split else ()
-    absent = tuple(field for field in (*_CONVERTED, *_SPLIT) if field not in (*dict(made), *own))
-    launch = Launch(
-        {"kEvaluate": "fused_gemm_scale_bn_evaluate", "kStatistics": "fused_gemm_statistics"}.get(
-            finish, "fused_gemm_scale_bn"
-        ),
-        "gemm/fused_gemm.cuh",
-        "fused_gemm",
-        (
-            *type_members(problem),
-            ("Operand", "T" if half else "gemmnorm::split" if problem.split else "gemmnorm::tf32"),
-            ("kTileRows", tile.rows),
-            ("kTileColumns", tile.columns),
-            ("kStages", tile.stages),
-            ("kSharedBytes", shared),
-            ("kFinish", f"gemmnorm::Finish::{finish}"),
-            ("Activation", "Activation"),
-        ),
-        ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
-         "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
-         "merged_slope", "merged_shift", "counters", *dict(made), *own, "x_rows", "weight_rows", "begun",
-         "group_panels", "in_registers", "stream_x", "keep_product", "batch", "in_features", "features"),
-        grid,
-        block=384,
-        resident=1,
-        shared=shared,
-        cluster=cluster,
-        cooperative=left or finish == "kPersistent" or (finish == "kWholePanels" and cluster == 1),
-        maps=(
-            Map("map_x", operands[0], tile.rows, tile.k, fits=not problem.training),
-            Map("map_weight", operands[1], tile.columns, tile.k),
-            Map("map_product", "product", GROUP_ROWS, boxes if problem.training else boxes_y, exact=True),
-            Map("map_y", "y", GROUP_ROWS, boxes_y, exact=True),
-        ),
-        numbers=(
-            ("x_rows", x_rows),
-            ("weight_rows", weight_rows),
-            ("begun", begun),
-            ("group_panels", group_panels),
-            ("in_registers", int(finish == "kWholePanels" and short and problem.out_dtype == problem.dtype)),
-            ("stream_x", int(finish != "kWholePanels" and half and _bytes_of_x(problem) > LARGE_X)),
-            ("keep_product", int(problem.save or strategy == "gemm_stats_apply")),
-        ),
-        roles=made,
-        absent=absent,
-    )  # fmt: skip
-    steps: tuple[Step, ...] = (launch,)
-    product = Buffer("product", problem.dtype, (ROWS, features))
-    y = Buffer("y", problem.out_dtype, (ROWS, features))
-    partial = [Buffer(role, "float32", (GROUPS, features)) for role in ("group_mean", "group_m2")]
-    vectors = [Buffer(role, "float32", (features,)) for role in ("mean", "rstd")]
-    merges = finish == "kPersistent" or (finish == "kWholePanels" and tile.waits)
-    merged = ("merged_slope", "merged_shift") if merges else ()
-    workspace = [Buffer(role, "float32", (features,)) for role in merged]
-    aliases: tuple[tuple[str, str], ...] = ()
-    outputs = [y]
-    if problem.training and problem.save:
-        outputs += [product, partial[0], *vectors]
-        workspace.append(partial[1])
-    elif problem.training:
-        workspace += [*partial, *vectors]
-    if not problem.save:
-        if problem.training and problem.dtype != problem.out_dtype:
-            workspace.append(product)
-        else:
-            aliases = (("product", "y"),)
-    counters = COUNTERS + 2 * panels if finish in ("kOneBlock", "kWholePanels", "kPersistent") else 0
-    if ahead:
-        counters = COUNTERS + 2 * panels + (panels + BANDS) * cast.chunks(problem)
-    if problem.split:
-        counters = (counters or COUNTERS + 2 * panels) + counters_to_recompute(problem)
-        steps = (split_rows(problem, True, x_rows, 0 if problem.prepared else weight_rows), launch, recompute(problem))
-        workspace += split_operands(problem)
-        workspace.append(Buffer("flagged", "int32", (features,)))
-        workspace += [Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total")]
-        if problem.prepared:
-            workspace = [buffer for buffer in workspace if buffer.role not in PREPARED]
-    if finish == "kStatistics":
-        steps += (library.merge(problem, fold=True), library.normalize(problem, fold=True, offset="group_mean"))
-    found = Plan(
-        problem,
-        "forward",
-        strategy,
-        steps,
-        tuple(outputs),
-        tuple(workspace),
-        aliases,
-        counters=counters,
-        seconds=(split_seconds if problem.split else gemm_seconds)(problem) * (1.06 if problem.training else 1.01),
-        floor=gemm_seconds(problem),
-    )
-    return cast.with_operands(found, x_rows, weight_rows, begun) if problem.cast else found
-
-
-def _converted_roles(problem: Problem, ahead: bool) -> tuple[tuple[str, str], ...]:
-    """(field, role) of the rows that the kernel converts to operands itself."""
-    if problem.split:
-        roles = tuple((f"{name}", f"split_{name}") for name in cast.OPERANDS)
-    else:
-        roles = tuple((f"wide_{name}", f"cast_{name}") for name in cast.OPERANDS if ahead and name in problem.cast)
-    names = [name for name in cast.OPERANDS if problem.split or (ahead and name in problem.cast)]
-    pairs = zip(names, roles, strict=True)
-    return tuple(pair for name, (a, b) in pairs for pair in ((f"source_{name}", a), (f"converted_{name}", b)))
-
-
-def _bytes_of_x(problem: Problem) -> int:
-    return problem.batch * problem.in_features * DTYPE_BYTES[problem.dtype]
+    in_registers = schedule == "single-wave" and short and problem.out_dtype == problem.dtype
+    chunks = _chunks_ahead(problem, tile, x_rows)
+    return Gemm(tile, schedule, group_panels, of_grid, cluster, in_registers, x_rows, weight_rows, chunks)
 
 
 def _fits_l2(problem: Problem) -> bool:
     """Whether x stays in the L2 while all panels use it."""
-    return _bytes_of_x(problem) <= 30e6
+    return bytes_of_x(problem) <= 30e6
 
 
 def _panels_at_once(problem: Problem, tile: Tile) -> int:
@@ -392,7 +208,7 @@ def _group_panels(problem: Problem, tile: Tile) -> int:
     chip = problem.chip or CHIPS[90]
     rows, panels = tile.counts(problem)
     if not _fits_l2(problem):
-        most = 8 if tile.rows < 256 else 12 if _bytes_of_x(problem) > LARGE_X else 4 if problem.training else 8
+        most = 8 if tile.rows < 256 else 12 if bytes_of_x(problem) > LARGE_X else 4 if problem.training else 8
         groups = -(-panels // most)
         return _multiple(-(-panels // groups), 2)  # groups of about the same size
     return max(1, min(panels, 8, rows * tile.rows // 256, chip.multiprocessors // rows))

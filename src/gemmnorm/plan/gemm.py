@@ -1,0 +1,261 @@
+"""`fused_gemm` as explicit choices make it: a tile, a schedule, what is converted before. Nothing is decided here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import cast, library
+from .cost import gemm_seconds, split_seconds
+from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
+from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
+from .split import ALL_ROWS, PREPARED, ROW_BYTES, counters_to_recompute, recompute, split_operands, split_rows
+from .steps import Buffer, Extent, Launch, Map, Plan, Step
+
+WIDE = 128  # columns of a tile that is multiplied as W·xᵀ
+# Bytes of an element, its planes, rows and columns of the tile → stages of the ring.
+STAGES = {
+    (2, 1, 256, 128): 3, (2, 1, 128, 128): 5, (2, 1, 64, 128): 7, (2, 1, 128, 64): 8, (2, 1, 128, 32): 10,
+    (4, 1, 256, 128): 3, (4, 1, 128, 128): 5, (4, 1, 64, 128): 7, (4, 1, 128, 64): 8, (4, 1, 128, 32): 10,
+    (2, 2, 128, 128): 3, (2, 2, 64, 128): 4, (2, 2, 128, 64): 4, (2, 2, 128, 32): 4,
+}  # fmt: skip
+LARGE_X = 1e8  # bytes from where reading x again costs more than stored tiles that leave the L2
+MOST_SPLIT_FEATURES = 1 << 24  # times 127 rows of a tile is below 2^31
+COUNTERS = 2  # before the two of each panel
+BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows where the kernel converts; shared memory where it splits them
+# Schedule → the kernel's way to finish a tile.
+FINISH = {
+    "evaluate": "kEvaluate",  # the running statistics are known
+    "statistics": "kStatistics",  # two more launches merge them and normalise
+    "single-tile": "kOneBlock",  # a block has all rows of its features
+    "single-wave": "kWholePanels",  # all tiles of a panel run at once, and wait for each other on the chip
+    "persistent": "kPersistent",  # tiles are stored, and normalised out of the L2 when their panel is complete
+}
+# Fields of the operands that the kernel converts, and of what only split operands have.
+_CONVERTED = ("source_x", "source_weight", "converted_x", "converted_weight")
+_SPLIT = ("x_exponents", "weight_exponents", "weight_largest", "weight_total", "weight_checksums", "most", "flagged")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The GEMM's tile: `rows` by `columns`, a ring of `stages`, and the shared memory that takes."""
+
+    rows: int
+    columns: int
+    stages: int
+    size: int  # bytes of an operand's element in shared memory
+    planes: int  # of an operand: 2 where it is split
+    staged: bool  # the product passes through shared memory on its way out
+
+    @property
+    def width(self) -> int:
+        """Of the instruction that multiplies it: columns, or rows where the two consumers share out the columns."""
+        return self.rows if self.columns == WIDE else self.columns
+
+    @property
+    def waits(self) -> bool:
+        """Whether a finished tile has room to wait in shared memory."""
+        return self.staged and self.size == 2
+
+    @property
+    def k(self) -> int:
+        """Elements of K in one stage."""
+        return ROW_BYTES // self.size
+
+    @property
+    def shared(self) -> int:
+        """sizeof(GemmShared): the kernel asserts at compile time that it is."""
+        size = self.stages * self.planes * (self.rows + self.columns) * ROW_BYTES
+        size += 2 * (max(self.rows, 128) * self.columns if self.staged else 1024)
+        size += 2 * (2 if self.columns == WIDE else 4) * self.width * 4
+        size += (2 * 2 + 4) * self.columns * 4
+        size += 2 * 64 * 4 + 2 * self.stages * 8 + 9 * 8
+        return -(-size // 1024) * 1024
+
+    def counts(self, problem: Problem) -> tuple[int, int]:
+        """Tiles along the batch and along the features."""
+        return -(-problem.batch // self.rows), -(-problem.out_features // self.columns)
+
+
+def refusal(problem: Problem, strategy: str) -> str | None:
+    """Why the Hopper kernels cannot serve `problem`, or None."""
+    chip = problem.chip
+    if chip is None or chip.arch != 90:
+        return "the kernels use Hopper's instructions (compute capability 9.0)"
+    if problem.arithmetic == "ieee":
+        return "float32 arithmetic is asked for by name"
+    if problem.split and problem.out_features >= MOST_SPLIT_FEATURES:
+        return "the kernel finds float32 results by 32-bit offsets, which so many features exceed"
+    if problem.split and strategy == "gemm_stats_apply":
+        return "float32 by split operands is built into one_kernel only"
+    size = DTYPE_BYTES[problem.dtype]
+    if problem.in_features * size % 16 or problem.out_features * size % 16:
+        return "a row of x or of the product is no multiple of 16 bytes, which the copy engine asks for"
+    if not problem.training and problem.save:
+        return "in evaluation the product is not kept, and gradients are wanted"
+    return None
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """Every choice of a `fused_gemm` that the problem leaves open.
+
+    Attributes:
+        tile: of a block. schedule: a key of `FINISH`.
+        group_panels: panels (columns of tiles) that are worked on together, so that the L2 holds what they share.
+        panels: that the grid has blocks for; all of them, or in a single wave as many as run at once.
+        cluster: blocks; the tiles of a panel where those are a cluster.
+        in_registers: tiles of a single wave wait for their panel in registers, where shared memory has room too.
+        x_rows, weight_rows, chunks: of the operands, that a launch before converts; the kernel converts the others
+            beside its multiplications. Chunks of `cast.COLUMNS` of K.
+    """
+
+    tile: Tile
+    schedule: str
+    group_panels: int
+    panels: int
+    cluster: int = 1
+    in_registers: bool = False
+    x_rows: int = ALL_ROWS
+    weight_rows: int = 0
+    chunks: int = 1
+
+    def converts(self, problem: Problem) -> bool:
+        """Rows or columns are left to the kernel, whose blocks then wait for each other."""
+        rows_left = self.x_rows != ALL_ROWS or self.weight_rows < problem.out_features
+        return rows_left or self.chunks < cast.chunks(problem)
+
+    @property
+    def merges(self) -> bool:
+        """A warp merges a panel's statistics for tiles that have left the registers."""
+        return self.schedule == "persistent" or (self.schedule == "single-wave" and self.tile.waits)
+
+
+def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
+    """The launch of `fused_gemm`."""
+    chip, tile, schedule = problem.chip or CHIPS[90], gemm.tile, gemm.schedule
+    half, left = problem.dtype != "float32", gemm.converts(problem)
+    ahead = schedule in ("persistent", "evaluate") if problem.split else left
+    shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
+    boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
+    operands = [f"split_{name}" if problem.split else cast.operand(problem, name) for name in cast.OPERANDS]
+    made = _converted_roles(problem, ahead)
+    own = _SPLIT if problem.prepared else tuple(field for field in _SPLIT if field != "weight_checksums")
+    own = own if problem.split else ()
+    absent = tuple(field for field in (*_CONVERTED, *_SPLIT) if field not in (*dict(made), *own))
+    return Launch(
+        {"evaluate": "fused_gemm_scale_bn_evaluate", "statistics": "fused_gemm_statistics"}.get(
+            schedule, "fused_gemm_scale_bn"
+        ),
+        "gemm/fused_gemm.cuh",
+        "fused_gemm",
+        (
+            *type_members(problem),
+            ("Operand", "T" if half else "gemmnorm::split" if problem.split else "gemmnorm::tf32"),
+            ("kTileRows", tile.rows),
+            ("kTileColumns", tile.columns),
+            ("kStages", tile.stages),
+            ("kSharedBytes", shared),
+            ("kFinish", f"gemmnorm::Finish::{FINISH[schedule]}"),
+            ("Activation", "Activation"),
+        ),
+        ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
+         "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
+         "merged_slope", "merged_shift", "counters", *dict(made), *own, "x_rows", "weight_rows", "begun",
+         "group_panels", "in_registers", "stream_x", "keep_product", "batch", "in_features", "features"),
+        Extent(gemm.panels, tile.rows, chip.multiprocessors),
+        block=384,
+        resident=1,
+        shared=shared,
+        cluster=gemm.cluster,
+        cooperative=left or schedule == "persistent" or (schedule == "single-wave" and gemm.cluster == 1),
+        maps=(
+            Map("map_x", operands[0], tile.rows, tile.k, fits=not problem.training),
+            Map("map_weight", operands[1], tile.columns, tile.k),
+            Map("map_product", "product", GROUP_ROWS, boxes if problem.training else boxes_y, exact=True),
+            Map("map_y", "y", GROUP_ROWS, boxes_y, exact=True),
+        ),
+        numbers=(
+            ("x_rows", gemm.x_rows),
+            ("weight_rows", gemm.weight_rows),
+            ("begun", gemm.chunks),
+            ("group_panels", gemm.group_panels),
+            ("in_registers", int(gemm.in_registers)),
+            ("stream_x", int(schedule != "single-wave" and half and bytes_of_x(problem) > LARGE_X)),
+            ("keep_product", int(problem.save or schedule == "statistics")),
+        ),
+        roles=made,
+        absent=absent,
+    )  # fmt: skip
+
+
+def _converted_roles(problem: Problem, ahead: bool) -> tuple[tuple[str, str], ...]:
+    """(field, role) of the rows that the kernel converts to operands itself."""
+    names = [name for name in cast.OPERANDS if problem.split or (ahead and name in problem.cast)]
+    source, target = ("", "split_") if problem.split else ("wide_", "cast_")
+    return tuple(
+        pair
+        for name in names
+        for pair in ((f"source_{name}", f"{source}{name}"), (f"converted_{name}", f"{target}{name}"))
+    )
+
+
+def bytes_of_x(problem: Problem) -> int:
+    """Of x as it is multiplied."""
+    return problem.batch * problem.in_features * DTYPE_BYTES[problem.dtype]
+
+
+def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
+    """`one_kernel`: the launch alone. `gemm_stats_apply`: with statistics, then the merge and the normalisation.
+
+    What converts operands comes before, and of split ones a launch that computes flagged features once more after it.
+    """
+    features = Extent(problem.out_features)
+    launch = gemm_launch(problem, gemm)
+    steps: tuple[Step, ...] = (launch,)
+    product = Buffer("product", problem.dtype, (ROWS, features))
+    y = Buffer("y", problem.out_dtype, (ROWS, features))
+    partial = [Buffer(role, "float32", (GROUPS, features)) for role in ("group_mean", "group_m2")]
+    vectors = [Buffer(role, "float32", (features,)) for role in ("mean", "rstd")]
+    merged = ("merged_slope", "merged_shift") if gemm.merges else ()
+    workspace = [Buffer(role, "float32", (features,)) for role in merged]
+    aliases: tuple[tuple[str, str], ...] = ()
+    outputs = [y]
+    if problem.training and problem.save:
+        outputs += [product, partial[0], *vectors]
+        workspace.append(partial[1])
+    elif problem.training:
+        workspace += [*partial, *vectors]
+    if not problem.save:
+        if problem.training and problem.dtype != problem.out_dtype:
+            workspace.append(product)
+        else:
+            aliases = (("product", "y"),)
+    if problem.split:
+        weight_rows = 0 if problem.prepared else gemm.weight_rows
+        steps = (split_rows(problem, True, gemm.x_rows, weight_rows), launch, recompute(problem))
+        workspace += split_operands(problem)
+        workspace.append(Buffer("flagged", "int32", (features,)))
+        workspace += [Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total")]
+        if problem.prepared:
+            workspace = [buffer for buffer in workspace if buffer.role not in PREPARED]
+    if gemm.schedule == "statistics":
+        steps += (library.merge(problem, fold=True), library.normalize(problem, fold=True, offset="group_mean"))
+    found = Plan(
+        problem, "forward", strategy, steps, tuple(outputs), tuple(workspace), aliases,
+        counters=_counters(problem, gemm),
+        seconds=(split_seconds if problem.split else gemm_seconds)(problem) * (1.06 if problem.training else 1.01),
+        floor=gemm_seconds(problem),
+    )  # fmt: skip
+    return cast.with_operands(found, gemm.x_rows, gemm.weight_rows, gemm.chunks) if problem.cast else found
+
+
+def _counters(problem: Problem, gemm: Gemm) -> int:
+    """32-bit numbers that the kernel counts with, and those of the features to compute once more."""
+    _, panels = gemm.tile.counts(problem)
+    of_panels = COUNTERS + 2 * panels
+    ahead = gemm.schedule in ("persistent", "evaluate") if problem.split else gemm.converts(problem)
+    if ahead:
+        count = of_panels + (panels + BANDS) * cast.chunks(problem)
+    else:
+        count = of_panels if gemm.schedule in ("single-tile", "single-wave", "persistent") else 0
+    return (count or of_panels) + counters_to_recompute(problem) if problem.split else count
