@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from .cost import gemm_seconds, sweep_seconds
 from .library import GROUP_ROWS, ROWS, VECTORS, form, merge_grid, tiling
-from .problem import DTYPE_BYTES, Chip, Problem, type_members
+from .problem import CHIPS, DTYPE_BYTES, Chip, Problem, type_members
 from .steps import THREADS, Buffer, Extent, Launch, Plan, Product
 
 WARPS = THREADS // 32
@@ -23,19 +23,38 @@ _CHEAP = ("relu", "leaky_relu", "hardtanh")
 _PARAMETERS = ("grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
 
 
-def launches(problem: Problem, split: bool) -> tuple[tuple[Launch, ...], tuple[Buffer, ...], int]:
+Steps = tuple[tuple[Launch, ...], tuple[Buffer, ...], int]
+
+
+def launches(problem: Problem, split: bool) -> Steps:
     """The launches, what they need besides the gradients, and how many counters.
 
     `split`: the gradient's products are of split operands, for which the launches find its columns' exponents.
     """
-    product = Buffer("grad_product", problem.dtype, (ROWS, Extent(problem.out_features)))
     panel, units = panel_launch(problem, split), unit_launch(problem, split)
     if panel is not None:
-        return (panel,), (product,), 0
-    if units is not None:
-        between = (*_between(problem, _unit_rows(problem)), *_vectors(problem, "merged_slope", "merged_shift"))
-        return (units,), (*between, product), 2 + 2 * -(-problem.out_features // _unit_columns(problem))
-    return _three_launches(problem, split), (*_between(problem), product), 0
+        return by_panels(problem, panel)
+    return by_units(problem, units) if units is not None else by_three(problem, split)
+
+
+def by_panels(problem: Problem, launch: Launch) -> Steps:
+    """`launches` by clusters."""
+    return (launch,), (_product(problem),), 0
+
+
+def by_units(problem: Problem, launch: Launch) -> Steps:
+    """`launches` by blocks that take turns."""
+    between = (*_between(problem, _unit_rows(problem)), *_vectors(problem, "merged_slope", "merged_shift"))
+    return (launch,), (*between, _product(problem)), 2 + 2 * -(-problem.out_features // _unit_columns(problem))
+
+
+def by_three(problem: Problem, split: bool) -> Steps:
+    """`launches` by sums, their merge, and the gradient."""
+    return _three_launches(problem, split), (*_between(problem), _product(problem)), 0
+
+
+def _product(problem: Problem) -> Buffer:
+    return Buffer("grad_product", problem.dtype, (ROWS, Extent(problem.out_features)))
 
 
 def _in_one_launch(problem: Problem) -> Chip | None:
@@ -48,8 +67,12 @@ def panel_launch(problem: Problem, split: bool) -> Launch | None:
     """A cluster for each panel of columns, which reads the product and y's gradient once; None if none can."""
     chip = _in_one_launch(problem)
     shape = _shape(problem, chip) if chip else None
-    if chip is None or shape is None:
-        return None
+    return panel_launch_of(problem, split, shape) if shape else None
+
+
+def panel_launch_of(problem: Problem, split: bool, shape: Shape) -> Launch:
+    """`panel_launch` by clusters of this shape."""
+    chip = problem.chip or CHIPS[90]
     panels, cluster = -(-problem.out_features // shape.columns), shape.cluster
     cheap = (problem.activation or "relu").split("(")[0] in _CHEAP  # few registers
 
@@ -229,13 +252,17 @@ def _vectors(problem: Problem, *roles: str) -> tuple[Buffer, ...]:
 
 
 def backward(problem: Problem, strategy: str, split: bool = False) -> Plan:
+    """The plan by the rules of this file; `split` as in `launches`."""
+    return backward_plan(problem, strategy, launches(problem, split))
+
+
+def backward_plan(problem: Problem, strategy: str, made: Steps) -> Plan:
     """The gradient of the product, and two products by the library.
 
-    The same for every strategy: what a forward saves is the product, and the mean and rstd of each feature. `split`
-    as in `launches`.
+    The same for every strategy: what a forward saves is the product, and the mean and rstd of each feature.
     """
     features = Extent(problem.out_features)
-    steps, workspace, counters = launches(problem, split)
+    steps, workspace, counters = made
     reads = 4 if len(steps) > 1 else 3 if steps[0].cooperative else 2
     of_x, of_weight = problem.grad_dtypes or (problem.dtype, problem.dtype)
     return Plan(

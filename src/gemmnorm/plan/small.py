@@ -108,9 +108,15 @@ def _library_is_faster(problem: Problem, found: Shape) -> bool:
 
 
 def forward(problem: Problem, strategy: str) -> Plan:
-    """The whole chain in one launch."""
-    found, size = shape(problem), DTYPE_BYTES[problem.dtype]
+    """The plan by the rules of this file."""
+    found = shape(problem)
     assert found is not None
+    return small_plan(problem, strategy, found)
+
+
+def small_plan(problem: Problem, strategy: str, found: Shape) -> Plan:
+    """The whole chain in one launch."""
+    size = DTYPE_BYTES[problem.dtype]
     features, shared = Extent(problem.out_features), found.shared(problem.split)
     operands = ("x", "weight") if problem.split and not problem.training else ()
     results = ("stored_product", "num_batches_tracked", "group_mean", "mean", "rstd", "counters")

@@ -23,7 +23,7 @@ PREPARED = ("split_weight", "weight_exponents", "weight_largest", "weight_total"
 
 def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, checksums: bool = False) -> Launch:
     """The pass that splits the first rows of x and of the weight, with the sizes of rows that a guard wants to know."""
-    known = ("weight_largest", "weight_total", "most") if guarded else ()
+    known: tuple[str, ...] = ("weight_largest", "weight_total", "most") if guarded else ()
     known += ("weight_checksums",) if checksums else ()
     optional = ("weight_largest", "weight_total", "most", "weight_checksums")
     return Launch(
@@ -108,7 +108,11 @@ def backward(problem: Problem, strategy: str) -> Plan:
     """
     if not problem.split or not problem.training or problem.flops < SPLIT_BACKWARD_FLOPS:
         return gradient.backward(problem, strategy)
-    plan = gradient.backward(problem, strategy, split=True)
+    return split_backward(problem, gradient.backward(problem, strategy, split=True))
+
+
+def split_backward(problem: Problem, plan: Plan) -> Plan:
+    """`plan`, whose launches find the exponents, with its products by split operands."""
     features, padded = Extent(problem.out_features), _padded(problem.out_features)
     split_gradient = Launch(
         "fused_gemm_split_gradient",
