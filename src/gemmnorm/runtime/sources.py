@@ -45,8 +45,8 @@ def type_names(entry: str) -> tuple[str, str]:
 def entry_source(launch: Launch, problem: Problem) -> str:
     """`Config` and `Params` of a launch, and its `__global__` function: one call of the device function."""
     config, params = type_names(launch.entry)
-    # A tensor map needs an address, so its struct stays in constant memory. Any other is taken by value: the compiler then
-    # knows that no store changes a field, and neither reads fields again nor splits 16-byte stores.
+    # A tensor map needs an address, so its struct stays in constant memory. Any other is taken by value: the compiler
+    # then knows that no store changes a field, and neither reads fields again nor splits 16-byte stores.
     constant = "__grid_constant__ " if launch.maps else ""
     return (
         params_module.config_text(config, launch)
