@@ -7,7 +7,7 @@ such, without a number: a gradient that is missing, memory that is shared, an ex
 
     python benchmarks/calibrate_verify.py --honest-seeds 100 --trap-seeds 25
 
-prints the table of docs/verification.md in Markdown and exits with 1 if any file is on the wrong side.
+prints a table in Markdown (its figures: lab/README.md) and exits with 1 if any file is on the wrong side.
 """
 
 from __future__ import annotations

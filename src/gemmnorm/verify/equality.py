@@ -8,7 +8,7 @@ result's dtype::
     ‖candidate − golden‖  ≤  max( EAGER·‖eager − golden‖,  SLACK·‖spread‖ + STORE·u·‖golden‖ ) + FLIP·‖flips‖
 
 for the whole tensor, for each row, for each column and for each element, with a SLACK of its own each.
-docs/verification.md derives the constants and shows what they were calibrated on.
+docs/verification.md says where the constants come from.
 """
 
 from __future__ import annotations
