@@ -335,8 +335,8 @@ def test_a_run_that_was_cut_off_is_continued(tmp_path: object, monkeypatch: pyte
     assert [r["phase"] for r in got["rows"]] == list(cases.PHASES)
     assert len(ran) == 4 and json.loads(path.read_text())["rows"] == got["rows"]
     monkeypatch.setattr(suite.sources, "source_hash", lambda: "of other kernels")
-    anew = suite.run_suite(chosen[:1], CPU, QUICK, path=path, resume=True)
-    assert len(anew["rows"]) == 1 and "started anew" in anew["notes"][0]
+    afresh = suite.run_suite(chosen[:1], CPU, QUICK, path=path, resume=True)
+    assert len(afresh["rows"]) == 1 and "started afresh" in afresh["notes"][0]
 
 
 def test_a_cell_that_fails_leaves_a_note_and_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

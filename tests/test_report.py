@@ -113,7 +113,7 @@ def test_files_are_compared_with_the_bare_products_and_failures_are_shown() -> N
     text = report.text(FILES)
     line = next(line for line in text.splitlines() if line.split()[:1] == ["n.py"])
     assert line.split()[1:5] == ["1.600", "±0.0500", "1.60", "1.25"]
-    assert "the bare products" in text and "FAILED x.py: hung" in text
+    assert "bare GEMMs" in text and "FAILED x.py: hung" in text
 
 
 def test_a_verdict_shows_the_worst_comparisons_and_what_was_only_noted() -> None:

@@ -4,7 +4,7 @@ docs/benchmarking.md says what the figures mean.
 
 Read in this order:
 
-- `timing.py`       the clock: samples of several variants in turn, with nothing timed but the computation
+- `timing.py`       the clock: interleaved samples of several variants, with nothing timed but the computation
 - `cases.py`        what is measured: sizes, precisions, phases, and the eager chain that is the peer
 - `accuracy.py`     errors against float64, to stand beside a time
 - `cell.py`         one cell: bare GEMM, eager, torch.compile and every strategy → rows

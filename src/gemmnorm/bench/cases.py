@@ -239,7 +239,7 @@ def blas_backend(name: str | None) -> Iterator[None]:
 
 
 def autocast(cell: Cell, device: torch.device) -> AbstractContextManager[object]:
-    """Autocast as a training loop uses it: around the forward only, entered anew for each call.
+    """Autocast as a training loop uses it: around the forward only, entered for each call.
 
     Entered once around many calls it would keep the half-precision copy of the weight from the first of them.
     """

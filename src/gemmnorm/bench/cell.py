@@ -1,7 +1,7 @@
 """Measuring one cell of a suite: every strategy, eager and torch.compile side by side, as rows of a result file.
 
 A cell (case, precision, autocast, phase) is timed in one process: the bare GEMM, the eager chain, `torch.compile` of it
-and every strategy that applies, sampled in turn (`timing.interleave`). Each strategy gives one row; what it shares with
+and every strategy that applies, interleaved (`timing.interleave`). Each strategy gives one row; what it shares with
 the other rows of its cell, the peers' times, is repeated in it, so that a row can be read alone.
 
 The floor `gemm_ms` is the fastest of `F.linear` with and without bias and `torch.mm` over torch's BLAS backends: one
@@ -64,7 +64,7 @@ class CellResult:
 
 
 def floor_variants(cell: Cell, prepared: Prepared) -> list[Variant]:
-    """The bare products of a cell, every way torch has of computing them."""
+    """The bare GEMMs of a cell, every way torch has of computing them."""
     device = prepared.x.device
     dtype = cases.DTYPES[cell.precision]
     x, g = prepared.x.detach().to(dtype), prepared.g.to(dtype)
@@ -93,9 +93,9 @@ def floor_variants(cell: Cell, prepared: Prepared) -> list[Variant]:
 
 
 def work(cell: Cell) -> tuple[float, float]:
-    """FLOPs of the products, and the bytes that must move at least: each operand and result once per product pass.
+    """FLOPs of the GEMMs, and the bytes that must move at least: each operand and result once per GEMM.
 
-    Forward: x and W in, y out. With backward also: the product a kept and read again, g in, x and W once more, their
+    Forward: x and W in, y out. A backward adds: the product a written and read, g in, x and W once more, their
     gradients out.
     """
     case = cell.case

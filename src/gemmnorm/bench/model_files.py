@@ -1,8 +1,8 @@
 """`gemmnorm bench MODEL.py [NEW.py …]`: a model file, what gemmnorm makes of it, and replacements, side by side.
 
-User files run in a process of their own, all of them in the same one, because only samples taken in turn
+User files run in a process of their own, all of them in the same one, because only interleaved samples
 can be compared. Every subject gets the same weights by name and the same inputs. Per phase these are timed: the bare
-products (the shapes that the model's own forward and backward multiply, on random operands), the model, `torch.compile`
+GEMMs (of the shapes that the model's own forward and backward multiply, on random operands), the model, `torch.compile`
 of it, `gemmnorm.fuse` of it under every strategy that applies, and each replacement's `ModelNew`.
 
 A time of something that computes something else is worth nothing, so every subject's output is also compared with

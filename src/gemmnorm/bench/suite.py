@@ -64,7 +64,7 @@ def _previous(path: Path | None, fresh: Document) -> Document:
         if fresh["command"] not in commands:
             found["command"] = " && ".join([*commands, fresh["command"]])
         return found
-    return {**fresh, "notes": [f"{path.name} was of other sources or another machine and was started anew"]}
+    return {**fresh, "notes": [f"{path.name} was of other sources or another machine and was started afresh"]}
 
 
 def cell_key(cell: Cell) -> tuple[Any, ...]:

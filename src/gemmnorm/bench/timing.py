@@ -1,17 +1,17 @@
-"""The timing core: many variants of one computation, sampled in turn, with nothing timed but the computation.
+"""The timing core: interleaved samples of many variants of one computation, with nothing timed but the computation.
 
 Four things spoil a comparison of two kernels, and each has its remedy here:
 
-* *Drift.* Clocks and temperature move by several percent in a minute. All variants are therefore sampled in turn, in
-  one process, the order turned by one place each round, so that a drift meets all of them alike.
+* *Drift.* Clocks and temperature move by several percent in a minute. All variants are therefore interleaved in
+  one process, and the order rotates by one place each round, so that a drift meets all of them alike.
 * *The host.* A chain of small kernels takes longer to ask for than to run. Every CUDA sample is queued behind enough
-  GPU work (a spin of 1.5 × the variant's own host time, then the emptying of the L2) that the GPU never waits for
+  GPU work (a spin of 1.5 × the variant's own host time, then the L2 flush) that the GPU never waits for
   Python. Host time is a figure of its own (`host_microseconds`).
 * *The L2.* A repeated call finds its inputs in cache, which a training step does not. Before every sample a buffer of
   256 MB is written and read, several times any L2.
 * *One number.* The median says what is typical, the interquartile range whether to believe a difference.
 
-On the CPU the clock is the wall and there is no emptying of caches: the problems worth timing exceed them.
+On the CPU the wall clock is used and no cache is flushed: the problems worth timing exceed them.
 
 All times here are milliseconds unless a name says microseconds.
 """
@@ -132,7 +132,7 @@ class WallClock:
         """Nothing to learn about a variant beforehand."""
 
     def start(self, variant: Variant) -> Callable[[], float]:
-        """Run `variant` once; the answer gives the milliseconds it took."""
+        """Run `variant` once; the returned function gives the milliseconds it took."""
         with variant.around():
             begin = time.perf_counter()
             variant.run()
@@ -185,7 +185,7 @@ class CudaClock:
         self._host_ms[variant.name] = worst
 
     def start(self, variant: Variant) -> Callable[[], float]:
-        """Queue `variant` behind a spin and the emptying of the L2; the answer waits and gives milliseconds."""
+        """Queue `variant` behind a spin and the L2 flush; the returned function waits and gives milliseconds."""
         host_ms = self._host_ms.get(variant.name, 1.0)
         with variant.around():
             begin, end = _event(), _event()
@@ -248,9 +248,9 @@ def interleave(
 ) -> Timings:
     """Time `variants` side by side.
 
-    Each is warmed up, then they are sampled in turn. A first round says what a round costs; as many follow as fit into
-    `budget_s`, at least `min_samples` and at most `max_samples` in all, and fewer than the minimum (but one) where they
-    would take more than `limit_s`. A variant that raises at any time is dropped and named in `failed`.
+    Each is warmed up, then their samples are interleaved. A first round says what a round costs; as many follow as
+    fit into `budget_s`, at least `min_samples` and at most `max_samples` in all, and fewer than the minimum (but one)
+    where they would take more than `limit_s`. A variant that raises at any time is dropped and named in `failed`.
 
     Args:
         variants: names must differ.
@@ -369,19 +369,19 @@ def activation_bytes(forward: Callable[[], torch.Tensor], known: Sequence[torch.
     """Bytes that `forward` keeps for its backward, beside the tensors in `known` (x, parameters and buffers).
 
     `forward` must have run before, so that no workspace is allocated in it for the first time. The output itself counts
-    only where backward needs it: it is dropped, and only its graph held. On the CPU, which counts no allocations, the
-    tensors handed to autograd are added up, each storage once; an `autograd.Function` that keeps tensors by other means
-    than `save_for_backward` would escape that.
+    only where backward needs it: it is dropped, and only its graph is kept. On the CPU, which counts no allocations,
+    the tensors handed to autograd are added up, each storage once; an `autograd.Function` that keeps tensors by other
+    means than `save_for_backward` would escape that.
     """
     device = known[0].device
     if device.type == "cuda":
         gc.collect()
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
-        held = forward().grad_fn
+        graph = forward().grad_fn
         torch.cuda.synchronize(device)
         kept = torch.cuda.memory_allocated(device) - before
-        del held
+        del graph
         return max(0, kept)
     ours = {t.untyped_storage().data_ptr() for t in known}
     seen: dict[int, int] = {}

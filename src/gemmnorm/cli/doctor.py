@@ -203,7 +203,7 @@ def _comforts(facts: Facts) -> Iterable[Check]:
     if facts.cache_problem is None:
         yield Check("kernel cache", facts.cache)
     else:
-        advice = f"{facts.cache_problem}: every process compiles anew"
+        advice = f"{facts.cache_problem}: every process compiles the kernels"
         mend = "export GEMMNORM_CACHE_DIR=/a/directory/you/can/write"
         yield Check("kernel cache", facts.cache, "warning", advice, mend)
     if facts.nvcc is None:
@@ -214,7 +214,7 @@ def _comforts(facts: Facts) -> Iterable[Check]:
 
 
 def what_runs() -> list[str]:
-    """Which strategy the planner picks here for a large product, by precision."""
+    """Which strategy the planner picks here for a large GEMM, by precision."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     chip = chip_of(device)
     if chip is None:

@@ -256,7 +256,7 @@ def _bench_files(document: Document) -> Iterable[RenderableType]:
     for row in document.get("rows", []):
         phase = row["phase"]
         if phase != previous and row.get("gemm_ms") is not None:
-            table.add_row(phase, "the bare products", milliseconds(row["gemm_ms"]), "1.00", "", "", "", "")
+            table.add_row(phase, "bare GEMMs", milliseconds(row["gemm_ms"]), "1.00", "", "", "", "")
             previous, phase = phase, ""
         table.add_row(
             phase if phase != previous else "",
@@ -271,7 +271,7 @@ def _bench_files(document: Document) -> Iterable[RenderableType]:
         previous = row["phase"]
     if document.get("rows"):
         yield table
-        yield Text("R: ms / the bare products.  S: eager / ms.  ±: half the interquartile range.")
+        yield Text("R: ms / bare GEMMs.  S: eager / ms.  ±: half the interquartile range.")
     for name, why in (document.get("failed") or {}).items():
         yield Text(f"FAILED {name}: {why}", style="red")
     if document.get("detail"):

@@ -92,7 +92,7 @@ def _can_fuse(x: Tensor, linear: nn.Linear, bn: nn.BatchNorm1d, scale: Tensor | 
 
 
 def _is_watched() -> bool:
-    """Somebody wants to see the single operations."""
+    """Somebody wants to see the single operations, so they must run one by one."""
     if torch.compiler.is_compiling():
         return _is_exporting()  # what is exported holds PyTorch's own operations and runs without this package
     in_transform = _transforms() is not None or torch.autograd.forward_ad._current_level >= 0

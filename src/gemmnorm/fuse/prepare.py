@@ -19,11 +19,11 @@ M = TypeVar("M", bound=nn.Module)
 def prepare(model: M) -> M:
     """Split the weights of `model`'s fused chains now, so that evaluation in float32 need not do it at each call.
 
-    For float32 weights [O, I] on a Hopper GPU, where evaluation multiplies split operands (`explain` says "three
-    float16 products"); any other weight is left alone. Each takes as much memory again. Results are of the same
-    accuracy with and without. Changing a weight undoes it, in whatever way it is changed (`gemmnorm.prepared`), so call
-    it again after training or loading. Training and CUDA graphs split the weight at each call as before;
-    autocast has nothing to split.
+    Serves float32 weights [O, I] on a Hopper GPU, where evaluation runs an emulated float32 GEMM (`explain` says "three
+    float16 products"); other weights are left alone. A prepared weight takes its own memory a second time. The accuracy
+    is the same with and without. Changing a weight in any way undoes it (`gemmnorm.runtime.prepared`): call `prepare`
+    again after training or loading. Training and CUDA graphs split the weight at each call; autocast has nothing to
+    split.
 
     Raises:
         GemmNormTypeError: `model` is no `nn.Module`.

@@ -1,4 +1,4 @@
-"""Tracing the `forward` of one module, with every child a leaf, and refusing whatever a trace would get wrong.
+"""Recording the `forward` of one module, with every child a leaf, and refusing whatever a recording would get wrong.
 
 `torch.fx` runs `forward` once on stand-ins and records the calls. What it cannot record it silently drops or freezes:
 a `with torch.no_grad()`, the value of a plain attribute, a random draw, an assignment to `self`, `if mask is None`.
@@ -92,7 +92,7 @@ def trace(owner: nn.Module, training: bool) -> Trace:
     if isinstance(owner, torch.jit.ScriptModule):
         raise Untraceable("is TorchScript")
     if isinstance(owner, fx.GraphModule):
-        raise Untraceable("belongs to a torch.fx.GraphModule, which generates it anew by itself")
+        raise Untraceable("belongs to a torch.fx.GraphModule, which regenerates it by itself")
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("is not a plain Python function")
     parameters = _parameters(forward)
@@ -148,7 +148,7 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
 
 
 class _OwnerTracer(fx.Tracer):
-    """Every child a leaf; parameters and buffers by name; no constants of its own making."""
+    """Every child is a leaf; parameters and buffers go by name; no tensor becomes a constant."""
 
     proxy_buffer_attributes = True
 

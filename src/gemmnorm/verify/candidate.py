@@ -1,9 +1,9 @@
-"""Running a candidate against references: what is loaded how, what is compared, and what must not happen on the side.
+"""Running a candidate against references: how weights reach it, what is compared, and which side effects are faults.
 
 The candidate is built once per seed and then lives through all cases, as in training: its weights change under it
 (``load_state_dict`` and in-place updates alike), its inputs arrive in the same memory with new contents, and
 training and evaluation alternate.  So packed weights that go stale, outputs kept from an earlier call and buffers
-that are handed out twice show as wrong numbers; and they are looked for by name as well.
+that are returned twice show as wrong numbers; `_side_effects` also looks for them directly.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Three things are more than one relative rounding:
   large as the result may be stored on the way (a product, a centred tensor) and is rounded like a result; what
   is one number per feature stays at the accumulator's precision.
 - 16-bit storage.  At |mean| ≫ std a column may land on one value of the grid, and its variance is then 0; or it may
-  straddle two, and its variance is then that of the grid.  Two kinds of runs take turns.  One makes the rounding
+  straddle two, and its variance is then that of the grid.  Two kinds of runs alternate.  One makes the rounding
   for real, on a grid whose phase is random per feature (v ↦ round(v·c)/c, c in [1, 2)).  The other multiplies by
   1 + u·ξ with ξ a hash of the value: as good as independent where values differ by more than 2⁻¹⁶, equal for
   equal values, so that constant columns stay constant.
