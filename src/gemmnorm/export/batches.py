@@ -124,9 +124,9 @@ def _narrow(found: Plan) -> tuple[str, str] | None:
         tiles = launch.grid
         if launch.function == "small_panel":
             return "_one_tile", f"batch <= {small.TILE_ROWS}"
-        if ("kFinish", "gemmnorm::Finish::kOneBlock") in launch.config:  # a block has all rows of its features
+        if ("Epilogue<>", "gemmnorm::SingleTileEpilogue") in launch.config:  # a block has all rows of its features
             return "_one_tile", f"batch <= {tiles.rows}"
-        if ("kFinish", "gemmnorm::Finish::kWholePanels") in launch.config:  # blocks wait for each other, wave by wave
+        if ("Epilogue<>", "gemmnorm::SingleWaveEpilogue") in launch.config:  # blocks wait for each other, wave by wave
             count, weight = replace(tiles, limit=0).cpp(), launch.maps[1]
             if tiles.times * weight.rows >= found.problem.out_features:
                 few = "" if choose_tile(found.problem).waits else f"batch <= {MOST_ROWS_IN_REGISTERS} && "

@@ -22,13 +22,13 @@ LARGE_X = 1e8  # bytes from where reading x again costs more than stored tiles t
 MOST_SPLIT_FEATURES = 1 << 24  # times 127 rows of a tile is below 2^31
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows where the kernel converts; shared memory where it splits them
-# Schedule → the kernel's way to finish a tile.
-FINISH = {
-    "evaluate": "kEvaluate",  # the running statistics are known
-    "statistics": "kStatistics",  # two more launches merge them and normalise
-    "single-tile": "kOneBlock",  # a block has all rows of its features
-    "single-wave": "kWholePanels",  # all tiles of a panel run at once, and wait for each other on the chip
-    "persistent": "kPersistent",  # tiles are stored, and normalised out of the L2 when their panel is complete
+# Schedule → the kernel's epilogue, in a file of its own (kernels/gemm/epilogue_<schedule>.cuh).
+EPILOGUES = {
+    "evaluate": "EvaluateEpilogue",  # the running statistics are known
+    "statistics": "StatisticsEpilogue",  # two more launches merge them and normalise
+    "single-tile": "SingleTileEpilogue",  # a block has all rows of its features
+    "single-wave": "SingleWaveEpilogue",  # all tiles of a panel run at once, and wait for each other on the chip
+    "persistent": "PersistentEpilogue",  # tiles are stored, and normalised out of the L2 when their panel is complete
 }
 # Fields of the operands that the kernel converts, and of what only split operands have.
 _CONVERTED = ("source_x", "source_weight", "converted_x", "converted_weight")
@@ -63,12 +63,13 @@ class Tile:
 
     @property
     def shared(self) -> int:
-        """sizeof(GemmShared): the kernel asserts at compile time that it is."""
+        """At least sizeof(GemmShared): the kernel asserts it when it is compiled."""
         size = self.stages * self.planes * (self.rows + self.columns) * ROW_BYTES
         size += 2 * (max(self.rows, 128) * self.columns if self.staged else 1024)
-        size += 2 * (2 if self.columns == WIDE else 4) * self.width * 4
-        size += (2 * 2 + 4) * self.columns * 4
-        size += 2 * 64 * 4 + 2 * self.stages * 8 + 9 * 8
+        size += 32 if self.columns == WIDE else 2 * 4 * self.columns * 4  # sums over warps
+        size += (2 * 2 + 4) * self.columns * 4  # coefficients and statistics
+        size += (2 * 2 * self.width + 2 * 64) * 4 if self.planes == 2 else 0  # powers of two
+        size += 2 * self.stages * 8 + 5 * 8 + 64  # barriers
         return -(-size // 1024) * 1024
 
     def counts(self, problem: Problem) -> tuple[int, int]:
@@ -89,7 +90,7 @@ def refusal(problem: Problem, strategy: str) -> str | None:
         return "float32 by split operands is built into one_kernel only"
     size = DTYPE_BYTES[problem.dtype]
     if problem.in_features * size % 16 or problem.out_features * size % 16:
-        return "a row of x or of the product is no multiple of 16 bytes, which the copy engine asks for"
+        return "a row of x or of the product is no multiple of 16 bytes, which TMA asks for"
     if not problem.training and problem.save:
         return "in evaluation the product is not kept, and gradients are wanted"
     return None
@@ -100,7 +101,7 @@ class Gemm:
     """Every choice of a `fused_gemm` that the problem leaves open.
 
     Attributes:
-        tile: of a block. schedule: a key of `FINISH`.
+        tile: of a block. schedule: a key of `EPILOGUES`.
         group_panels: panels (columns of tiles) that are worked on together, so that the L2 holds what they share.
         panels: that the grid has blocks for; all of them, or in a single wave as many as run at once.
         cluster: blocks; the tiles of a panel where those are a cluster.
@@ -142,11 +143,15 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
     own = _SPLIT if problem.prepared else tuple(field for field in _SPLIT if field != "weight_checksums")
     own = own if problem.split else ()
     absent = tuple(field for field in (*_CONVERTED, *_SPLIT) if field not in (*dict(made), *own))
+    conversion = ("SplitConversion" if problem.split else "CastConversion") if ahead else "NoConversion"
+    parts = [f"gemm/epilogue_{schedule.replace('-', '_')}.cuh"]
+    parts += [f"gemm/conversion_{'split' if problem.split else 'cast'}.cuh"] if ahead else []
+    parts += ["gemm/mainloop_split.cuh"] if problem.split else []
     return Launch(
         {"evaluate": "fused_gemm_scale_bn_evaluate", "statistics": "fused_gemm_statistics"}.get(
             schedule, "fused_gemm_scale_bn"
         ),
-        "gemm/fused_gemm.cuh",
+        "gemm/kernel.cuh",
         "fused_gemm",
         (
             *type_members(problem),
@@ -155,7 +160,8 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
             ("kTileColumns", tile.columns),
             ("kStages", tile.stages),
             ("kSharedBytes", shared),
-            ("kFinish", f"gemmnorm::Finish::{FINISH[schedule]}"),
+            ("Epilogue<>", f"gemmnorm::{EPILOGUES[schedule]}"),
+            ("Conversion<>", f"gemmnorm::{conversion}"),
             ("Activation", "Activation"),
         ),
         ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
@@ -185,6 +191,7 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
         ),
         roles=made,
         absent=absent,
+        parts=tuple(parts),
     )  # fmt: skip
 
 

@@ -65,9 +65,7 @@ def struct_text(name: str, launch: Launch, problem: Problem) -> str:
     """C++ of `struct <name>`: the fields with their shapes, what is absent as null constants, and the assertions."""
     found, types = layout(launch, problem), c_types(problem)
     lines = [f"  {f.c_type} {f.name};" + (f"  // {f.note}" if f.note else "") for f in found.fields]
-    for field in launch.absent:
-        c_type = ROLES[launch.role(field)][0].format(**types)
-        lines.append(f"  static constexpr {_constant(c_type)} {field} = nullptr;")
+    lines += _absent(launch, types)
     checks = [f"__builtin_offsetof({name}, {f.name}) == {f.offset}" for f in found.fields]
     checks.append(f"sizeof({name}) == {found.size}")
     asserted = " &&\n              ".join(checks)
@@ -78,16 +76,33 @@ def struct_text(name: str, launch: Launch, problem: Problem) -> str:
     )
 
 
-def _constant(c_type: str) -> str:
-    """The type of a null pointer that is a constant."""
-    return c_type if c_type.endswith("*") else "const void*"
+def view_text(name: str, params: str, launch: Launch, problem: Problem) -> str:
+    """C++ of `struct <name>`: the fields of `params` by value, and references to its tensor maps.
+
+    A kernel whose `Params` hold tensor maps takes them in constant memory, because a map needs an address. Through that
+    address the compiler would read every field again after each store.
+    """
+    fields = layout(launch, problem).fields
+    types = {f.name: f"const {MAP}&" if f.c_type == MAP else f.c_type for f in fields}
+    lines = [f"  {types[f.name]} {f.name};" for f in fields] + _absent(launch, c_types(problem))
+    copies = ", ".join(f"{f.name}(p.{f.name})" for f in fields)
+    lines.append(f"  __device__ __forceinline__ explicit {name}(const {params}& p) : {copies} {{}}")
+    return f"struct {name} {{\n" + "\n".join(lines) + "\n};\n"
+
+
+def _absent(launch: Launch, types: dict[str, str]) -> list[str]:
+    """The fields that are null when the kernel is compiled."""
+    kinds = ((field, ROLES[launch.role(field)][0].format(**types)) for field in launch.absent)
+    return [f"  static constexpr {kind} {field} = nullptr;" for field, kind in kinds]
 
 
 def config_text(name: str, launch: Launch) -> str:
     """C++ of `struct <name>`: the compile-time choices of a launch, types and constants by name."""
     lines = []
     for member, value in launch.config:
-        if member[0] == "k" and member[1].isupper():
+        if member.endswith("<>"):
+            lines.append(f"  template <class... A>\n  using {member[:-2]} = {value}<A...>;")
+        elif member[0] == "k" and member[1].isupper():
             kind = "int" if isinstance(value, int) else "bool" if value in ("true", "false") else "auto"
             lines.append(f"  static constexpr {kind} {member} = {value};")
         elif member != value:

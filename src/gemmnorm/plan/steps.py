@@ -84,6 +84,7 @@ class Launch:
         config: members of `Config`, compile-time choices by name: constants (`kStages`) and types (`Activation`).
         params: fields of `Params`, by name; each is bound to the role of that name, unless `roles` says another.
         roles: (field, role) for those fields whose role has another name.
+        parts: further files, with the types that `config` names.
         absent: fields that are null when the kernel is compiled, so that it has neither memory nor code for them.
         grid: number of blocks. block: threads of each. resident: blocks that must fit on one multiprocessor.
         shared: bytes of dynamic shared memory.
@@ -109,6 +110,7 @@ class Launch:
     only_for: str = ""
     roles: tuple[tuple[str, str], ...] = ()
     absent: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
     def member(self, name: str) -> str | int:
         """The member `name` of `Config`."""

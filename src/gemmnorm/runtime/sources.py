@@ -45,21 +45,21 @@ def type_names(entry: str) -> tuple[str, str]:
 def entry_source(launch: Launch, problem: Problem) -> str:
     """`Config` and `Params` of a launch, and its `__global__` function: one call of the device function."""
     config, params = type_names(launch.entry)
-    # A tensor map needs an address, so its struct stays in constant memory. Any other is taken by value: the compiler
-    # then knows that no store changes a field, and neither reads fields again nor splits 16-byte stores.
-    constant = "__grid_constant__ " if launch.maps else ""
-    return (
-        params_module.config_text(config, launch)
-        + params_module.struct_text(params, launch, problem)
-        + f'extern "C" __global__ void __launch_bounds__({launch.block}, {launch.resident}) {launch.entry}(\n'
-        f"    const {constant}{params} p) {{\n  gemmnorm::{launch.function}<{config}>(p);\n}}\n"
-    )
+    view = params.removesuffix("Params") + "View"
+    text = params_module.config_text(config, launch) + params_module.struct_text(params, launch, problem)
+    head = f'extern "C" __global__ void __launch_bounds__({launch.block}, {launch.resident}) {launch.entry}(\n'
+    call = f"gemmnorm::{launch.function}<{config}>"
+    if not launch.maps:
+        # By value: the compiler knows that no store changes a field, and neither reads it again nor splits stores.
+        return f"{text}{head}    const {params} p) {{\n  {call}(p);\n}}\n"
+    text += params_module.view_text(view, params, launch, problem)
+    return f"{text}{head}    const __grid_constant__ {params} p) {{\n  {call}({view}(p));\n}}\n"
 
 
 def translation_unit(launch: Launch, problem: Problem, *more: tuple[Launch, Problem]) -> str:
     """All that NVRTC needs to compile one launch, or several of one source file and activation by other names."""
     return (
-        device_source([launch.source])
+        device_source([launch.source, *launch.parts])
         + "\n"
         + activations.cuda_struct(problem.activation)
         + "\n"

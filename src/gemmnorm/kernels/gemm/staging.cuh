@@ -1,12 +1,13 @@
-// A tile on its way out of the accumulators: pairs of neighbouring columns, of rows that are eight apart.
+// The epilogue's staging buffers: a consumer's accumulator tile on its way through shared memory to global memory.
 #pragma once
-#include "gemm/panel_units.cuh"
+#include "gemm/tile_scheduler.cuh"
+#include "ptx/hopper.cuh"
 
 namespace gemmnorm {
 
 // Two neighbouring values less the mean, as T holds them: statistics and results agree with what is stored, so that the
 // rounding of a value that stands out is normalised away as PyTorch's is. Without opaque ptxas finds that these
-// writes reach the next wgmma and puts all of them in series (C7520).
+// writes reach the next wgmma, and serialises all of them (C7520).
 template <class T>
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
   const u32 both = pack(a - mean.x, b - mean.y, T{});
@@ -25,8 +26,7 @@ __device__ __forceinline__ void load_pairs(const float* columns, float2 (&out)[N
   for (int q = 0; q < N; ++q) out[q] = *reinterpret_cast<const float2*>(columns + q * 8 + (threadIdx.x % 4) * 2);
 }
 
-// A thread's two neighbouring results (the i-th such pair) of row own_row, and of own_row + 8, to where TMA
-// will fetch them as T.
+// A thread's two neighbouring results (the i-th such pair) of row own_row, and of own_row + 8, to where TMA reads them as T.
 template <class T>
 __device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row, int i, float2 low, float2 high) {
   if constexpr (sizeof(T) == 2) {
@@ -39,17 +39,17 @@ __device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row,
 
 constexpr int kPartBytes = 64 * kRowBytes;  // of a box that TMA stores
 
-// Asks TMA, as one thread, to store what a consumer has staged in one trip.
+// Asks TMA, as one thread, to store what a consumer has staged in one store pass.
 template <class Shape, class V>
 __device__ __forceinline__ void store_staged(const TensorMap& map, const unsigned char* staging, Tile tile, int consumer,
-                                             int trip, int batch, u64 policy = kEvictNormal) {
-  constexpr int kParts = Shape::kParts / Shape::template kTrips<V>, kColumns = kRowBytes / sizeof(V);  // kColumns: of a box
+                                             int store_pass, int batch, u64 policy = kEvictNormal) {
+  constexpr int kParts = Shape::kParts / Shape::template kStorePasses<V>, kBoxColumns = kRowBytes / sizeof(V);
   for (int i = 0; i < kParts; ++i) {
-    const int part = trip * kParts + i, row = Shape::row(tile, consumer, part);
+    const int part = store_pass * kParts + i, row = Shape::row(tile, consumer, part);
     if (row >= batch) continue;
-    for (int c = 0; c < 64; c += kColumns)
-      tma_store(map, staging + (c / kColumns * kParts + i) * kPartBytes, Shape::column(tile, consumer, part) + c, row,
-                     policy);
+    for (int c = 0; c < 64; c += kBoxColumns)
+      tma_store(map, staging + (c / kBoxColumns * kParts + i) * kPartBytes, Shape::column(tile, consumer, part) + c, row,
+                policy);
   }
   tma_store_commit();
 }

@@ -1,50 +1,63 @@
-// Splitting rows of x and the weight inside the fused GEMM, after those that split_rows has split. Of a weight that was split
-// long before (`prepare`) every row is read, and compared with what was split.
+// Operand conversion beside the main loop for float32: rows are split into two float16 (common arithmetic in
+// memory_bound/split.cuh). A warp brings rows into shared memory by bulk copies, kPieces ahead. Of a weight that was split
+// long before (`prepare`) every row is read all the same, and compared with what was split.
 #pragma once
-#include "gemm/ahead.cuh"
+#include "gemm/conversion.cuh"
+#include "gemm/features.cuh"
 #include "memory_bound/split.cuh"
 
 namespace gemmnorm {
 
-constexpr int kPieceColumns = 1024;  // of a row, that TMA brings at a time
+constexpr int kPieceColumns = 1024;  // of a row, in one bulk copy
 constexpr int kPieces = 3;           // in flight, for each warp
 
 struct PieceRing {
   alignas(128) float pieces[kPieces][kPieceColumns];
   u64 arrived[kPieces];
 };
-template <bool AHEAD>
-struct PieceRings {};
-template <>
-struct PieceRings<true> {
-  PieceRing rings[kWorkers];
-};
 
-// The operands, and what is known of them.
-struct SplitAhead : RowsAhead {
-  using Element = half;
-  static constexpr int kStepsOfChunk = 1 << 30;  // a row has one exponent: all of it is one chunk
-  const float *x, *weight;           // [batch, in_features], [features, in_features]
-  half *split_x, *split_weight;      // as split_rows leaves them
-  int *x_exponents, *weight_exponents;
-  float *weight_largest, *weight_total;
-  u32* most;
-  const u64* weight_checksums;       // null, or the weight is split already: what its rows were then
+template <class G, class Params>
+struct SplitConversion : ConvertedRows<G, Params> {
+  using Base = ConvertedRows<G, Params>;
+  using Base::p, Base::scheduler, Base::x_rows, Base::weight_rows;
+  struct Shared {
+    PieceRing rings[kConversionWarps];
+
+    __device__ __forceinline__ void init() {
+      for (int i = 0; i < kConversionWarps * kPieces; ++i) mbarrier_init(&rings[i / kPieces].arrived[i % kPieces], 1);
+    }
+  };
+  static constexpr bool kConverts = true;
+  static constexpr int kProducerRegs = G::kEvaluates ? 72 : 56, kStepsOfChunk = 1 << 30;
+
+  // A row has one exponent: all of it is one chunk.
+  __device__ __forceinline__ SplitConversion(const Params& p, const TileScheduler& scheduler, u32* ready)
+      : Base(p, scheduler, ready, 1, 1, 1) {}
+
+  __device__ __forceinline__ void wait_for(Tile tile, int k) const {
+    if (k == 0) this->wait_for_chunk(tile, 0);
+  }
+  __device__ __forceinline__ void convert(Shared& shared, int worker) const {
+    split(shared.rings[worker], worker);
+    if constexpr (G::kEvaluates) list_fallbacks(worker);
+  }
+
   // A lane's words of a piece, four elements each; how many of them it has in flight.
   static constexpr int kWords = kPieceColumns / 128, kAtOnce = 4;
 
   // The first row of the weight that is left, to be split or to be compared.
-  __device__ __forceinline__ int first_of_weight() const { return weight_checksums ? 0 : weight_rows; }
+  __device__ __forceinline__ int first_of_weight() const { return p.weight_checksums ? 0 : weight_rows; }
   // The n-th of the rows that are left: x's, then the weight's.
   __device__ __forceinline__ const float* row_left(int n) const {
-    const int left_of_x = batch - x_rows;
-    return n < left_of_x ? x + static_cast<i64>(x_rows + n) * in_features
-                         : weight + static_cast<i64>(first_of_weight() + n - left_of_x) * in_features;
+    const int left_of_x = p.batch - x_rows;
+    return n < left_of_x ? p.source_x + static_cast<i64>(x_rows + n) * p.in_features
+                         : p.source_weight + static_cast<i64>(first_of_weight() + n - left_of_x) * p.in_features;
   }
 
-  // A row of an operand, split.
-  __device__ __forceinline__ half* row_of(bool of_x, int row) const {
-    return (of_x ? split_x : split_weight) + static_cast<i64>(row) * ((in_features + kSplitColumns - 1) / kSplitColumns) * 2 * kSplitColumns;
+  // Where a row of an operand goes, split.
+  __device__ __forceinline__ half* target_row(bool of_x, int row) const {
+    const i64 columns = (p.in_features + kSplitColumns - 1) / kSplitColumns * 2 * kSplitColumns;
+    return (of_x ? p.converted_x : p.converted_weight) + row * columns;
   }
 
   // Where the next piece to ask for lies: which of the rows that are left, that row, and the piece's first column.
@@ -53,21 +66,21 @@ struct SplitAhead : RowsAhead {
     const float* source;
     int first;
   };
-  // Asks TMA for a piece, as one thread, and goes on to the next.
+  // Asks for a piece, as one thread, and moves on to the next.
   __device__ __forceinline__ void request(PieceRing& ring, int slot, Cursor& c, int left, int stride) const {
     if (c.row >= left) return;
-    const u32 bytes = min(kPieceColumns, in_features - c.first) * 4;
+    const u32 bytes = min(kPieceColumns, p.in_features - c.first) * 4;
     mbarrier_expect_tx(&ring.arrived[slot], bytes);
     bulk_load(ring.pieces[slot], c.source + c.first, bytes, &ring.arrived[slot]);
     c.first += kPieceColumns;
-    if (c.first < in_features) return;
+    if (c.first < p.in_features) return;
     c.first = 0;
     c.row += stride;
     c.source = row_left(c.row);
   }
 
   template <int WORDS>
-  __device__ __forceinline__ static u32 largest_of(const Vec<float, 4> (&v)[WORDS]) {
+  __device__ __forceinline__ static u32 amax_of(const Vec<float, 4> (&v)[WORDS]) {
     u32 bits = 0;
 #pragma unroll
     for (int i = 0; i < WORDS; ++i)
@@ -94,42 +107,41 @@ struct SplitAhead : RowsAhead {
     }
   }
 
-  // The warp's share of the rows that are left: every so many-th. TMA runs kPieces ahead, into the next row.
-  template <int TM, int TN>
-  __device__ __forceinline__ void split(PieceRing& ring, const Raster& raster, int worker) const {
-    const int stride = kWorkers * gridDim.x, first_row = static_cast<int>(kWorkers * blockIdx.x) + worker;
-    const int left_of_x = batch - x_rows, left = left_of_x + features - first_of_weight();
+  // The warp's share of the rows that are left: every so many-th. The copies run kPieces ahead, into the next row.
+  __device__ __forceinline__ void split(PieceRing& ring, int worker) const {
+    const int stride = kConversionWarps * gridDim.x, first_row = static_cast<int>(kConversionWarps * blockIdx.x) + worker;
+    const int left_of_x = p.batch - x_rows, left = left_of_x + p.features - first_of_weight();
     Pieces pieces = {*this, ring, {first_row, row_left(first_row), 0}, left, stride};
     pieces.begin();
 #pragma unroll 1
     for (int n = first_row; n < left; n += stride) {
       const bool of_x = n < left_of_x;
       const int row = of_x ? x_rows + n : first_of_weight() + n - left_of_x;
-      if (!of_x && weight_checksums) {
+      if (!of_x && p.weight_checksums) {
         compare_row(pieces, row);
         continue;
       }
       split_row(pieces, n, row, of_x);
-      done<TM, TN>(raster, of_x, row, 0, 1);
+      this->signal_chunk(of_x, row, 0, 1);
     }
   }
 
-  // In evaluation: puts the features that the running deviation says are lost on the list, as a warp: of the rows of the weight
-  // those that it has split or compared, and its share of those that were split before.
-  template <int TM, class Features>
-  __device__ __forceinline__ void find_features(const Features& f, const Raster& raster, int worker) const {
-    const int lane = threadIdx.x % 32, stride = kWorkers * gridDim.x, warp = kWorkers * blockIdx.x + worker;
-    for (int band = lane; band < kBands && band * band_rows<TM>(raster) < batch; band += 32) wait_for_band<TM>(raster, band, 0);
-    __syncwarp();  // `most` is known, and what lane 0 has written of the warp's rows
-    for (int j = warp * 32 + lane; j < first_of_weight(); j += stride * 32) f.guard.raises(j, f.running_deviation(j));
-    const int before = first_of_weight() - (batch - x_rows);  // from where the warp's rows are counted to features
-    for (int j = before + warp + lane * stride; j < features; j += stride * 32)
-      if (j >= first_of_weight()) f.guard.raises(j, f.running_deviation(j));
+  // Evaluation: puts the features for which split operands are not enough, by the running deviation, on the fallback list: of
+  // the rows of the weight that the warp has split or compared, and its share of those that were split before.
+  __device__ __forceinline__ void list_fallbacks(int worker) const {
+    const Features<Params> f(p, kGroupRows);
+    const int lane = threadIdx.x % 32, stride = kConversionWarps * gridDim.x, warp = kConversionWarps * blockIdx.x + worker;
+    for (int band = lane; band < kBands && band * this->band_rows() < p.batch; band += 32) this->wait_for_band(band, 0);
+    __syncwarp();  // the maxima of x are known, and what lane 0 has written of the warp's rows
+    for (int j = warp * 32 + lane; j < first_of_weight(); j += stride * 32) f.falls_back(j, f.running_deviation(j));
+    const int before = first_of_weight() - (p.batch - x_rows);  // from where the warp's rows are counted to features
+    for (int j = before + warp + lane * stride; j < p.features; j += stride * 32)
+      if (j >= first_of_weight()) f.falls_back(j, f.running_deviation(j));
   }
 
   // The pieces of the warp's rows, one after the other.
   struct Pieces {
-    const SplitAhead& ahead;
+    const SplitConversion& conversion;
     PieceRing& ring;
     Cursor cursor;
     int left, stride;
@@ -138,7 +150,7 @@ struct SplitAhead : RowsAhead {
 
     __device__ __forceinline__ void begin() {
       if (threadIdx.x % 32 == 0)
-        for (int s = 0; s < kPieces; ++s) ahead.request(ring, s, cursor, left, stride);
+        for (int s = 0; s < kPieces; ++s) conversion.request(ring, s, cursor, left, stride);
     }
     __device__ __forceinline__ const float* wait() const {
       mbarrier_wait(&ring.arrived[slot], parity);
@@ -146,7 +158,7 @@ struct SplitAhead : RowsAhead {
     }
     __device__ __forceinline__ void release() {
       __syncwarp();  // everybody has read the piece
-      if (threadIdx.x % 32 == 0) ahead.request(ring, slot, cursor, left, stride);
+      if (threadIdx.x % 32 == 0) conversion.request(ring, slot, cursor, left, stride);
       if (++slot == kPieces) {
         slot = 0;
         parity ^= 1;
@@ -154,17 +166,17 @@ struct SplitAhead : RowsAhead {
     }
   };
 
-  // A row that has changed is computed again, from the weight itself: nothing is small beside infinity.
+  // A row that has changed since it was split goes to the fallback, by the weight itself: nothing is small beside infinity.
   __device__ __forceinline__ void compare_row(Pieces& pieces, int row) const {
     const int lane = threadIdx.x % 32;
     u64 code = 0;
 #pragma unroll 1
-    for (int first = 0; first < in_features; first += kPieceColumns) {
+    for (int first = 0; first < p.in_features; first += kPieceColumns) {
       const float* piece = pieces.wait();
 #pragma unroll 1
       for (int begin = 0; begin < kWords; begin += kWords / 2) {
         Vec<float, 4> v[kWords / 2];
-        read_words(piece, in_features - first, begin, v);
+        read_words(piece, p.in_features - first, begin, v);
 #pragma unroll
         for (int i = 0; i < kWords / 2; ++i) code += checksum(first + ((begin + i) * 32 + lane) * 4, v[i]);
       }
@@ -172,13 +184,13 @@ struct SplitAhead : RowsAhead {
     }
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) code += __shfl_xor_sync(~0u, code, bit);
-    if (lane == 0 && code != weight_checksums[row]) weight_largest[row] = __uint_as_float(0x7F800000u);
+    if (lane == 0 && code != p.weight_checksums[row]) p.weight_largest[row] = __uint_as_float(0x7F800000u);
   }
 
   // What is known of a row once all of it has been read.
   struct Sizes {
-    u32 largest;  // bits
-    float total;
+    u32 amax;  // bits
+    float abs_sum;
   };
   // The lane's words of a piece of which `left` columns belong to the row, and `padded` are written; WHOLE: all of them.
   template <bool WHOLE>
@@ -189,10 +201,10 @@ struct SplitAhead : RowsAhead {
     for (int begin = 0; begin < kWords; begin += kTogether) {
       Vec<float, 4> v[kTogether];
       read_words(piece, WHOLE ? kPieceColumns : left, begin, v);
-      sizes.largest = max(sizes.largest, largest_of(v));
+      sizes.amax = max(sizes.amax, amax_of(v));
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        sizes.total += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
+        sizes.abs_sum += (fabsf(v[i].at[0]) + fabsf(v[i].at[1])) + (fabsf(v[i].at[2]) + fabsf(v[i].at[3]));
         const float scaled[4] = {v[i].at[0] * scale, v[i].at[1] * scale, v[i].at[2] * scale, v[i].at[3] * scale};
         if (WHOLE || (begin + i) * 128 + threadIdx.x % 32 * 4 < padded) store_split(target + (begin + i) * 256, 0, scaled);
       }
@@ -203,55 +215,55 @@ struct SplitAhead : RowsAhead {
   // zeros and is small, or whose exponent takes two factors, is split once more.
   __device__ __forceinline__ void split_row(Pieces& pieces, int n, int row, bool of_x) const {
     constexpr int kLeastOfOneFactor = -127;
-    const int lane = threadIdx.x % 32, padded = (in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
-    half* at = row_of(of_x, row) + lane / 16 * 2 * kSplitColumns + lane % 16 * 4;
+    const int lane = threadIdx.x % 32, padded = (p.in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+    half* at = target_row(of_x, row) + lane / 16 * 2 * kSplitColumns + lane % 16 * 4;
     Sizes sizes = {};
     int exponent = 0;
     float scale = 0.0f;
 #pragma unroll 1
-    for (int first = 0; first < in_features; first += kPieceColumns) {
+    for (int first = 0; first < p.in_features; first += kPieceColumns) {
       const float* piece = pieces.wait();
       if (first == 0) {
         u32 begun = 0;
 #pragma unroll 1
         for (int begin = 0; begin < kWords; begin += kAtOnce) {
           Vec<float, 4> v[kAtOnce];
-          read_words(piece, in_features, begin, v);
-          begun = max(begun, largest_of(v));
+          read_words(piece, p.in_features, begin, v);
+          begun = max(begun, amax_of(v));
         }
         exponent = max(row_exponent(warp_max(begun)), kLeastOfOneFactor);
         scale = __uint_as_float(static_cast<u32>(127 - exponent) << 23);
       }
-      const int left = in_features - first;
+      const int left = p.in_features - first;
       if (left >= kPieceColumns) split_piece<true>(piece, at, left, left, scale, sizes);
       else split_piece<false>(piece, at, left, padded - first, scale, sizes);
       at += 2 * kPieceColumns;
       pieces.release();
     }
-    sizes.largest = warp_max(sizes.largest);
+    sizes.amax = warp_max(sizes.amax);
 #pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) sizes.total += __shfl_xor_sync(~0u, sizes.total, bit);
-    const int wanted = row_exponent(sizes.largest);
-    if (wanted < exponent || !(__uint_as_float(sizes.largest) * scale <= 65504.0f)) {
+    for (int bit = 1; bit < 32; bit *= 2) sizes.abs_sum += __shfl_xor_sync(~0u, sizes.abs_sum, bit);
+    const int wanted = row_exponent(sizes.amax);
+    if (wanted < exponent || !(__uint_as_float(sizes.amax) * scale <= 65504.0f)) {
       exponent = wanted;
       const PowerOfTwo factors = power_of_two(-exponent);
       const float* source = row_left(opaque(n));
-      half* target = row_of(of_x, opaque(row));
+      half* target = target_row(of_x, opaque(row));
 #pragma unroll 1
       for (int c = lane * 4; c < padded; c += 128) {
-        const Vec<float, 4> v = c < in_features ? load<float, 4>(source + c) : Vec<float, 4>{};
+        const Vec<float, 4> v = c < p.in_features ? load<float, 4>(source + c) : Vec<float, 4>{};
         const float scaled[4] = {times(v.at[0], factors), times(v.at[1], factors), times(v.at[2], factors), times(v.at[3], factors)};
         store_split(target, c, scaled);
       }
     }
     if (lane == 0) {
-      (of_x ? x_exponents : weight_exponents)[row] = exponent;
+      (of_x ? p.x_exponents : p.weight_exponents)[row] = exponent;
       if (!of_x) {
-        weight_largest[row] = __uint_as_float(sizes.largest);
-        weight_total[row] = sizes.total;
+        p.weight_largest[row] = __uint_as_float(sizes.amax);
+        p.weight_total[row] = sizes.abs_sum;
       } else {
-        atomicMax(&most[0], sizes.largest);
-        atomicMax(&most[1], __float_as_uint(sizes.total) & 0x7FFFFFFFu);
+        atomicMax(&p.most[0], sizes.amax);
+        atomicMax(&p.most[1], __float_as_uint(sizes.abs_sum) & 0x7FFFFFFFu);
       }
     }
   }

@@ -1,23 +1,28 @@
-// What a consumer holds of a wide tile: 64 features and all TM rows, multiplied as W·xᵀ. A thread has two features, eight
+// A consumer's accumulator tile with A and B swapped (W · xᵀ): 64 features and all TM rows. A thread has two features, eight
 // apart, and a quarter of the rows, so that what belongs to a feature is in its registers, and a sum over rows takes two
-// shuffles. (Of a tile by rows a thread has two rows, and every number of a feature comes from shared memory.)
+// shuffles.
 #pragma once
+#include "gemm/features.cuh"
 #include "gemm/staging.cuh"
 
 namespace gemmnorm {
 
 // acc[4i] and acc[4i + 1] are the first feature's, of rows 8i + 2·(lane % 4) and the next; then come the second's.
-template <class T, class Y, int TM, int TN>
-struct TileByFeatures {
-  static constexpr int kMeeting = 128;  // threads that finish features together
-  static constexpr int kOctets = 8;     // of rows, whose sums are taken together
-  using Shape = TileShape<TM, TN>;
-  using Accumulators = float[TM / 2];
+template <class G>
+struct AccumulatorSwapAB {
+  using T = typename G::T;
+  using Y = typename G::Y;
+  using Shape = typename G::Shape;
+  using Accumulators = typename G::Accumulators;
+  static constexpr int TM = G::TM, TN = G::TN;
+  static constexpr int kOctets = 8;          // of rows, whose sums are taken together
+  static constexpr int kFinishBarrier = 1;   // + consumer: the named barrier of the threads that finish features together
+  static constexpr int kFinishThreads = 128;
 
   int consumer, lane, feature;  // the first of the two, in the tile
   float mean[2], slope[2], shift[2];
 
-  __device__ __forceinline__ explicit TileByFeatures(int consumer_)
+  __device__ __forceinline__ explicit AccumulatorSwapAB(int consumer_)
       : consumer(consumer_), lane(threadIdx.x % 32), feature(consumer_ * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
 
   // Where the lane begins to stage: the 16 bytes of one of 16 rows that it names for its warp, or a float of its own. Warps 0
@@ -30,7 +35,7 @@ struct TileByFeatures {
       return row * kRowBytes + (chunk ^ row % 8) * 16;
     } else {
       const int row = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
-      const int box = warp / 2 * (Shape::kParts / Shape::template kTrips<V>)*kPartBytes;
+      const int box = warp / 2 * (Shape::kParts / Shape::template kStorePasses<V>)*kPartBytes;
       return opaque(box + row * kRowBytes + (chunk ^ row) * 16 + lane / 4 % 4 * 4);
     }
   }
@@ -41,26 +46,26 @@ struct TileByFeatures {
     return v + __shfl_xor_sync(~0u, v, 2);
   }
 
-  // The tile's number for each feature to `own`, where the block needs it, and to [groups, features]: to the row of the first
-  // kGroupRows rows, and zero or, of a mean, the number again to those of the others.
-  template <bool MEAN, class L, class R>
-  __device__ __forceinline__ void store_of_tile(const Features<L, R>& f, Tile tile, const float (&v)[2], float* to,
+  // A partial statistic of each feature to `own`, where the block needs it, and to [groups, features]: to the row of the
+  // tile's first kGroupRows rows; to those of the others zero or, of a mean, the same number.
+  template <bool MEAN, class Params>
+  __device__ __forceinline__ void store_partial(const Features<Params>& f, Tile tile, const float (&v)[2], float* to,
                                                 float* own) const {
     const int part = lane % 4, row = tile.m * TM + part * kGroupRows;
     if (part * kGroupRows >= TM) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int column = feature + 8 * c, j = tile.n * TN + column;
-      if (j < f.features && row < f.batch)
-        to[static_cast<i64>(row / kGroupRows) * f.features + j] = MEAN || part == 0 ? v[c] : 0.0f;
+      if (j < f.p.features && row < f.p.batch)
+        to[static_cast<i64>(row / kGroupRows) * f.p.features + j] = MEAN || part == 0 ? v[c] : 0.0f;
       if (own && part == 0) own[column] = v[c];
     }
   }
 
-  // The means of the tile's rows. Rows beyond the batch are zero in the accumulators.
-  template <bool ONE_BLOCK, class Shared, class L, class R>
-  __device__ __forceinline__ void take_means(const Features<L, R>& f, Shared& shared, Tile tile, const Accumulators& acc) {
-    const int rows = f.batch - tile.m * TM;  // or more than the tile has
+  // The means of the tile's rows. Out-of-bounds rows are zero in the accumulators. KEEP: in shared memory too.
+  template <bool KEEP, class Shared, class Params>
+  __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, const Accumulators& acc) {
+    const int rows = f.p.batch - tile.m * TM;  // or more than the tile has
     float sum[2] = {};
 #pragma unroll
     for (int i = 0; i < TM / 8; i += kOctets) {  // short sums round less
@@ -79,15 +84,15 @@ struct TileByFeatures {
       mean[0] = mean[0] * TM / rows;
       mean[1] = mean[1] * TM / rows;
     }
-    store_of_tile<true>(f, tile, mean, f.group_mean, ONE_BLOCK ? shared.slope[0] : nullptr);
+    store_partial<true>(f, tile, mean, f.p.group_mean, KEEP ? shared.slope[0] : nullptr);
   }
 
-  // Takes them off, rounds to T, and sums up the squares of what is left: M2. To `staging`, where that is not null.
-  template <bool ONE_BLOCK, class Shared, class L, class R>
-  __device__ __forceinline__ void take_squares(const Features<L, R>& f, Shared& shared, Tile tile, Accumulators& acc,
+  // Subtracts them, rounds to T, and sums up the squares of what is left: M2. Also writes it to `staging`, if not null.
+  template <bool KEEP, class Shared, class Params>
+  __device__ __forceinline__ void take_squares(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
-    const int rows = f.batch - tile.m * TM, at = staged_at<T>();
-    if (rows < TM) {  // rows beyond the batch count for nothing
+    const int rows = f.p.batch - tile.m * TM, at = staged_at<T>();
+    if (rows < TM) {  // out-of-bounds rows count for nothing
 #pragma unroll
       for (int i = 0; i < TM / 2; ++i)
         if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[i] = mean[i / 2 % 2];
@@ -118,7 +123,7 @@ struct TileByFeatures {
     }
 #pragma unroll
     for (int c = 0; c < 2; ++c) m2[c] = over_lanes(m2[c]);
-    store_of_tile<false>(f, tile, m2, f.group_m2, ONE_BLOCK ? shared.shift[0] : nullptr);
+    store_partial<false>(f, tile, m2, f.p.group_m2, KEEP ? shared.shift[0] : nullptr);
   }
 
   // Two octets of rows, straight to memory. Of a whole tile nothing is compared.
@@ -138,7 +143,7 @@ struct TileByFeatures {
         if (row + down(q) < batch && j + right(q) < features) from_float(v[q], at[down(q) * features + right(q)]);
     }
   }
-  // The same to where TMA will fetch them as V: `at` is the lane's place in the first octets of the trip.
+  // The same to where TMA reads them as V: `at` is the lane's place in the first octets of the store pass.
   template <class V>
   __device__ __forceinline__ static void stage_octets(const float (&v)[8], unsigned char* octets, int at) {
     if constexpr (sizeof(V) == 2) {
@@ -151,21 +156,21 @@ struct TileByFeatures {
     }
   }
   template <bool STAGED>
-  __device__ __forceinline__ void store_product(const Accumulators& acc, int trip, unsigned char* staging, T* product,
+  __device__ __forceinline__ void store_product(const Accumulators& acc, int store_pass, unsigned char* staging, T* product,
                                                 Tile tile, int batch, int features) const {
-    constexpr int kOfTrip = TM / 8 / (STAGED ? Shape::template kTrips<T> : 1);
+    constexpr int kOctetsOfPass = TM / 8 / (STAGED ? Shape::template kStorePasses<T> : 1);
     const int at = staged_at<T>();
 #pragma unroll
-    for (int i = 0; i < kOfTrip; i += 2) {
+    for (int i = 0; i < kOctetsOfPass; i += 2) {
       float v[8];
 #pragma unroll
-      for (int q = 0; q < 8; ++q) v[q] = acc[4 * (trip * kOfTrip + i) + q];
+      for (int q = 0; q < 8; ++q) v[q] = acc[4 * (store_pass * kOctetsOfPass + i) + q];
       if constexpr (STAGED) stage_octets<T>(v, staging + i * 8 * kRowBytes, at);
       else store_octets(v, i, product, tile, batch, features);
     }
   }
 
-  // Coefficients for values that are stored minus the mean of the tile's rows.
+  // Training: coefficients for values that lack the mean of the tile's rows.
   template <class Shared>
   __device__ __forceinline__ void take_coefficients(Shared& shared) {
 #pragma unroll
@@ -176,26 +181,29 @@ struct TileByFeatures {
     }
   }
 
-  // y, to be staged, in trips, or straight to memory; in evaluation with the coefficients that lie in shared memory.
-  template <class Activation, bool EVALUATE, bool STAGED, class Shared>
-  __device__ __forceinline__ void store_results(const Accumulators& acc, int trip, Shared& shared, int buffer, Y* y,
-                                                Tile tile, int batch, int features) {
-    if constexpr (EVALUATE) {
+  // Evaluation: the tile's coefficients out of shared memory.
+  template <class Shared>
+  __device__ __forceinline__ void load_coefficients(const Shared& shared, int buffer) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        slope[c] = shared.slope[buffer][feature + 8 * c];
-        shift[c] = shared.shift[buffer][feature + 8 * c];
-      }
+    for (int c = 0; c < 2; ++c) {
+      slope[c] = shared.slope[buffer][feature + 8 * c];
+      shift[c] = shared.shift[buffer][feature + 8 * c];
     }
-    constexpr int kOfTrip = TM / 8 / (STAGED ? Shape::template kTrips<Y> : 1);
+  }
+
+  // y = φ(slope·acc + shift), to the staging buffer, in store passes, or straight to memory.
+  template <class Activation, bool STAGED, class Shared>
+  __device__ __forceinline__ void store_results(const Accumulators& acc, int store_pass, const Shared&, unsigned char* staging,
+                                                Y* y, Tile tile, int batch, int features) const {
+    constexpr int kOctetsOfPass = TM / 8 / (STAGED ? Shape::template kStorePasses<Y> : 1);
     const int at = staged_at<Y>();
 #pragma unroll
-    for (int i = 0; i < kOfTrip; i += 2) {
+    for (int i = 0; i < kOctetsOfPass; i += 2) {
       float v[8];
 #pragma unroll
       for (int q = 0; q < 8; ++q)
-        v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * (trip * kOfTrip + i) + q] + shift[q / 2 % 2]);
-      if constexpr (STAGED) stage_octets<Y>(v, shared.staging[consumer] + i * 8 * kRowBytes, at);
+        v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * (store_pass * kOctetsOfPass + i) + q] + shift[q / 2 % 2]);
+      if constexpr (STAGED) stage_octets<Y>(v, staging + i * 8 * kRowBytes, at);
       else store_octets(v, i, y, tile, batch, features);
     }
   }

@@ -1,37 +1,45 @@
-// What a consumer holds of a narrow tile: 64 rows and all TN columns, multiplied as x·Wᵀ. A thread has rows own and own + 8,
-// and of every eight columns two.
+// A consumer's accumulator tile (x · Wᵀ): 64 rows and all TN columns. A thread has rows own and own + 8, and two of every
+// eight columns; sums over rows go through shared memory.
 #pragma once
 #include "common/column_sums.cuh"
+#include "gemm/features.cuh"
 #include "gemm/staging.cuh"
 
 namespace gemmnorm {
 
 // acc[4i] and acc[4i + 1] are of row own and columns 8i + 2·(lane % 4) and the next; then come those of row own + 8.
-template <class T, class Y, int TM, int TN>
-struct TileByRows {
+template <class G>
+struct AccumulatorNormal {
+  using T = typename G::T;
+  using Y = typename G::Y;
+  using Shape = typename G::Shape;
+  using Accumulators = typename G::Accumulators;
+  static constexpr int TM = G::TM, TN = G::TN;
   static_assert(TM == 2 * kGroupRows, "a group for each consumer");
-  static constexpr int kMeeting = 256;  // threads that finish features together
-  using Accumulators = float[TN / 2];
+  static constexpr int kFinishBarrier = 3;  // of both consumers: they finish features together
+  static constexpr int kFinishThreads = 256;
 
   int consumer, lane, thread, own;
   float2 mean;  // of the group, of columns 2·thread and the next
+  int coefficients;  // which of the buffers in shared memory y takes its coefficients from
 
-  __device__ __forceinline__ explicit TileByRows(int consumer_)
+  __device__ __forceinline__ explicit AccumulatorNormal(int consumer_)
       : consumer(consumer_),
         lane(threadIdx.x % 32),
         thread(threadIdx.x % 128),
-        own(threadIdx.x % 128 / 32 * 16 + lane / 4) {}
+        own(threadIdx.x % 128 / 32 * 16 + lane / 4),
+        coefficients(consumer_) {}
 
-  template <class L, class R>
-  __device__ __forceinline__ void store_of_group(const Features<L, R>& f, Tile tile, float2 v, float* to) const {
+  template <class Params>
+  __device__ __forceinline__ void store_partial(const Features<Params>& f, Tile tile, float2 v, float* to) const {
     const int j = tile.n * TN + 2 * thread, group = 2 * tile.m + consumer;
-    if (2 * thread < TN && j < f.features && f.rows(group))
-      *reinterpret_cast<float2*>(to + static_cast<i64>(group) * f.features + j) = v;
+    if (2 * thread < TN && j < f.p.features && f.rows(group))
+      *reinterpret_cast<float2*>(to + static_cast<i64>(group) * f.p.features + j) = v;
   }
 
-  // The mean of the group. Rows beyond the batch are zero in the accumulators.
-  template <bool ONE_BLOCK, class Shared, class L, class R>
-  __device__ __forceinline__ void take_means(const Features<L, R>& f, Shared& shared, Tile tile, const Accumulators& acc) {
+  // The mean of the group. Out-of-bounds rows are zero in the accumulators.
+  template <bool KEEP, class Shared, class Params>
+  __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, const Accumulators& acc) {
     const int rows = max(f.rows(2 * tile.m + consumer), 1);
     mean = column_sums<TN>(shared.sums[consumer], consumer,
                            [&](int i) { return acc[i / 2 * 4 + i % 2] + acc[i / 2 * 4 + 2 + i % 2]; });
@@ -39,14 +47,15 @@ struct TileByRows {
     mean.y /= rows;
     if (2 * thread < TN) *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = mean;
     named_barrier_sync(1 + consumer, 128);
-    store_of_group(f, tile, mean, f.group_mean);
+    store_partial(f, tile, mean, f.p.group_mean);
   }
 
-  // Takes it off, rounds to T, and sums up the squares of what is left: M2. To `staging`, where that is not null.
-  template <bool ONE_BLOCK, class Shared, class L, class R>
-  __device__ __forceinline__ void take_squares(const Features<L, R>& f, Shared& shared, Tile tile, Accumulators& acc,
+  // Subtracts it, rounds to T, and sums up the squares of what is left: M2. Also writes it to `staging`, if not null. KEEP: M2
+  // to shared memory too.
+  template <bool KEEP, class Shared, class Params>
+  __device__ __forceinline__ void take_squares(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
-    const int rows = f.batch - (2 * tile.m + consumer) * kGroupRows;  // or more than the group has, or none
+    const int rows = f.p.batch - (2 * tile.m + consumer) * kGroupRows;  // or more than the group has, or none
 #pragma unroll
     for (int i = 0; i < TN / 8; ++i) {
       const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
@@ -54,7 +63,7 @@ struct TileByRows {
       rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
       if (i % 8 == 7) compiler_barrier();
     }
-    if (rows < kGroupRows) {  // rows beyond the batch count for nothing
+    if (rows < kGroupRows) {  // out-of-bounds rows count for nothing
 #pragma unroll
       for (int i = 0; i < TN / 8; ++i) {
         if (own >= rows) acc[4 * i] = acc[4 * i + 1] = 0.0f;
@@ -66,8 +75,8 @@ struct TileByRows {
       return a * a + b * b;
     });
     named_barrier_sync(1 + consumer, 128);  // the sums are read before the next tile's are written
-    store_of_group(f, tile, m2, f.group_m2);
-    if (ONE_BLOCK && 2 * thread < TN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
+    store_partial(f, tile, m2, f.p.group_m2);
+    if (KEEP && 2 * thread < TN) *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) = m2;
     if (!staging) return;
 #pragma unroll
     for (int i = 0; i < TN / 8; ++i)
@@ -93,7 +102,7 @@ struct TileByRows {
                   batch, features);
   }
 
-  // Coefficients for values that are stored minus their group's mean.
+  // Training: coefficients for values that lack their group's mean.
   template <class Shared>
   __device__ __forceinline__ void take_coefficients(Shared& shared) const {
     if (2 * thread >= TN) return;
@@ -105,12 +114,18 @@ struct TileByRows {
         make_float2(slope.x * (mean.x - m.x) + shift.x, slope.y * (mean.y - m.y) + shift.y);
   }
 
-  // y, to be staged or straight to memory, with coefficients in shared memory: the consumer's, in evaluation the tile's.
-  template <class Activation, bool EVALUATE, bool STAGED, class Shared>
-  __device__ __forceinline__ void store_results(const Accumulators& acc, int, Shared& shared, int buffer, Y* y, Tile tile,
-                                                int batch, int features) const {
+  // Evaluation: the tile's coefficients are in this buffer.
+  template <class Shared>
+  __device__ __forceinline__ void load_coefficients(const Shared&, int buffer) {
+    coefficients = buffer;
+  }
+
+  // y = φ(slope·acc + shift), to the staging buffer or straight to memory.
+  template <class Activation, bool STAGED, class Shared>
+  __device__ __forceinline__ void store_results(const Accumulators& acc, int, const Shared& shared, unsigned char* staging,
+                                                Y* y, Tile tile, int batch, int features) const {
     constexpr int kPairs = 4;
-    const int at = EVALUATE ? buffer : consumer;
+    const int at = coefficients;
 #pragma unroll
     for (int i0 = 0; i0 < TN / 8; i0 += kPairs) {
       float2 slope[kPairs], shift[kPairs];
@@ -124,7 +139,7 @@ struct TileByRows {
         const float2 b = make_float2(Activation::value(slope[q].x * acc[4 * i + 2] + shift[q].x),
                                      Activation::value(slope[q].y * acc[4 * i + 3] + shift[q].y));
         if constexpr (STAGED) {
-          stage_pairs<Y>(shared.staging[consumer], own, i, a, b);
+          stage_pairs<Y>(staging, own, i, a, b);
         } else {
           store_pairs(a, b, i, y, tile, batch, features);
         }

@@ -1,0 +1,130 @@
+// Epilogue, training, one wave of blocks works on all tiles of its panels at once: nothing but y, and the product where it is
+// kept, goes to memory.
+//
+// Taken where the tiles of some panels fill the multiprocessors once, or several times. A tile waits for the statistics of its
+// panel: the last of a block in the accumulators; the others in the staging buffer, where the tile fits it, while the next is
+// multiplied. Blocks wait for each other: the launch is cooperative, or a cluster has all tiles of a panel.
+// Warp 1 merges its block's share of a panel's statistics, for staged tiles. Warps 2 and 3 serve a consumer each: they store
+// its product, signal its partial statistics, and normalise what it has staged.
+#pragma once
+#include "gemm/epilogue.cuh"
+#include "gemm/normalize_tile.cuh"
+
+namespace gemmnorm {
+
+template <class G, class Params>
+struct SingleWaveEpilogue {
+  using Shared = TrainingShared<G>;
+  using Shape = typename G::Shape;
+  static constexpr bool kEvaluates = false;
+  static constexpr bool kTrains = true;
+  __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
+
+  // Tiles of a number below wait in the staging buffer; the rest, the last of each block, in the accumulators.
+  __device__ __forceinline__ static int staged_tiles(const Params& p, const TileScheduler& scheduler) {
+    return G::kParks && !p.in_registers ? max(scheduler.tiles() - static_cast<int>(gridDim.x), 0) : 0;
+  }
+
+  struct Auxiliary {
+    template <class Smem>
+    __device__ __forceinline__ static void run(const Features<Params>& f, const TileScheduler& scheduler,
+                                               const Counters& counters, Smem& shared, int warp) {
+      const int staged = staged_tiles(f.p, scheduler);
+      if (warp >= 2) serve(f, scheduler, counters, shared, staged, warp - 2);
+      else if (G::kParks) merge_panels(f, scheduler, counters, staged);
+    }
+
+    // One warp of each block merges its share of a panel's features, for tiles that left the accumulators before.
+    __device__ __forceinline__ static void merge_panels(const Features<Params>& f, const TileScheduler& scheduler,
+                                                        const Counters& counters, int staged) {
+      int lanes = 1;  // to a feature: as many as leave a feature or more to each block of the panel
+      while (lanes < 32 && scheduler.tiles_m * (32 / lanes) > G::TN) lanes *= 2;
+      const int lane = threadIdx.x % 32, columns = 32 / lanes;
+#pragma unroll 1
+      for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+        const Tile tile = scheduler.at(t);
+        if (!scheduler.begins_before(tile.n, staged) && f.p.batch <= kDirectRows) continue;
+#pragma unroll 1
+        for (int c = tile.m * columns; c < G::TN; c += scheduler.tiles_m * columns) {
+          const int j = tile.n * G::TN + c + lane / lanes, existing = min(j, f.p.features - 1);
+          const FeatureValues values = f.values(existing);
+          if (lane == 0) wait_until(counters.complete(tile.n), 2 * scheduler.tiles_m);
+          __syncwarp();
+          const ColumnStatistics merged = merge_column<8>(f, lane % lanes, lanes, existing);
+          if (lane % lanes == 0 && j < f.p.features) f.finish(j, values, merged.mean, merged.m2);
+          __syncwarp();
+          if (lane == 0) signal(counters.merged(tile.n), columns);
+        }
+      }
+    }
+
+    template <class Smem>
+    __device__ __forceinline__ static void serve(const Features<Params>& f, const TileScheduler& scheduler,
+                                                 const Counters& counters, Smem& shared, int staged, int consumer) {
+      const int lane = threadIdx.x % 32;
+      unsigned char* staging = shared.staging[consumer];
+      u64* unstaged = &shared.epilogue.unstaged[consumer];
+      u32 phase = 0;
+#pragma unroll 1
+      for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+        const Tile tile = scheduler.at(t);
+        const bool waits = G::kParks && t < staged;
+        const int passes = G::kStaged && f.p.keep_product ? G::kStorePasses : 1;
+#pragma unroll 1
+        for (int i = 0; i < passes; ++i, phase ^= 1) {
+          mbarrier_wait(&shared.epilogue.staged[consumer], phase);
+          __syncwarp();  // nobody waits for this phase any more
+          if (lane > 0) continue;
+          if (G::kStaged && f.p.keep_product)
+            store_staged<Shape, typename G::T>(f.p.map_product, staging, tile, consumer, i, f.p.batch);
+          if (i == 0) signal(counters.complete(tile.n), 1);
+          if (G::kStaged) tma_store_wait_read();
+          if (!waits) mbarrier_arrive(unstaged);
+        }
+        if constexpr (G::kParks) {
+          if (waits) {
+            if (lane == 0) wait_until(counters.merged(tile.n), G::TN);
+            __syncwarp();
+#pragma unroll 1
+            for (int part = 0; part < Shape::kParts && Shape::row(tile, consumer, part) < f.p.batch; ++part)
+              normalize_staged<G>(f, staging + part * kPartBytes, Shape::row(tile, consumer, part),
+                                  Shape::column(tile, consumer, part));
+            __syncwarp();  // all have read what is staged
+            if (lane == 0) {
+              tma_store_wait_read();
+              mbarrier_arrive(unstaged);
+            }
+            __syncwarp();
+          }
+        }
+      }
+    }
+  };
+
+  template <class Smem>
+  struct Consumer : TrainingConsumer<G, Params, Smem, true, false> {
+    using Base = TrainingConsumer<G, Params, Smem, true, false>;
+    using Base::f, Base::scheduler, Base::thread;
+    static constexpr bool kEarly = G::TN <= 64;  // registers are left for the feature's values before the main loop
+    const Counters& counters;
+    int staged;
+    FeatureValues early = {};
+
+    __device__ __forceinline__ Consumer(const Features<Params>& f, const TileScheduler& scheduler, const Counters& counters_,
+                                        Smem& shared, int consumer)
+        : Base(f, scheduler, shared, consumer), counters(counters_), staged(staged_tiles(f.p, scheduler)) {}
+
+    __device__ __forceinline__ void begin(int t) {
+      if (kEarly) early = this->values(scheduler.at(t));
+    }
+    __device__ __forceinline__ void store(int t, Tile tile, typename G::Accumulators& acc) {
+      const bool finishes = t >= staged;
+      this->take_statistics(tile, acc, !finishes || f.p.keep_product);
+      if (!finishes) return;
+      const FeatureValues v = kEarly ? early : this->values(tile);
+      this->template finish_panel_tile<G::kParks>(tile, acc, v, counters, staged);
+    }
+  };
+};
+
+}  // namespace gemmnorm

@@ -1,0 +1,151 @@
+// Linear → scale → BatchNorm → activation in one Hopper kernel (sm_90a): a persistent, warp-specialised GEMM.
+//
+//   producer warpgroup   warp 0, one thread: TMA loads of x and the weight into the ring (pipeline.cuh)
+//                        warps 2, 3: operand conversion, where any is left to the kernel (conversion*.cuh)
+//                        warps 1 to 3: what the epilogue does beside the main loop (Epilogue::Auxiliary)
+//   consumer warpgroups  two: the main loop over K (mainloop*.cuh), then the epilogue with its accumulators
+//                        (Epilogue::Consumer, one epilogue_<what>.cuh each)
+//
+// tile_scheduler.cuh says which tile is next, accumulator_*.cuh how an accumulator tile lies in registers.
+#pragma once
+#include "gemm/accumulator_normal.cuh"
+#include "gemm/accumulator_swap_ab.cuh"
+#include "gemm/conversion.cuh"
+#include "gemm/mainloop.cuh"
+#include "gemm/operands.cuh"
+#include "gemm/types.cuh"
+
+namespace gemmnorm {
+
+template <class G>
+struct GemmShared {
+  alignas(1024) unsigned char x[G::kStages][G::kPlanes][G::TM * kRowBytes];
+  alignas(1024) unsigned char weight[G::kStages][G::kPlanes][G::TN * kRowBytes];
+  alignas(1024) unsigned char staging[2][G::kStaged ? G::Shape::kStagingBytes : 1024];
+  typename G::Conversion::Shared conversion;
+  typename G::Scaling::Shared scaling;
+  typename G::Epilogue::Shared epilogue;
+  Pipeline<G::kStages> ring;
+  u64 warps_left;  // of the block, but for the producer's
+};
+
+// A warp has done all it does with the counters.
+__device__ __forceinline__ void leave(u64& warps_left) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_left);
+}
+
+// One thread loads the operands of the block's tiles.
+template <class G, class Params, class Shared>
+__device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler& scheduler, Shared& shared,
+                                           const typename G::Conversion& conversion) {
+  // Rows of a box of x. In training out-of-bounds rows have to be zero; else nobody reads them.
+  const int rows = G::kEvaluates ? min(G::TM, (p.batch + 7) / 8 * 8) : G::TM;
+  const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
+  PipelineState<G::kStages> state(1);
+  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+    const Tile tile = scheduler.at(t);
+    produce(shared.ring, state, 0, G::steps(p), G::kPlanes * (rows + G::TN) * kRowBytes, [&](int k, int stage, u64* full) {
+      conversion.wait_for(tile, k);
+#pragma unroll
+      for (int plane = 0; plane < G::kPlanes; ++plane) {
+        const int column = (k * G::kPlanes + plane) * G::kTileK;
+        tma_load(shared.x[stage][plane], p.map_x, full, column, tile.m * G::TM, x_policy);
+        tma_load(shared.weight[stage][plane], p.map_weight, full, column, tile.n * G::TN, kEvictNormal);
+      }
+    });
+  }
+}
+
+// A consumer warpgroup: main loop and epilogue of the block's tiles.
+template <class G, class Params, class Shared>
+__device__ __forceinline__ void consume_tiles(const Features<Params>& f, const TileScheduler& scheduler,
+                                              const Counters& counters, Shared& shared, int consumer) {
+  const auto a = [&](int plane, int stage) {
+    return (G::Shape::kSwapAB ? shared.weight[stage][plane] : shared.x[stage][plane]) + consumer * 64 * kRowBytes;
+  };
+  const auto b = [&](int plane, int stage) { return G::Shape::kSwapAB ? shared.x[stage][plane] : shared.weight[stage][plane]; };
+  typename G::Epilogue::template Consumer<Shared> epilogue(f, scheduler, counters, shared, consumer);
+  PipelineState<G::kStages> state(0);
+  typename G::Accumulators acc;
+  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+    epilogue.begin(t);
+    if constexpr (G::kSplit) {
+      const typename G::Scaling scaling(f.p, shared.scaling, consumer);
+      G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
+      scaling.apply(acc);
+    } else {
+      G::Mainloop::run(shared.ring, state, G::steps(f.p), [&](int stage) { return a(0, stage); },
+                       [&](int stage) { return b(0, stage); }, acc);
+    }
+    epilogue.store(t, scheduler.at(G::kSplit ? opaque(t) : t), acc);
+  }
+  epilogue.end();
+}
+
+// As the last thing that the block does: where it is the last block of all, the counters become zero again, and the batch is
+// counted. `used`: the counters' end.
+template <bool COUNTS, class Params>
+__device__ __forceinline__ void reset_counters(const Params& p, const Counters& counters, u32* used) {
+  __threadfence();
+  if (atomicAdd(counters.done(), 1u) != gridDim.x - 1) return;
+  __threadfence();
+  for (u32* counter = counters.base; counter < used; ++counter) *counter = 0;
+  if (COUNTS && p.num_batches_tracked) *p.num_batches_tracked += 1;
+}
+
+template <class Config, class Params>
+__device__ __forceinline__ void fused_gemm(const Params& p) {
+  using G = GemmTypes<Config, Params>;
+  using Shared = GemmShared<G>;
+  static_assert(sizeof(Shared) <= Config::kSharedBytes, "the planner's Tile.shared is too small");
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+
+  const TileScheduler scheduler = tile_scheduler<G::TM, G::TN>(p);
+  const Features<Params> f(p, G::Shape::kMeanRows);
+  const Counters counters = {p.counters, scheduler.tiles_n};
+  const typename G::Conversion conversion(p, scheduler, counters.end());
+  constexpr bool kResets = G::Epilogue::kTrains || G::Conversion::kConverts;
+
+  if (threadIdx.x == 0) {
+    prefetch_tensormap(p.map_x);
+    prefetch_tensormap(p.map_weight);
+    shared.ring.init(2);
+    shared.epilogue.init();
+    shared.conversion.init();
+    mbarrier_init(&shared.warps_left, kGemmThreads / 32 - 1);
+    fence_mbarrier_init();
+    fence_proxy_async_shared();
+  }
+  __syncthreads();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup == 0) {
+    if (G::kMovesRegisters) setmaxnreg_dec<G::kProducerRegs>();
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) load_tiles<G>(p, scheduler, shared, conversion);
+    if (warp > 0) {
+      if constexpr (G::Conversion::kConverts) {
+        if (warp >= 2) conversion.convert(shared.conversion, warp - 2);
+      }
+      G::Epilogue::Auxiliary::run(f, scheduler, counters, shared, warp);
+      if (kResets) leave(shared.warps_left);
+    }
+  } else {
+    if (G::kMovesRegisters) setmaxnreg_inc<G::kConsumerRegs>();
+    consume_tiles<G>(f, scheduler, counters, shared, warpgroup - 1);
+    if (kResets) leave(shared.warps_left);
+  }
+
+  if (G::Epilogue::counts_alone(p)) {
+    if (p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
+  } else if (kResets && threadIdx.x == 0) {
+    mbarrier_wait(&shared.warps_left, 0);
+    reset_counters<G::Epilogue::kTrains>(p, counters, counters.end() + conversion.counters());
+  }
+}
+
+}  // namespace gemmnorm

@@ -1,0 +1,36 @@
+// The main loop: D[64, WIDTH] = A · Bᵀ over K, by one consumer warpgroup, out of the ring.
+#pragma once
+#include "gemm/pipeline.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace gemmnorm {
+
+// Both operands K-major, one plane each. `a(stage)` and `b(stage)` are where a consumer's operands of a stage lie.
+template <class Element, int WIDTH>
+struct Mainloop {
+  using Accumulators = float[WIDTH / 2];
+
+  template <int STAGES, class A, class B>
+  __device__ __forceinline__ static void run(Pipeline<STAGES>& ring, PipelineState<STAGES>& state, int steps, const A& a,
+                                             const B& b, Accumulators& acc) {
+    const bool releases = threadIdx.x % 128 == 0;
+    for (int k = 0; k < steps; ++k) {
+      mbarrier_wait(&ring.full[state.stage], state.phase);
+      wgmma_fence();
+      const u64 a_descriptor = k_major_descriptor(a(state.stage)), b_descriptor = k_major_descriptor(b(state.stage));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        Wgmma<Element, WIDTH>::run(acc, a_descriptor + i * kKMajorStep, b_descriptor + i * kKMajorStep, (k | i) ? 1 : 0);
+      wgmma_commit();
+      if (k > 0) {
+        wgmma_wait<1>();
+        if (releases) ring.release_before(state.stage);
+      }
+      state.advance();
+    }
+    wgmma_wait<0>();
+    if (releases) ring.release_before(state.stage);
+  }
+};
+
+}  // namespace gemmnorm

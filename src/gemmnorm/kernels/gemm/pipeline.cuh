@@ -1,0 +1,49 @@
+// The ring of shared-memory stages between the producer thread, which fills it by TMA, and the consumers.
+#pragma once
+#include "ptx/hopper.cuh"
+
+namespace gemmnorm {
+
+// Barriers of a ring: `full` completes when a stage's bytes have arrived, `empty` when all consumers have read them.
+template <int STAGES>
+struct Pipeline {
+  u64 full[STAGES], empty[STAGES];
+
+  __device__ __forceinline__ void init(int consumers) {
+    for (int s = 0; s < STAGES; ++s) {
+      mbarrier_init(&full[s], 1);
+      mbarrier_init(&empty[s], consumers);
+    }
+  }
+  // A consumer has read the stage before `stage`, as one thread.
+  __device__ __forceinline__ void release_before(int stage) { mbarrier_arrive(&empty[stage == 0 ? STAGES - 1 : stage - 1]); }
+};
+
+// Where a thread is in the ring. The producer begins with phase 1: all stages are empty.
+template <int STAGES>
+struct PipelineState {
+  int stage = 0;
+  u32 phase;
+
+  __device__ __forceinline__ explicit PipelineState(u32 phase_) : phase(phase_) {}
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// The producer: as one thread, fills a stage of `bytes` for each k in [begin, end). `load(k, stage, barrier)` asks TMA for it.
+template <int STAGES, class Load>
+__device__ __forceinline__ void produce(Pipeline<STAGES>& ring, PipelineState<STAGES>& state, int begin, int end, u32 bytes,
+                                        const Load& load) {
+  for (int k = begin; k < end; ++k) {
+    mbarrier_wait(&ring.empty[state.stage], state.phase);
+    mbarrier_expect_tx(&ring.full[state.stage], bytes);
+    load(k, state.stage, &ring.full[state.stage]);
+    state.advance();
+  }
+}
+
+}  // namespace gemmnorm

@@ -1,0 +1,69 @@
+// What the parts of the GEMM are, for one Config: types and constants by name.
+#pragma once
+#include "gemm/features.cuh"
+#include "gemm/operands.cuh"
+#include "gemm/scaling.cuh"
+
+namespace gemmnorm {
+
+template <class G>
+struct AccumulatorSwapAB;
+template <class G>
+struct AccumulatorNormal;
+template <class Element, int WIDTH>
+struct Mainloop;
+template <int WIDTH, bool A_MN, bool B_MN>
+struct SplitMainloop;
+
+template <bool SPLIT, class Element, int WIDTH>
+struct SelectMainloop {
+  using type = Mainloop<Element, WIDTH>;
+};
+template <class Element, int WIDTH>
+struct SelectMainloop<true, Element, WIDTH> {
+  using type = SplitMainloop<WIDTH, false, false>;
+};
+template <bool SWAP_AB, class G>
+struct SelectAccumulator {
+  using type = AccumulatorSwapAB<G>;
+};
+template <class G>
+struct SelectAccumulator<false, G> {
+  using type = AccumulatorNormal<G>;
+};
+
+template <class Config, class Params>
+struct GemmTypes {
+  using T = typename Config::T;  // of the product
+  using Y = typename Config::Y;
+  using Activation = typename Config::Activation;
+  using Operand = OperandTraits<typename Config::Operand>;
+  static constexpr int TM = Config::kTileRows, TN = Config::kTileColumns, kStages = Config::kStages;
+  using Shape = TileShape<TM, TN>;
+  static constexpr int kWidth = Shape::kWidth, kPlanes = Operand::kPlanes;
+  static constexpr bool kSplit = kPlanes == 2;
+  static constexpr int kTileK = kRowBytes / Operand::kSize;  // elements of K in a stage
+  using Accumulators = float[kWidth / 2];
+
+  // The product, and y, leave the accumulators through the staging buffers, in store passes; else straight to memory.
+  static constexpr bool kStaged = !kSplit && (Shape::kSwapAB || (sizeof(T) == 2 && TN >= 64));
+  static constexpr bool kStagedY = kStaged && (Shape::kSwapAB || sizeof(Y) == 2);
+  static constexpr int kStorePasses = kStaged ? Shape::template kStorePasses<T> : 1;
+  static constexpr int kStorePassesY = kStagedY ? Shape::template kStorePasses<Y> : 1;
+  static constexpr bool kParks = kStaged && sizeof(T) == 2;  // a whole tile fits the staging buffers, and may wait there
+
+  using Epilogue = typename Config::template Epilogue<GemmTypes, Params>;
+  static constexpr bool kEvaluates = Epilogue::kEvaluates;
+  using Conversion = typename Config::template Conversion<GemmTypes, Params>;
+  using Mainloop = typename SelectMainloop<kSplit, typename Operand::Element, kWidth>::type;
+  using AccumulatorTile = typename SelectAccumulator<Shape::kSwapAB, GemmTypes>::type;
+  using Scaling = SplitScaling<GemmTypes, Params, kSplit>;
+
+  // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
+  static constexpr bool kMovesRegisters = kWidth * kPlanes == 256;
+  static constexpr int kProducerRegs = Conversion::kProducerRegs, kConsumerRegs = (3 * 168 - kProducerRegs) / 16 * 8;
+
+  __device__ __forceinline__ static int steps(const Params& p) { return (p.in_features + kTileK - 1) / kTileK; }
+};
+
+}  // namespace gemmnorm
