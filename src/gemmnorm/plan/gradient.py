@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .cost import gemm_seconds, sweep_seconds
@@ -151,6 +152,19 @@ def _shape(problem: Problem, chip: Chip) -> Shape | None:
             few = cluster * problem.out_features < wide.columns * chip.multiprocessors
             return replace(wide, lanes=NARROW) if few else wide
     return None
+
+
+def shapes(problem: Problem) -> Iterator[Shape]:
+    """All that hold the batch: for each number of blocks with the fewest rows, by wide and by narrow panels."""
+    if _in_one_launch(problem) is None:
+        return
+    sizes = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
+    for cluster in (1, 2, 4, 8):
+        holding = [n for n in (16, 32, 64) if n * cluster * WARPS >= problem.batch]
+        for lanes in (WIDE, NARROW):
+            shape = Shape(lanes, holding[0] if holding else 0, cluster, *sizes)
+            if holding and shape.shared <= SHARED:
+                yield shape
 
 
 def unit_launch(problem: Problem, split: bool) -> Launch | None:

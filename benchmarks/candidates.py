@@ -1,0 +1,420 @@
+"""Times every candidate of the planner, on a GPU; what the planner's constants are fitted to (docs/planner.md).
+
+    PYTHONPATH=src python benchmarks/candidates.py --out candidates.json.gz --budget 400
+
+`--list` prints the problems and how many kernels they need, without a GPU. Problems come in the order of their value:
+those that TARGETS holds, random ones, then a grid; `--budget` seconds stop the run cleanly and keep what is there.
+
+Every sample is queued behind the emptying of the L2, so that neither the host nor the cache is timed; candidates take
+turns, each round begins with another one, and the median counts. What takes more than twice the fastest candidate's
+time after one round is not timed again. Results are compared with the first candidate's, so that none is fast by being
+wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import gzip
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemmnorm import plan
+from gemmnorm.plan import Problem, candidates
+from gemmnorm.plan.candidates import Candidate
+from gemmnorm.runtime import binding, driver, sources
+
+# Name → dtype of the product, of y with and without a scale, of the vectors; arithmetic; which operands are cast.
+KINDS = {
+    "bf16": ("bfloat16", "bfloat16", "bfloat16", "bfloat16", "native", ()),
+    "fp16": ("float16", "float16", "float16", "float16", "native", ()),
+    "tf32": ("float32", "float32", "float32", "float32", "tf32", ()),
+    "fp32": ("float32", "float32", "float32", "float32", "float32", ()),
+    "amp": ("bfloat16", "float32", "bfloat16", "float32", "native", ("x", "weight")),
+}
+HELD = {  # batch, in_features, out_features, bias and scale, activation
+    "kb33": (1024, 8192, 8192, True, None),
+    "kb39": (16384, 4096, 4096, True, None),
+    "projector": (2048, 2048, 8192, False, "relu"),
+    "projector256": (256, 2048, 8192, False, "relu"),
+    "mid": (512, 2048, 2048, True, None),
+    "v0": (128, 1024, 512, True, None),
+}
+BROUGHT = (  # sizes that others named
+    (65536, 128, 1024), (131072, 64, 64), (59904, 112, 9856), (107008, 256, 1632), (8832, 5656, 4896),
+    (776, 3000, 5000), (1032, 4096, 4096), (768, 3072, 5120), (1000, 10000, 1000), (65536, 1024, 1024),
+    *((batch, 4096, 4096) for batch in (16, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096)),
+)  # fmt: skip
+GRID = (
+    (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536),
+    (64, 256, 512, 1024, 2048, 4096, 8192),
+    (64, 128, 256, 512, 1024, 2048, 4096, 8192),
+)
+MOST_FLOPS = 3e11  # of the grid's problems
+SLOW, LEAST = 2.0, 3  # times the fastest from where one round is enough; rounds of the others at least
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem by name, whether there are a bias and a scale, and whether other groupings of panels are timed too."""
+
+    kind: str
+    phase: str
+    problem: Problem
+    vectors: bool = True
+    varied: bool = False
+
+    @property
+    def row(self) -> dict[str, Any]:
+        p = self.problem
+        return {
+            "kind": self.kind, "phase": self.phase, "batch": p.batch, "in": p.in_features, "out": p.out_features,
+            "training": p.training, "save": p.save, "vectors": self.vectors, "activation": p.activation,
+        }  # fmt: skip
+
+
+def case(
+    kind: str, sizes: Sequence[int], training: bool, save: bool, vectors: bool = True, activation: str | None = None,
+    phase: str = "forward", varied: bool = False,
+) -> Case:  # fmt: skip
+    """The problem of a call, as the runtime would describe it on an H200."""
+    dtype, scaled, plain, linear, arithmetic, cast = KINDS[kind]
+    problem = Problem(
+        *sizes, dtype, scaled if vectors else plain, linear, linear, arithmetic, activation, training, save, vectors,
+        plan.chip_for(90, 132),
+    )  # fmt: skip
+    if phase == "backward":
+        wide = "float32" if cast else dtype
+        problem = replace(problem, grad_dtypes=(wide, wide))
+    elif sizes[1] % 4 == 0:
+        problem = replace(problem, cast=cast)
+    return Case(kind, phase, problem, vectors, varied)
+
+
+def held() -> Iterator[Case]:
+    """The sizes of TARGETS; float16, whose code is bfloat16's, in training alone."""
+    for kind, (*sizes, vectors, activation) in itertools.product(KINDS, HELD.values()):
+        yield case(kind, sizes, True, False, vectors, activation, varied=kind != "fp16")
+        if kind != "fp16":
+            yield case(kind, sizes, True, True, vectors, activation)
+            yield case(kind, sizes, False, False, vectors, activation, varied=True)
+            yield case(kind, sizes, True, True, vectors, activation, "backward")
+
+
+def drawn(seed: int) -> tuple[int, int, int]:
+    """Sizes as people bring them: rows 2^5 … 2^17, widths 2^3 … 2^13.3, 30 MFLOP to 600 GFLOP."""
+    rng = random.Random(seed)
+    while True:
+        sizes = [2 ** rng.uniform(*limits) for limits in ((5, 17), (3, 13.3), (3, 13.3))]
+        step = rng.choice((8, 128))
+        batch, wide, out = (max(step, round(size / step) * step) for size in sizes)
+        if 3e7 <= 2 * batch * wide * out <= 6e11:
+            return batch, wide, out
+
+
+def brought() -> Iterator[Case]:
+    kinds = ("bf16", "tf32", "fp32", "amp")
+    for number, sizes in enumerate((*BROUGHT, *(drawn(seed) for seed in range(100, 250)))):
+        for kind, training in itertools.product(kinds, (True, False)):
+            save, vectors = training and number % 4 == 3, kind == "amp" or number % 3 > 0
+            yield case(kind, sizes, training, save, vectors, varied=number % 8 == 0)
+        if number % 2 == 0:
+            yield case(kinds[number // 2 % 4], sizes, True, True, phase="backward")
+
+
+def grid() -> Iterator[Case]:
+    problems = [
+        case(kind, sizes, training, False)
+        for kind, sizes, training in itertools.product(
+            ("bf16", "tf32", "fp32"), itertools.product(*GRID), (True, False)
+        )
+        if 2 * sizes[0] * sizes[1] * sizes[2] <= MOST_FLOPS and (sizes[0] > 1 or not training)
+    ]
+    return iter(random.Random(1).sample(problems, len(problems)))
+
+
+def cases() -> Iterator[Case]:
+    """All, the most valuable first; random ones and the grid alternate from where the former begin."""
+    yield from held()
+    yield from random.Random(0).sample(list(brought()), sum(1 for _ in brought()))
+    yield from grid()
+
+
+def found(one: Case) -> list[Candidate]:
+    """The candidates that can serve, `cublas_bn` left out: it differs from `cublas_folded_bn` in arithmetic alone."""
+    every = candidates.candidates(one.problem, one.phase)
+    if one.varied:
+        every += candidates.variants(one.problem)
+    return [c for c in every if c.refusal is None and c.strategy != "cublas_bn"]
+
+
+# --- compiling --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _unit(launch: plan.Launch, types: tuple[str, ...], activation: str | None, problem: Problem) -> str:
+    return _translation_unit(launch, problem)
+
+
+_translation_unit = sources.translation_unit
+_plain_problems: dict[tuple[object, ...], Problem] = {}
+
+
+def unit(launch: plan.Launch, problem: Problem) -> str:
+    """`sources.translation_unit`, remembered by what the text depends on."""
+    same = replace(launch, grid=plan.Extent(1), numbers=(), cooperative=False, cluster=1)
+    types = tuple(plan.c_types(problem).values())
+    shared = _plain_problems.setdefault((types, problem.activation), problem)
+    return _unit(same, types, problem.activation, shared)
+
+
+def compile_unit(text: str) -> float:
+    """Into the disk cache; seconds."""
+    begin, cache = time.monotonic(), driver._disk_cache()
+    if driver.recall(cache, text, 90) is None:
+        driver.remember(cache, text, 90, bytes(driver._program(text, 90).compile("cubin").code))
+    return time.monotonic() - begin
+
+
+def units(chosen: Sequence[Case]) -> list[str]:
+    """The translation units of all candidates, in the order of the cases."""
+    texts: dict[str, None] = {}
+    for one in chosen:
+        for candidate in found(one):
+            for launch in candidate.plan().launches:
+                texts.setdefault(unit(launch, candidate.problem))
+    return list(texts)
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+class Timer:
+    """Samples behind an emptied L2, many in a queue, so that the host is ahead."""
+
+    def __init__(self) -> None:
+        self._flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
+        self._sink = torch.zeros((), dtype=torch.float32, device="cuda")
+
+    def round(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """One sample of each, µs, in this order."""
+        torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]
+        events = []
+        for call in calls:
+            self._flush.zero_()
+            torch.sum(self._flush, 0, out=self._sink)
+            begin, end = torch.cuda.Event(True), torch.cuda.Event(True)  # type: ignore[no-untyped-call]
+            begin.record()
+            call()
+            end.record()
+            events.append((begin, end))
+        torch.cuda.synchronize()
+        return [1e3 * begin.elapsed_time(end) for begin, end in events]
+
+    def __call__(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Medians, µs."""
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        alive, rounds, done = list(calls), LEAST, 0
+        while done < rounds:
+            turned = alive[done % len(alive) :] + alive[: done % len(alive)]
+            for name, taken in zip(turned, self.round([calls[name] for name in turned]), strict=True):
+                samples[name].append(taken)
+            done += 1
+            if done == 1:
+                fastest = min(taken for (taken,) in samples.values())
+                alive = [name for name in calls if samples[name][0] <= SLOW * fastest]
+                rounds = max(LEAST, min(9, int(1e4 / fastest)))
+        return {name: round(statistics.median(taken), 2) for name, taken in samples.items()}
+
+
+def tensors(one: Case, device: str) -> tuple[dict[str, Tensor | None], Tensor | None]:
+    """What a call hands in, by role; and the scale."""
+    p = one.problem
+    dtype, y, linear, norm = (getattr(torch, n) for n in (p.dtype, p.out_dtype, p.linear_dtype, p.norm_dtype))
+
+    def random_of(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def vector(dtype: torch.dtype) -> Tensor:
+        return torch.rand(p.out_features, device=device, dtype=torch.float32).add_(0.5).to(dtype)
+
+    wide = {name: torch.float32 if name in p.cast else dtype for name in ("x", "weight")}
+    given: dict[str, Tensor | None] = {
+        "x": random_of(p.batch, p.in_features, dtype=wide["x"]),
+        "weight": random_of(p.out_features, p.in_features, dtype=wide["weight"]),
+        "num_batches_tracked": torch.zeros((), dtype=torch.int64, device=device) if p.training else None,
+        "bias": vector(linear) if one.vectors else None,
+        "scale": vector(linear) if one.vectors else None,
+        **{role: vector(norm) for role in ("running_mean", "running_var", "bn_weight", "bn_bias")},
+    }
+    if one.phase == "backward":
+        rows = 2 + (-(-p.batch // plan.GROUP_ROWS) if p.training else 0)
+        given["grad_y"] = random_of(p.batch, p.out_features, dtype=y)
+        given["product"] = random_of(p.batch, p.out_features)
+        given["statistics"] = torch.rand(rows, p.out_features, device=device) + 0.5
+    return given, given["scale"]
+
+
+def calls_of(one: Case, device: str) -> dict[str, Callable[[], Any]]:
+    """Every candidate by name."""
+    given, scale = tensors(one, device)
+    inputs = tuple(given.get(role) for role in binding.INPUTS[one.phase])
+    scalars = binding.scalars(one.problem, scale, 1.0, 0.1, 1e-5)
+    made = {}
+    for candidate in found(one):
+        made[candidate.name] = functools.partial(binding.Bound(candidate.plan()), inputs, scalars)
+    return made
+
+
+def bare(one: Case, device: str) -> dict[str, Callable[[], object]]:
+    """The products alone, by cuBLAS."""
+    p = one.problem
+    dtype = getattr(torch, p.dtype)
+    x, weight, da = (
+        torch.randn(*shape, device=device, dtype=dtype)
+        for shape in ((p.batch, p.in_features), (p.out_features, p.in_features), (p.batch, p.out_features))
+    )
+    if one.phase == "forward":
+        return {"GEMM": lambda: torch.mm(x, weight.t(), out=da)}
+    return {"GEMM": lambda: (torch.mm(da, weight), torch.mm(da.t(), x))}
+
+
+def errors(results: dict[str, Any]) -> dict[str, float]:
+    """The distance of each candidate's outputs from the first's, relative."""
+    wanted = next(iter(results.values()))
+    found = {}
+    for name, outputs in results.items():
+        count = 1 if len(outputs) < 6 else 6  # y alone; or six gradients
+        pairs = [(a.double(), b.double()) for a, b in zip(outputs[:count], wanted[:count], strict=True)]
+        found[name] = max(float((a - b).norm() / (b.norm() + 1e-30)) for a, b in pairs)
+    return found
+
+
+def measure(one: Case, timer: Timer, device: str = "cuda") -> dict[str, Any]:
+    """The row of a case: its times by candidate."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if one.kind == "tf32" else "none"  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    calls = calls_of(one, device)
+    small = one.problem.batch * one.problem.out_features <= 1 << 22
+    wrong = {}
+    if small and one.phase == "forward":
+        distances = errors({name: call() for name, call in calls.items()})
+        wrong = {name: d for name, d in distances.items() if not d < 0.03}
+    else:
+        for call in calls.values():
+            call()
+    calls |= bare(one, device)
+    timer.round(list(calls.values())[-1:])
+    row = {**one.row, "us": timer(calls)}
+    return {**row, "wrong": wrong} if wrong else row
+
+
+class Watch(threading.Thread):
+    """Ends the process where a kernel hangs, and says which case it was."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__(daemon=True)
+        self.limit, self.at, self.what = limit, time.monotonic(), ""
+
+    def tell(self, what: str) -> None:
+        self.what, self.at = what, time.monotonic()
+
+    def run(self) -> None:
+        while time.monotonic() - self.at < self.limit:
+            time.sleep(0.5)
+        print(f"HANGS: {self.what}", flush=True)
+        os._exit(3)
+
+
+def write(path: str, rows: list[dict[str, Any]]) -> None:
+    document = {
+        "schema": "gemmnorm candidates 1",
+        "gpu": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "sources": sources.source_hash(),
+        "command": "python benchmarks/candidates.py",
+        "rows": rows,
+    }
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+    with open(path + ".new", "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as to:
+        to.write(text.encode())
+    os.replace(path + ".new", path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", default="candidates.json.gz")
+    parser.add_argument("--budget", type=float, default=400.0, help="seconds, compiling included")
+    parser.add_argument("--only", default="", help="kinds and phases, by commas: bf16,backward")
+    parser.add_argument("--sizes", nargs="*", default=[], help="16384x4096x4096 …: these sizes alone, all kinds")
+    parser.add_argument("--list", action="store_true", help="print the problems, run nothing")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    sources.translation_unit = unit  # type: ignore[assignment]
+    chosen = list(dict.fromkeys(cases()))
+    words = [word for word in options.only.split(",") if word]
+    kinds, phases = [w for w in words if w in KINDS], [w for w in words if w in ("forward", "backward")]
+    chosen = [c for c in chosen if (not kinds or c.kind in kinds) and (not phases or c.phase in phases)]
+    if options.sizes:
+        sizes = {tuple(map(int, text.split("x"))) for text in options.sizes}
+        chosen = [c for c in chosen if (c.problem.batch, c.problem.in_features, c.problem.out_features) in sizes]
+    if options.list:
+        for one in chosen:
+            print(one.row, len(found(one)))
+        print(
+            len(chosen), "problems,", sum(len(found(c)) for c in chosen), "candidates,", len(units(chosen)), "kernels"
+        )
+        return
+    texts = units(chosen)
+    print(f"{len(chosen)} problems, {len(texts)} kernels; planned in {time.monotonic() - begin:.0f} s", flush=True)
+    with concurrent.futures.ProcessPoolExecutor() as pool:
+        taken = list(pool.map(compile_unit, texts))
+    print(f"compiled in {time.monotonic() - begin:.0f} s ({sum(taken):.0f} s of work)", flush=True)
+
+    watch, timer, rows, failed = Watch(30.0), Timer(), [], 0
+    watch.start()
+    written = time.monotonic()
+    with torch.no_grad():
+        for number, one in enumerate(chosen):
+            if time.monotonic() - begin > options.budget:
+                print(f"the budget ends at problem {number} of {len(chosen)}", flush=True)
+                break
+            watch.tell(str(one.row))
+            try:
+                rows.append(measure(one, timer))
+            except Exception as error:
+                failed += 1
+                print(f"FAILED {one.row}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                if "CUDA" in str(error) and failed > 3:
+                    break
+            if rows and "wrong" in rows[-1]:
+                print("WRONG", rows[-1], flush=True)
+            if number % 250 == 0:
+                print(f"{number} problems, {time.monotonic() - begin:.0f} s", flush=True)
+            if time.monotonic() - written > 30:
+                watch.tell("writing")
+                write(options.out, rows)
+                written = time.monotonic()
+    watch.tell("writing")
+    write(options.out, rows)
+    samples = sum(len(row["us"]) for row in rows)
+    print(f"{len(rows)} problems, {samples} times, {failed} failures in {time.monotonic() - begin:.0f} s", flush=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Problem → every way that could serve it: strategy × kernel × tile × schedule × where operands are converted.
+
+A candidate is data: it names its choices, and can make the plan that follows from them, or says why it cannot serve.
+Refusals are physical or logical (shared memory, clusters that run at once, TMA's alignment, what a kernel computes);
+what is merely slow is a candidate like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from . import cast, gradient, library, small, split
+from .gemm import STAGES, WIDE, Gemm, Tile, gemm_plan, refusal
+from .problem import CHIPS, DTYPE_BYTES, Problem
+from .small import clusters_at_once
+from .split import ALL_ROWS
+from .steps import Plan
+
+CLUSTER = 4  # blocks at most: of larger ones fewer run at once than there are multiprocessors for
+TOGETHER = (4, 6, 8, 12, 16, 24)  # panels that are worked on together, as `variants` has them
+SHARES = (0.0, 0.25, 0.5)  # of the rows that later waves need, converted before as well; or all
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The choices of a backward: the kernel up to the product's gradient, the shape of its clusters, the products."""
+
+    kernel: str  # "panel_gradient", "gradient_units", "three launches"
+    split: bool  # the products are of split operands; else by the library
+    shape: gradient.Shape | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to serve a problem.
+
+    Attributes:
+        strategy: of `STRATEGIES`.
+        way: the choices; None for a product by cuBLAS, which leaves none.
+        refusal: why it cannot serve, or None.
+    """
+
+    problem: Problem
+    phase: str
+    strategy: str
+    way: Gemm | small.Shape | Gradient | None = None
+    refusal: str | None = None
+
+    @property
+    def name(self) -> str:
+        """All choices in a few words: unique among the candidates of a problem."""
+        return " ".join((self.strategy, *_words(self.problem, self.way)))
+
+    def plan(self) -> Plan:
+        """The plan of these choices."""
+        assert self.refusal is None
+        problem, strategy, way = self.problem, self.strategy, self.way
+        if isinstance(way, Gradient):
+            return _backward(problem, strategy, way)
+        if isinstance(way, Gemm):
+            return gemm_plan(problem, strategy, way)
+        if isinstance(way, small.Shape):
+            return cast.in_front(lambda p, s: small.small_plan(p, s, way))(problem, strategy)
+        return cast.in_front(library.forward)(problem, strategy)
+
+
+def _words(problem: Problem, way: Gemm | small.Shape | Gradient | None) -> Iterator[str]:
+    if isinstance(way, Gradient):
+        yield way.kernel
+        if way.shape:
+            yield f"{way.shape.lanes * 16} bytes, {way.shape.rows} rows, {way.shape.cluster} blocks"
+        yield "split products" if way.split else "cuBLAS products"
+    elif isinstance(way, small.Shape):
+        yield f"128x{way.columns} by {way.blocks} blocks along K"
+    elif isinstance(way, Gemm):
+        yield f"{way.tile.rows}x{way.tile.columns} {way.schedule}, {way.panels} panels by {way.group_panels}"
+        if way.cluster > 1:
+            yield f"in clusters of {way.cluster}"
+        if way.in_registers:
+            yield "in registers"
+        if way.converts(problem):
+            rows = "x" if way.x_rows == ALL_ROWS else f"x[:{way.x_rows}]"
+            yield f"{rows} w[:{way.weight_rows}] k[:{way.chunks}] converted before"
+
+
+def _backward(problem: Problem, strategy: str, way: Gradient) -> Plan:
+    if way.kernel == "panel_gradient":
+        assert way.shape is not None
+        made = gradient.by_panels(problem, gradient.panel_launch_of(problem, way.split, way.shape))
+    elif way.kernel == "gradient_units":
+        launch = gradient.unit_launch(problem, way.split)
+        assert launch is not None
+        made = gradient.by_units(problem, launch)
+    else:
+        made = gradient.by_three(problem, way.split)
+    found = gradient.backward_plan(problem, strategy, made)
+    return split.split_backward(problem, found) if way.split else found
+
+
+def candidates(problem: Problem, phase: str = "forward") -> tuple[Candidate, ...]:
+    """All of them, those that cannot serve included."""
+    if phase == "backward":
+        return tuple(_backwards(problem))
+    return (*_library(problem), *_small(problem), *_gemms(problem))
+
+
+def variants(problem: Problem) -> tuple[Candidate, ...]:
+    """Candidates with other numbers of panels worked on together: microseconds that only a measurement can tell."""
+    return tuple(
+        replace(found, way=replace(found.way, group_panels=count))
+        for found in _gemms(problem)
+        if isinstance(found.way, Gemm) and found.way.schedule != "single-wave" and not found.way.converts(problem)
+        for count in TOGETHER
+        if _several_waves(problem, found.way.tile) and found.way.group_panels != count <= found.way.panels
+    )
+
+
+def _library(problem: Problem) -> Iterator[Candidate]:
+    reason = "the weight is there as split operands only" if problem.prepared else None
+    for strategy in ("cublas_folded_bn", "cublas_bn"):
+        yield Candidate(problem, "forward", strategy, refusal=reason)
+
+
+def _small(problem: Problem) -> Iterator[Candidate]:
+    """One tile of rows, K shared out among the blocks of a cluster."""
+    reason = refusal(problem, "one_kernel")
+    if problem.batch > small.TILE_ROWS:
+        reason = reason or f"small_panel has one tile of {small.TILE_ROWS} rows"
+    if problem.prepared:
+        reason = reason or "small_panel splits operands in another way"
+    for shape in small.SHAPES:
+        wide = problem.split and shape.columns > small.SPLIT_COLUMNS
+        wide_reason = "the fragments of split operands do not fit the registers" if wide else None
+        yield Candidate(problem, "forward", "one_kernel", shape, reason or wide_reason)
+
+
+def tiles(problem: Problem) -> tuple[Tile, ...]:
+    """The tiles that `fused_gemm` has for the problem's operands."""
+    size, planes = (2, 2) if problem.split else (DTYPE_BYTES[problem.dtype], 1)
+    halved = DTYPE_BYTES[problem.dtype] == 2
+    return tuple(
+        Tile(rows, columns, stages, size, planes, planes == 1 and (columns == WIDE or (halved and columns >= 64)))
+        for (bytes_, parts, rows, columns), stages in STAGES.items()
+        if (bytes_, parts) == (size, planes)
+    )
+
+
+def _gemms(problem: Problem) -> Iterator[Candidate]:
+    strategies = ("one_kernel", "gemm_stats_apply") if problem.training else ("one_kernel",)
+    for strategy in strategies:
+        reason = refusal(problem, strategy)
+        if reason is not None:
+            yield Candidate(problem, "forward", strategy, refusal=reason)
+            continue
+        for tile in tiles(problem):
+            for gemm in _schedules(problem, strategy, tile):
+                for converted in _conversions(problem, gemm):
+                    yield Candidate(problem, "forward", strategy, converted)
+
+
+def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
+    """What one tile's way of working can be, with all operands converted before."""
+    rows, panels = tile.counts(problem)
+    together, chunks = _together(problem, tile), cast.chunks(problem)
+    everything = Gemm(tile, "", together, panels, weight_rows=problem.out_features, chunks=chunks)
+    if not problem.training:
+        yield replace(everything, schedule="evaluate")
+    elif strategy == "gemm_stats_apply":
+        yield replace(everything, schedule="statistics")
+    elif rows == 1:
+        yield replace(everything, schedule="single-tile")
+    else:
+        yield replace(everything, schedule="persistent")
+        yield from _single_waves(problem, everything)
+
+
+def _several_waves(problem: Problem, tile: Tile) -> bool:
+    rows, panels = tile.counts(problem)
+    return rows * panels > (problem.chip or CHIPS[90]).multiprocessors
+
+
+def _together(problem: Problem, tile: Tile) -> int:
+    """Panels that are worked on together: a wave of tiles that is about as wide as it is high reads least."""
+    blocks = (problem.chip or CHIPS[90]).multiprocessors
+    _, panels = tile.counts(problem)
+    square = max(1, round(math.sqrt(blocks * tile.rows / tile.columns)))
+    return -(-panels // -(-panels // square))  # groups of about the same size
+
+
+def _dividing(panels: int, most: int) -> int:
+    return max(n for n in range(1, most + 1) if panels % n == 0)
+
+
+def _single_waves(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
+    """All tiles of a panel at once: as clusters, in one wave of blocks, or in several over whole panels."""
+    blocks, tile = (problem.chip or CHIPS[90]).multiprocessors, everything.tile
+    rows, panels = tile.counts(problem)
+    one_wave = replace(everything, schedule="single-wave")
+    if rows <= CLUSTER and panels <= clusters_at_once(blocks, rows):
+        yield replace(one_wave, cluster=rows, group_panels=1)
+    if rows * panels <= blocks:
+        yield replace(one_wave, group_panels=_dividing(panels, everything.group_panels))
+    elif rows <= blocks and not problem.split:
+        waves = -(-panels // (blocks // rows))
+        at_once = -(-panels // waves)
+        several = replace(one_wave, panels=at_once, group_panels=_dividing(at_once, everything.group_panels))
+        yield several
+        if tile.waits:
+            yield replace(several, in_registers=True)
+
+
+def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
+    """All operands converted before the product; or only what its first wave needs, and a share of the rest."""
+    yield gemm
+    if not (problem.split or problem.cast) or gemm.schedule == "single-tile":
+        return
+    if problem.split and gemm.schedule not in ("persistent", "evaluate"):
+        return
+    blocks, tile = (problem.chip or CHIPS[90]).multiprocessors, gemm.tile
+    rows, panels = tile.counts(problem)
+    if not _several_waves(problem, tile):
+        return
+    converts_x, converts_weight = problem.split or "x" in problem.cast, problem.split or "weight" in problem.cast
+    if problem.prepared:
+        converts_weight = False
+    if rows * gemm.group_panels >= blocks:  # the first wave lies along x within the first group of panels
+        first_rows, first_panels = -(-blocks // gemm.group_panels), gemm.group_panels
+    else:
+        first_rows, first_panels = rows, min(panels, -(-blocks // (rows * gemm.group_panels)) * gemm.group_panels)
+    for share in SHARES if problem.split else SHARES[:1]:
+        x_tiles = first_rows + int(share * (rows - first_rows)) if converts_x else rows
+        w_tiles = first_panels + int(share * (panels - first_panels)) if converts_weight else panels
+        x_rows = ALL_ROWS if x_tiles >= rows else x_tiles * tile.rows
+        weight_rows = min(problem.out_features, w_tiles * tile.columns)
+        found = replace(gemm, x_rows=x_rows, weight_rows=weight_rows)
+        if found.converts(problem):
+            yield found
+            if problem.cast and x_rows == ALL_ROWS and found.chunks > 1:
+                yield replace(found, chunks=-(-found.chunks // 2))
+
+
+def _backwards(problem: Problem) -> Iterator[Candidate]:
+    """Of every strategy: what a forward keeps is the same but for where the product's offset is."""
+    kernels = refusal(replace(problem, save=False), "one_kernel")
+    own = "one_kernel" if kernels is None and problem.training else "cublas_folded_bn"
+    splits = (False, True) if problem.split and problem.training and own == "one_kernel" else (False,)
+    for products in splits:
+        shapes = tuple(gradient.shapes(problem))
+        for shape in shapes:
+            yield Candidate(problem, "backward", own, Gradient("panel_gradient", products, shape))
+        if not shapes:
+            reason = "no cluster of eight blocks holds the batch, or the mode or the GPU has none"
+            yield Candidate(problem, "backward", own, Gradient("panel_gradient", products), reason)
+        unit = gradient.unit_launch(problem, products)
+        reason_unit = None if unit else "a panel does not fit the L2 twice, or the mode or the GPU has no such kernel"
+        yield Candidate(problem, "backward", own, Gradient("gradient_units", products), reason_unit)
+        yield Candidate(problem, "backward", own, Gradient("three launches", products))
