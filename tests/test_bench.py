@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gemmnorm.bench import accuracy, cases, documents, suite, timing
+from gemmnorm.bench import accuracy, cases, documents, roofline, suite, timing
 from gemmnorm.bench import cell as one_cell
 from gemmnorm.bench.cases import CASES, Case, Cell
-from gemmnorm.bench.cell import Bench, CellResult, Options
+from gemmnorm.bench.cell import Bench, CellResult, CellRun, Options
 from gemmnorm.bench.model_files import Products
 from gemmnorm.bench.timing import Variant, WallClock
 from gemmnorm.errors import GemmNormWarning
@@ -268,12 +268,12 @@ def test_memory_kept_for_backward_is_one_output_where_eager_keeps_two(document: 
 
 def test_flops_and_bytes_are_the_products_and_each_operand_once() -> None:
     case = Case("c", 10, 20, 30)
-    assert one_cell.work(Cell(case, "fp32", False, "train_fwd")) == (2.0 * 6000, 4.0 * (200 + 600 + 300))
-    assert one_cell.work(Cell(case, "bf16", False, "eval_fwd"))[1] == 2.0 * (200 + 600 + 300)
-    assert one_cell.work(Cell(case, "bf16", False, "train_fwd_bwd"))[0] == 6.0 * 6000
+    assert roofline.work(Cell(case, "fp32", False, "train_fwd")) == (2.0 * 6000, 4.0 * (200 + 600 + 300))
+    assert roofline.work(Cell(case, "bf16", False, "eval_fwd"))[1] == 2.0 * (200 + 600 + 300)
+    assert roofline.work(Cell(case, "bf16", False, "train_fwd_bwd"))[0] == 6.0 * 6000
     found = {"copy_gb_per_s": 1.0, "tflops": {"fp32": 1e-6}}
-    assert one_cell.bound_ms(Cell(case, "fp32", False, "train_fwd"), found) == pytest.approx(12.0)
-    assert one_cell.bound_ms(Cell(case, "fp16", False, "train_fwd"), found) is None
+    assert roofline.bound_ms(Cell(case, "fp32", False, "train_fwd"), found) == pytest.approx(12.0)
+    assert roofline.bound_ms(Cell(case, "fp16", False, "train_fwd"), found) is None
 
 
 def test_a_strategy_that_falls_back_is_not_timed_under_its_name() -> None:
@@ -283,12 +283,11 @@ def test_a_strategy_that_falls_back_is_not_timed_under_its_name() -> None:
             return x
 
     cell = Cell(CASES["tiny"], "fp32", False, "train_fwd")
-    result = CellResult()
+    run = CellRun(Bench(CPU, QUICK), cell, cases.prepare(cell, CPU), Falling())
     with torch.no_grad():
-        prepared = cases.prepare(cell, CPU)
-        errors = Bench(CPU, QUICK)._errors(cell, prepared, Falling(), ["cublas_bn"], result)
+        errors = run.errors(["cublas_bn"])
     assert "cublas_bn" not in errors and "eager" in errors
-    assert "plain ops take over" in result.not_applicable[0]["reason"]
+    assert "plain ops take over" in run.result.not_applicable[0]["reason"]
 
 
 def test_the_floor_multiplies_what_the_chain_multiplies() -> None:

@@ -7,6 +7,7 @@ Read in this order:
 - `timing.py`       the clock: interleaved samples of several variants, with nothing timed but the computation
 - `cases.py`        what is measured: sizes, precisions, phases, and the eager chain that is the peer
 - `accuracy.py`     errors against float64, to stand beside a time
+- `roofline.py`     FLOPs and bytes of a cell, and what the device reaches
 - `cell.py`         one cell: bare GEMM, eager, torch.compile and every strategy → rows
 - `suite.py`        a suite of cells → a result file
 - `model_files.py`  MODEL.py and replacements of it → a result file
@@ -17,7 +18,7 @@ Read in this order:
 from .cases import CASES, PHASES, SUITES, select
 from .cell import Options
 from .documents import SCHEMA, Document, command_line, new_document, write_json
-from .environment import environment, major, nvcc_version, package_version
+from .environment import default_device, environment, major, nvcc_version, package_version
 from .model_files import FileOptions, bench_files
 from .suite import run_suite, tests_of
 
@@ -31,6 +32,7 @@ __all__ = [
     "Options",
     "bench_files",
     "command_line",
+    "default_device",
     "environment",
     "major",
     "new_document",

@@ -7,7 +7,7 @@ row per cell and strategy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -129,6 +129,22 @@ def select(
         and (not precisions or c.label in precisions)
         and (not phases or c.phase in phases)
     ]
+
+
+def strategies_to_run(
+    verdicts: Mapping[str, str | None], asked: Sequence[str] | None
+) -> tuple[list[str], dict[str, str]]:
+    """The strategies to time, and the reason for every other one.
+
+    Args:
+        verdicts: for every strategy None where it applies, else the reason why not (`plan.applicable`).
+        asked: only these; None for every one that applies, the reference only where nothing else does.
+    """
+    refused = {s: why for s, why in verdicts.items() if why is not None and (asked is None or s in asked)}
+    able = [s for s, why in verdicts.items() if why is None and (asked is None or s in asked)]
+    if asked is None and able != ["reference"]:
+        able = [s for s in able if s != "reference"]
+    return able, refused
 
 
 class EagerChain(nn.Module):

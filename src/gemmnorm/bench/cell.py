@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -28,7 +28,8 @@ from ..errors import GemmNormWarning
 from ..runtime.call import recording
 from . import accuracy, cases, timing
 from .cases import Cell, Prepared
-from .timing import CudaClock, Timings, Variant, WallClock
+from .roofline import bound_ms, ceilings, work
+from .timing import CudaClock, Timings, Variant
 
 SUSTAINED = ("kb33", "kb39")  # long enough, and in bf16 hot enough, for the clocks to fall
 _NOT_OF_COMPILE = ("compile_host_us", "compile_activation_bytes")
@@ -92,54 +93,6 @@ def floor_variants(cell: Cell, prepared: Prepared) -> list[Variant]:
     ]
 
 
-def work(cell: Cell) -> tuple[float, float]:
-    """FLOPs of the GEMMs, and the bytes that must move at least: each operand and result once per GEMM.
-
-    Forward: x and W in, y out. A backward adds: the product a written and read, g in, x and W once more, their
-    gradients out.
-    """
-    case = cell.case
-    size = cases.DTYPES[cell.precision].itemsize
-    outer = cell.param_dtype.itemsize  # under autocast x, W and their gradients are float32 in memory
-    x, w, y = case.batch * case.in_features, case.in_features * case.out_features, case.batch * case.out_features
-    flops = 2.0 * x * case.out_features
-    moved = outer * (x + w) + (outer if case.scale else size) * y
-    if cell.phase == "train_fwd_bwd":
-        flops *= 3
-        moved += 2 * outer * (x + w) + size * 2 * y + (outer if case.scale else size) * y
-    return flops, float(moved)
-
-
-def ceilings(device: torch.device, clock: WallClock | CudaClock, precisions: Sequence[str]) -> dict[str, Any]:
-    """What this device reaches now: copy rate in GB/s counting both ways, and TFLOP/s of a large GEMM per precision."""
-    on_gpu = device.type == "cuda"
-    n = 8192 if on_gpu else 768
-    count = (2**30 if on_gpu else 2**26) // 4
-    source, target = torch.randn(count, device=device), torch.empty(count, device=device)
-    variants = [Variant("copy", lambda: target.copy_(source))]
-    for precision in precisions:
-        a, b = (torch.randn(n, n, device=device).to(cases.DTYPES[precision]) for _ in range(2))
-        variants.append(
-            Variant(precision, lambda a=a, b=b: torch.mm(a, b.t()), lambda p=precision: cases.tf32(p == "tf32"))  # type: ignore[misc]
-        )
-    done = timing.interleave(variants, clock, budget_s=1.0 if on_gpu else 0.3, min_samples=3)
-    copy_ms = done.ms("copy")
-    return {
-        "copy_gb_per_s": None if copy_ms is None else 8 * count / copy_ms / 1e6,
-        "tflops": {p: None if done.ms(p) is None else 2.0 * n**3 / done.ran[p].ms / 1e9 for p in precisions},
-        "gemm_size": n,
-    }
-
-
-def bound_ms(cell: Cell, found: dict[str, Any]) -> float | None:
-    """The roofline under the measured ceilings, ms."""
-    flops, moved = work(cell)
-    rate, peak = found.get("copy_gb_per_s"), found.get("tflops", {}).get(cell.precision)
-    if not rate or not peak:
-        return None
-    return float(max(flops / peak / 1e9, moved / rate / 1e6))
-
-
 def package_module(cell: Cell, eager: nn.Module) -> gemmnorm.LinearScaleBatchNorm1d:
     """The fused module with the eager chain's weights, loaded through its `state_dict`: the keys must agree."""
     case = cell.case
@@ -177,130 +130,124 @@ class Bench:
     def run_cell(self, cell: Cell) -> CellResult:
         """Measure one cell."""
         prepared = cases.prepare(cell, self.device)
-        result = CellResult()
         with cases.conditions(cell):
-            module = package_module(cell, prepared.eager)
-            chosen = self._plan(cell, module, prepared)
-            verdicts = plan.applicable(chosen.problem)
-            able = self._wanted(verdicts, cell, result)
-            self._measure(cell, prepared, module, able, chosen, result)
-        return result
+            run = CellRun(self, cell, prepared, package_module(cell, prepared.eager))
+            chosen = run.chosen_plan()
+            able, refused = cases.strategies_to_run(plan.applicable(chosen.problem), self.options.strategies)
+            for strategy, why in refused.items():
+                run.leave_out(strategy, why)
+            run.measure(able, chosen)
+        return run.result
 
-    def _plan(self, cell: Cell, module: nn.Module, prepared: Prepared) -> plan.Plan:
+
+@dataclass
+class CellRun:
+    """One cell being measured: its tensors, the fused module with the eager chain's weights, and the result so far."""
+
+    bench: Bench
+    cell: Cell
+    prepared: Prepared
+    module: nn.Module
+    result: CellResult = field(default_factory=CellResult)
+
+    def leave_out(self, strategy: str, why: str) -> None:
+        """There is no row for this strategy, and this is the reason."""
+        self.result.not_applicable.append({**_conditions(self.cell), "strategy": strategy, "reason": why})
+
+    def forward(self, module: nn.Module, x: Tensor) -> Tensor:
+        """A forward under the cell's autocast, entered for this call alone."""
+        with cases.autocast(self.cell, self.bench.device):
+            y: Tensor = module(x)
+        return y
+
+    def step(self, module: nn.Module) -> Callable[[], object]:
+        """What is timed: the forward, and in `train_fwd_bwd` the gradients of x and of every parameter."""
+        x = self.prepared.x
+        if self.cell.phase != "train_fwd_bwd":
+            return lambda: self.forward(module, x)
+        inputs = [x, *module.parameters()]
+        return lambda: torch.autograd.grad(self.forward(module, x), inputs, self.prepared.g)
+
+    def chosen_plan(self) -> plan.Plan:
         """What the planner makes of the cell when nobody asks for a strategy."""
         with gemmnorm.set_strategy(None), recording() as plans:
-            self._forward(cell)(copy.deepcopy(module), prepared.x)
+            self.forward(copy.deepcopy(self.module), self.prepared.x)
         return plans[0]
 
-    def _wanted(self, verdicts: dict[str, str | None], cell: Cell, result: CellResult) -> list[str]:
-        """The strategies to run; those that do not apply go to `not_applicable`."""
-        asked = self.options.strategies
-        for strategy, why in verdicts.items():
-            if why is not None and (asked is None or strategy in asked):
-                result.not_applicable.append({**_conditions(cell), "strategy": strategy, "reason": why})
-        able = [s for s, why in verdicts.items() if why is None]
-        if asked is not None:
-            return [s for s in able if s in asked]
-        return [s for s in able if s != "reference"] or able
-
-    def _forward(self, cell: Cell) -> accuracy.Forward:
-        def forward(module: nn.Module, x: Tensor) -> Tensor:
-            with cases.autocast(cell, self.device):
-                y: Tensor = module(x)
-            return y
-
-        return forward
-
-    def _run(self, cell: Cell, module: nn.Module, prepared: Prepared) -> Callable[[], object]:
-        forward, x = self._forward(cell), prepared.x
-        if cell.phase != "train_fwd_bwd":
-            return lambda: forward(module, x)
-        inputs = [x, *module.parameters()]
-        return lambda: torch.autograd.grad(forward(module, x), inputs, prepared.g)
-
-    def _measure(
-        self,
-        cell: Cell,
-        prepared: Prepared,
-        module: nn.Module,
-        able: Sequence[str],
-        chosen: plan.Plan,
-        result: CellResult,
-    ) -> None:
-        options = self.options
-        errors = self._errors(cell, prepared, module, able, result)
+    def measure(self, able: Sequence[str], chosen: plan.Plan) -> None:
+        """Time the peers and these strategies, and add a row for each strategy that ran."""
+        errors = self.errors(able)
         strategies = [s for s in able if s in errors]
-        floors = self._fastest_floors(floor_variants(cell, prepared))
-        variants = [*floors, Variant("eager", self._run(cell, copy.deepcopy(prepared.eager), prepared))]
-        if options.compile:
-            torch._dynamo.reset()
-            compiled = cast(nn.Module, torch.compile(copy.deepcopy(prepared.eager), dynamic=False))
-            run = self._run(cell, compiled, prepared)
-            variants.append(Variant("compile", run, limit_s=options.compile_limit_s))
-        if cell.precision == "fp32" and self.device.type == "cuda":
-            run = self._run(cell, copy.deepcopy(prepared.eager), prepared)
-            variants.append(Variant("eager_tf32", run, lambda: cases.tf32(True)))
-        run = self._run(cell, module, prepared)
-        variants += [Variant(s, run, lambda s=s: gemmnorm.set_strategy(s)) for s in strategies]  # type: ignore[misc]
-        if cell.precision == "fp32" and cell.phase == "eval_fwd" and "one_kernel" in strategies:
-            ready = gemmnorm.prepare(copy.deepcopy(module))
-            run = self._run(cell, ready, prepared)
-            variants.append(Variant("prepared", run, lambda: gemmnorm.set_strategy("one_kernel")))
-        times = timing.interleave(variants, self.clock, budget_s=options.budget_s, on_progress=self.tell)
-        result.notes += [f"{cell}: {name} did not run: {why}" for name, why in times.failed.items()]
-        by_name = {v.name: v for v in variants}
-        shared = self._shared(cell, prepared, times, [v.name for v in floors], by_name)
-        shared["eager_error"] = errors.get("eager")
+        floors = self._fastest_floors(floor_variants(self.cell, self.prepared))
+        variants = {v.name: v for v in (*floors, *self._peers(), *self._fused(strategies))}
+        budget_s, tell = self.bench.options.budget_s, self.bench.tell
+        times = timing.interleave(list(variants.values()), self.bench.clock, budget_s=budget_s, on_progress=tell)
+        self.result.notes += [f"{self.cell}: {name} did not run: {why}" for name, why in times.failed.items()]
+        shared = {**self._shared(times, [v.name for v in floors], variants), "eager_error": errors.get("eager")}
         for strategy in strategies:
             if strategy not in times.ran:
-                result.not_applicable.append(
-                    {**_conditions(cell), "strategy": strategy, "reason": f"failed: {times.failed[strategy]}"}
-                )
+                self.leave_out(strategy, f"failed: {times.failed[strategy]}")
                 continue
-            own = times.ran[strategy]
-            row = {**_conditions(cell), "arithmetic": chosen.problem.arithmetic, "strategy": strategy}
+            found = times.ran[strategy]
+            row = {**_conditions(self.cell), "arithmetic": chosen.problem.arithmetic, "strategy": strategy}
             row.update(chosen=strategy == chosen.strategy, **shared)
-            row.update(ms=own.ms, ms_iqr=own.iqr, samples=own.samples, error=errors.get(strategy))
+            row.update(ms=found.ms, ms_iqr=found.iqr, samples=found.samples, error=errors.get(strategy))
             row.update(prepared_ms=times.ms("prepared") if strategy == "one_kernel" else None)
-            row.update(self._extras(cell, prepared, by_name[strategy], module, ""))
-            result.rows.append(row)
+            row.update(self._extras(variants[strategy], self.module, ""))
+            self.result.rows.append(row)
 
-    def _errors(
-        self, cell: Cell, prepared: Prepared, module: nn.Module, strategies: Sequence[str], result: CellResult
-    ) -> dict[str, float | None]:
+    def errors(self, strategies: Sequence[str]) -> dict[str, float | None]:
         """Errors against float64 of eager and of every strategy; a strategy that does not run is left out.
 
         The first call of a strategy happens here. A kernel that fails to compile or load makes the package fall back
         on plain ops with a warning; that must not be timed under the strategy's name, so the warning is an error here.
         """
-        self.tell("errors against float64")
-        forward = self._forward(cell)
+        self.bench.tell("errors against float64")
+        cell, prepared = self.cell, self.prepared
         golden = accuracy.golden(prepared, cell)
         errors: dict[str, float | None] = {"eager": None}
         if golden is not None:
-            errors["eager"] = accuracy.error_of(prepared.eager, forward, prepared, cell, golden)
+            errors["eager"] = accuracy.error_of(prepared.eager, self.forward, prepared, cell, golden)
         for strategy in strategies:
             try:
                 with gemmnorm.set_strategy(strategy), warnings.catch_warnings():
                     warnings.simplefilter("error", GemmNormWarning)
-                    errors[strategy] = accuracy.error_of(module, forward, prepared, cell, golden)
+                    errors[strategy] = accuracy.error_of(self.module, self.forward, prepared, cell, golden)
             except Exception as error:  # a strategy that fails is a result, not the end of the run
-                why = f"failed: {timing.reason(error)}"
-                result.not_applicable.append({**_conditions(cell), "strategy": strategy, "reason": why})
+                self.leave_out(strategy, f"failed: {timing.reason(error)}")
         return errors
 
     def _fastest_floors(self, variants: list[Variant]) -> list[Variant]:
         """The two fastest of the floor's many forms, which then take part in the main rounds."""
-        self.tell("the bare GEMM, every way")
-        times = timing.interleave(variants, self.clock, budget_s=0.2 * self.options.budget_s, min_samples=3)
+        self.bench.tell("the bare GEMM, every way")
+        budget_s = 0.2 * self.bench.options.budget_s
+        times = timing.interleave(variants, self.bench.clock, budget_s=budget_s, min_samples=3)
         order = sorted((v for v in variants if v.name in times.ran), key=lambda v: times.ran[v.name].ms)
         return order[:2]
 
-    def _shared(
-        self, cell: Cell, prepared: Prepared, times: Timings, floors: Sequence[str], by_name: dict[str, Variant]
-    ) -> dict[str, Any]:
+    def _peers(self) -> Iterator[Variant]:
+        """Eager, torch.compile of it, and for float32 on a GPU eager in TF32."""
+        eager, options = self.prepared.eager, self.bench.options
+        yield Variant("eager", self.step(copy.deepcopy(eager)))
+        if options.compile:
+            torch._dynamo.reset()
+            compiled = cast(nn.Module, torch.compile(copy.deepcopy(eager), dynamic=False))
+            yield Variant("compile", self.step(compiled), limit_s=options.compile_limit_s)
+        if self.cell.precision == "fp32" and self.bench.device.type == "cuda":
+            yield Variant("eager_tf32", self.step(copy.deepcopy(eager)), lambda: cases.tf32(True))
+
+    def _fused(self, strategies: Sequence[str]) -> Iterator[Variant]:
+        """Every strategy, and `one_kernel` with prepared weights where those serve."""
+        step = self.step(self.module)
+        for strategy in strategies:
+            yield Variant(strategy, step, lambda s=strategy: gemmnorm.set_strategy(s))  # type: ignore[misc]
+        if self.cell.precision == "fp32" and self.cell.phase == "eval_fwd" and "one_kernel" in strategies:
+            ready = gemmnorm.prepare(copy.deepcopy(self.module))
+            yield Variant("prepared", self.step(ready), lambda: gemmnorm.set_strategy("one_kernel"))
+
+    def _shared(self, times: Timings, floors: Sequence[str], variants: dict[str, Variant]) -> dict[str, Any]:
         """What all rows of a cell have in common."""
-        flops, moved = work(cell)
+        flops, moved = work(self.cell)
         shared: dict[str, Any] = {
             "gemm_ms": times.fastest(floors),
             "eager_ms": times.ms("eager"),
@@ -308,37 +255,37 @@ class Bench:
             "eager_tf32_ms": times.ms("eager_tf32"),
             "flops": flops,
             "bytes": moved,
-            "bound_ms": bound_ms(cell, self.ceilings),
+            "bound_ms": bound_ms(self.cell, self.bench.ceilings),
         }
         floor = min((n for n in floors if n in times.ran), key=lambda n: times.ran[n].ms, default=None)
         shared["gemm_form"] = floor
         for name in ("eager", "compile"):
-            usable = by_name[name] if name in times.ran else None
-            extras = self._extras(cell, prepared, usable, prepared.eager, f"{name}_")
+            usable = variants[name] if name in times.ran else None
+            extras = self._extras(usable, self.prepared.eager, f"{name}_")
             shared.update({k: v for k, v in extras.items() if k not in _NOT_OF_COMPILE})
         shared["gemm_sustained_ms"] = None
-        if floor is not None and self._is_sustained(cell):
-            shared["gemm_sustained_ms"] = self._extra(by_name[floor], timing.sustained_ms)
+        if floor is not None and self._is_sustained():
+            shared["gemm_sustained_ms"] = self._extra(variants[floor], timing.sustained_ms)
         return shared
 
-    def _is_sustained(self, cell: Cell) -> bool:
+    def _is_sustained(self) -> bool:
+        cell, bench = self.cell, self.bench
         hot = cell.case.name in SUSTAINED and cell.precision == "bf16" and not cell.autocast
-        return hot and self.options.extras and isinstance(self.clock, CudaClock)
+        return hot and bench.options.extras and isinstance(bench.clock, CudaClock)
 
     def _extra(self, variant: Variant, measure: Callable[[Callable[[], object], CudaClock], float]) -> float | None:
         """One further figure of a variant that ran; None where it cannot be had (a graph that will not be captured)."""
-        assert isinstance(self.clock, CudaClock)
+        clock = self.bench.clock
+        assert isinstance(clock, CudaClock)
         try:
             with variant.around():
-                return measure(variant.run, self.clock)
+                return measure(variant.run, clock)
         except Exception as error:
-            self.tell(f"{variant.name}: {timing.reason(error)}")
-            torch.cuda.synchronize(self.device)
+            self.bench.tell(f"{variant.name}: {timing.reason(error)}")
+            torch.cuda.synchronize(self.bench.device)
             return None
 
-    def _extras(
-        self, cell: Cell, prepared: Prepared, variant: Variant | None, module: nn.Module, prefix: str
-    ) -> dict[str, Any]:
+    def _extras(self, variant: Variant | None, module: nn.Module, prefix: str) -> dict[str, Any]:
         """graph_us, host_us, sustained_ms and activation bytes, the keys beginning with `prefix`; None if not measured.
 
         graph_us in the forward phases of small cases, host_us and memory with gradients, sustained_ms in bf16 of the
@@ -347,23 +294,22 @@ class Bench:
         memory = f"{prefix or 'peak_'}activation_bytes"
         names = (f"{prefix}graph_us", f"{prefix}host_us", f"{prefix}sustained_ms", memory)
         found: dict[str, Any] = dict.fromkeys(names)
-        if variant is None or not self.options.extras:
+        if variant is None or not self.bench.options.extras:
             return found
-        self.tell(f"{variant.name}: graph, host and memory")
-        if isinstance(self.clock, CudaClock):
-            if cell.case.small and cell.phase != "train_fwd_bwd":
+        self.bench.tell(f"{variant.name}: graph, host and memory")
+        x, backward = self.prepared.x, self.cell.phase == "train_fwd_bwd"
+        if isinstance(self.bench.clock, CudaClock):
+            if self.cell.case.small and not backward:
                 found[f"{prefix}graph_us"] = self._extra(variant, timing.graph_microseconds)
-            if cell.phase == "train_fwd_bwd" and prefix != "compile_":
-                forward, x = self._forward(cell), prepared.x
-                once = Variant(variant.name, lambda: forward(module, x), variant.around)
+            if backward and prefix != "compile_":
+                once = Variant(variant.name, lambda: self.forward(module, x), variant.around)
                 found[f"{prefix}host_us"] = self._extra(once, timing.host_microseconds)
-            if self._is_sustained(cell):
+            if self._is_sustained():
                 found[f"{prefix}sustained_ms"] = self._extra(variant, timing.sustained_ms)
-        if cell.phase == "train_fwd_bwd" and prefix != "compile_":
-            forward = self._forward(cell)
-            known = [prepared.x, *module.parameters(), *module.buffers()]
+        if backward and prefix != "compile_":
+            known = [x, *module.parameters(), *module.buffers()]
             with variant.around():
-                found[memory] = timing.activation_bytes(lambda: forward(module, prepared.x), known)
+                found[memory] = timing.activation_bytes(lambda: self.forward(module, x), known)
         return found
 
 

@@ -18,6 +18,11 @@ from typing import Any
 import torch
 
 
+def default_device(name: str | None = None) -> torch.device:
+    """The device called `name`; without a name the GPU where there is one."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def package_version(*names: str) -> str | None:
     """The installed version of the first of `names` that is installed."""
     for name in names:

@@ -31,7 +31,7 @@ from ..userfiles import ModelFile, ModelFileError, load_candidate_file, load_mod
 from . import accuracy, cases, timing
 from .cases import PHASES
 from .documents import Document, new_document
-from .environment import environment
+from .environment import default_device, environment
 from .timing import CudaClock, Variant, WallClock
 
 _BOUNDARY = 12.0  # an output this many times as wrong as eager's is not the same function; verify draws the fine line
@@ -170,7 +170,7 @@ class _Run:
 def child(model_path: str, candidate_paths: list[str], options: dict[str, Any]) -> dict[str, Any]:
     """Runs in the isolated process; see `bench_files`."""
     chosen = FileOptions(**options)
-    device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = default_device(chosen.device)
     progress({"stage": f"loading {model_path}", "subject": "model"})
     spec = load_model_file(model_path)
     model = spec.build(0).to(device)
@@ -237,18 +237,11 @@ def _fused(model: nn.Module, owners: Sequence[OwnerPlan], run: _Run) -> list[_Su
     plans = plans_of(module, run.inputs)
     module.load_state_dict(run.state)
     verdicts = [plan.applicable(p.problem) for p in plans]
-    able = [s for s in plan.STRATEGIES if verdicts and all(v[s] is None for v in verdicts)]
-    asked = run.options.strategies
-    if asked is not None:
-        able = [s for s in able if s in asked]
-    elif any(s != "reference" for s in able):
-        able = [s for s in able if s != "reference"]
-    refused: dict[str, list[str]] = {}
-    for strategy in plan.STRATEGIES:
-        why = next((v[strategy] for v in verdicts if v[strategy] is not None), None)
-        if why is not None and (asked is None or strategy in asked):
-            refused.setdefault(why, []).append(strategy)
-    run.notes += [f"{', '.join(names)}: not run, {why}" for why, names in refused.items()]
+    first_reason = {s: next((v[s] for v in verdicts if v[s] is not None), None) for s in plan.STRATEGIES if verdicts}
+    able, refused = cases.strategies_to_run(first_reason, run.options.strategies)
+    for why in dict.fromkeys(refused.values()):
+        names = ", ".join(s for s, reason in refused.items() if reason == why)
+        run.notes.append(f"{names}: not run, {why}")
     return [_Subject(f"fused: {s}", "fused", module, s) for s in able]
 
 
@@ -283,6 +276,7 @@ def _runner(module: nn.Module, inputs: list[Any], phase: str) -> Callable[[], ob
 
 
 def _time_phase(phase: str, subjects: list[_Subject], run: _Run, accurate: bool) -> None:
+    """Time every subject in one phase, and add their rows; `accurate`: compare their outputs with float64 first."""
     inputs = run.inputs
     if phase == "train_fwd_bwd":
         inputs = [tree_map(_leaf, item) for item in inputs]
@@ -299,38 +293,52 @@ def _time_phase(phase: str, subjects: list[_Subject], run: _Run, accurate: bool)
         except Exception as error:  # a model without a gradient, say
             run.notes.append(f"{phase} was not timed, the model itself raises: {timing.reason(error)}")
             return
-        variants = []
-        if products.found:
-            backends = ("cublas", "cublaslt") if run.device.type == "cuda" else (None,)
-            bare, flops = products.replay(), products.flops()
-            variants = [Variant(f"gemm {b}", bare, lambda b=b: cases.blas_backend(b)) for b in backends]  # type: ignore[misc]
-        floors = [v.name for v in variants]
+        floors, flops = _floors(products, run.device), products.flops()
         del products
-        for s in alive:
-            limit = run.options.compile_limit_s if s.kind == "compile" else None
-            step = _runner(s.module, inputs, phase)
-            variants.append(Variant(s.name, step, lambda s=s: gemmnorm.set_strategy(s.strategy), limit_s=limit))  # type: ignore[misc]
-        kinds = {s.name: s.kind for s in alive}
-
-        def tell(text: str) -> None:
-            name = text.removeprefix("warming up ")
-            progress({"stage": f"{phase}: {text}", "subject": name if kinds.get(name) == "candidate" else "timing"})
-
-        left = run.options.limit_s - (time.monotonic() - run.started)
-        times = timing.interleave(
-            variants, run.clock, budget_s=run.options.budget_s, min_samples=3, limit_s=max(left, 1.0), on_progress=tell
-        )
+        times = _interleave(phase, floors, alive, inputs, run)
+    kinds = {s.name: s.kind for s in alive}
     for name, why in times.failed.items():
         if kinds.get(name) in ("candidate", "fused"):
             run.failed[name] = f"{phase}: {why}"
         run.notes.append(f"{phase}: {name} did not run: {why}")
+    shared = {"gemm_ms": times.fastest([v.name for v in floors]), "eager_ms": times.ms("eager")}
+    shared["flops"] = flops if floors else None
     for s in alive:
         if s.name in times.ran:
-            own = times.ran[s.name]
-            row = {"phase": phase, "variant": s.name, "kind": s.kind, "ms": own.ms, "ms_iqr": own.iqr}
-            row.update(samples=own.samples, gemm_ms=times.fastest(floors), eager_ms=times.ms("eager"))
-            row.update(flops=flops if floors else None, error=errors.get(s.name), eager_error=errors.get("eager"))
+            found = times.ran[s.name]
+            row = {"phase": phase, "variant": s.name, "kind": s.kind, "ms": found.ms, "ms_iqr": found.iqr}
+            row.update(samples=found.samples, **shared, error=errors.get(s.name), eager_error=errors.get("eager"))
             run.rows.append(row)
+
+
+def _floors(products: Products, device: torch.device) -> list[Variant]:
+    """The bare GEMMs on every BLAS backend; none where the model has no product."""
+    if not products.found:
+        return []
+    backends = ("cublas", "cublaslt") if device.type == "cuda" else (None,)
+    bare = products.replay()
+    return [Variant(f"gemm {b}", bare, lambda b=b: cases.blas_backend(b)) for b in backends]  # type: ignore[misc]
+
+
+def _interleave(
+    phase: str, floors: list[Variant], subjects: list[_Subject], inputs: list[Any], run: _Run
+) -> timing.Timings:
+    """Sample the floors and the subjects side by side, saying at each step whose code is running."""
+    variants = list(floors)
+    for s in subjects:
+        limit = run.options.compile_limit_s if s.kind == "compile" else None
+        step = _runner(s.module, inputs, phase)
+        variants.append(Variant(s.name, step, lambda s=s: gemmnorm.set_strategy(s.strategy), limit_s=limit))  # type: ignore[misc]
+    candidates = {s.name for s in subjects if s.kind == "candidate"}
+
+    def tell(text: str) -> None:
+        name = text.removeprefix("warming up ")
+        progress({"stage": f"{phase}: {text}", "subject": name if name in candidates else "timing"})
+
+    limit_s = max(run.options.limit_s - (time.monotonic() - run.started), 1.0)
+    return timing.interleave(
+        variants, run.clock, budget_s=run.options.budget_s, min_samples=3, limit_s=limit_s, on_progress=tell
+    )
 
 
 def _leaf(value: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 import gemmnorm
 
 from .. import plan
-from ..bench import Document, new_document
+from ..bench import Document, default_device, new_document
 from ..fuse import analyse, fuse_owners, plans_of, report_of
 from ..plan import Chip, Problem
 from ..runtime.call import chip as chip_of
@@ -71,7 +71,7 @@ def child(path: str, target: str | None, strategy: str | None) -> dict[str, Any]
     """Runs in the isolated process. The model runs once, where it is: a GPU if there is one."""
     progress({"stage": f"loading {path}"})
     spec = load_model_file(path)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     model = spec.build(0).to(device)
     owners = analyse(model)
     report = report_of(model, owners)

@@ -25,6 +25,7 @@ from ..bench import (
     Options,
     bench_files,
     command_line,
+    default_device,
     new_document,
     run_suite,
     select,
@@ -105,14 +106,12 @@ def _bench(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 
 
 def _bench_suite(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    import torch
-
     cells = select(arguments.suite, arguments.case, arguments.precision, arguments.phase)
     if not cells:
         parser.error("bench: no cell of the suite passes the filters")
     if arguments.resume and not arguments.json:
         parser.error("bench: --resume needs --json FILE")
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = default_device(arguments.device)
     options = Options(budget_s=arguments.budget, compile=not arguments.no_compile, strategies=arguments.strategy)
     with reporting("bench", len(cells), arguments.quiet) as progress:
         document = run_suite(

@@ -13,10 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .. import plan
-from ..bench import Document, FileOptions, bench_files, environment, new_document, nvcc_version, write_json
+from ..bench import (
+    Document,
+    FileOptions,
+    bench_files,
+    default_device,
+    environment,
+    new_document,
+    nvcc_version,
+    write_json,
+)
 from ..errors import GemmNormValueError
 from ..export import compile_check, read_model, write_replacement
 from ..userfiles import progress, run_isolated
@@ -72,14 +79,14 @@ def optimize(
         raise GemmNormValueError(f"output: expected a path other than the model's own; got {output}")
     if not output.parent.is_dir():
         raise GemmNormValueError(f"output: expected a path in an existing directory; got {output}")
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(default_device(options.device))
     document = new_document(
         "optimize",
         command=command,
         model=str(model_path),
         output=str(output),
         device=device,
-        environment=environment(torch.device(device)),
+        environment=environment(default_device(device)),
         status="not equal",
         detail="",
         export=None,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten
 
+from ..runtime.arithmetic import tf32_allowed
 from ..userfiles import ModelFile, ModelFileError
 from .equality import PERIOD, Limits, pool
 from .families import Case, draw_inputs, draw_state, leading_rows, roles
@@ -352,10 +353,3 @@ def _units(dtypes: set[torch.dtype], device: torch.device) -> Units:
     grid = coarsest if coarsest in (torch.float16, torch.bfloat16) else None
     tf32 = device.type == "cuda" and torch.float32 in dtypes and tf32_allowed()
     return Units(unit_roundoff(coarsest), unit_roundoff(torch.float32), 2.0**-11 if tf32 else 0.0, grid)
-
-
-def tf32_allowed() -> bool:
-    """Whether torch's switches let float32 products run in TF32."""
-    matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)
-    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
