@@ -28,7 +28,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
     }
   };
   static constexpr bool kConverts = true;
-  static constexpr int kProducerRegs = G::kEvaluates ? 72 : 56, kStepsOfChunk = 1 << 30;
+  static constexpr int kProducerRegs = 72, kStepsOfChunk = 1 << 30;
 
   // A row has one exponent: all of it is one chunk.
   __device__ __forceinline__ SplitConversion(const Params& p, const TileScheduler& scheduler, u32* ready)
@@ -56,8 +56,8 @@ struct SplitConversion : ConvertedRows<G, Params> {
 
   // Where a row of an operand goes, split.
   __device__ __forceinline__ half* target_row(bool of_x, int row) const {
-    const i64 columns = (p.in_features + kSplitColumns - 1) / kSplitColumns * 2 * kSplitColumns;
-    return (of_x ? p.converted_x : p.converted_weight) + row * columns;
+    const int blocks = (p.in_features + kSplitColumns - 1) / kSplitColumns;  // of high and low parts
+    return (of_x ? p.converted_x : p.converted_weight) + static_cast<i64>(row) * blocks * 2 * kSplitColumns;
   }
 
   // Where the next piece to ask for lies: which of the rows that are left, that row, and the piece's first column.

@@ -2,7 +2,7 @@
 // training whoever merges a feature's statistics puts it on the list (Guard), in evaluation who splits the weight does
 // (split_ahead.cuh).
 #pragma once
-#include "gemm/panel_units.cuh"
+#include "gemm/features.cuh"
 
 namespace gemmnorm {
 
@@ -84,36 +84,36 @@ __device__ __forceinline__ float sum_over_block(float value, float* shared /* [k
 }
 
 // The product's column j, in y → its statistics, where they are the batch's, and y itself. Other blocks wrote it.
-template <bool TRAINING, class Activation, class L, class R>
-__device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j, float* product, float* y,
+template <bool TRAINING, class Activation, class Params>
+__device__ __forceinline__ void normalize_column(const Features<Params>& f, int j, float* product, float* y,
                                                  float* shared /* [kThreads / 32] */) {
   const float s = f.s(j), b = f.b(j);
   float centre, r;
   if (TRAINING) {
     float sum = 0.0f;
-    for (int row = threadIdx.x; row < f.batch; row += kThreads) sum += load_l2(y + static_cast<i64>(row) * f.features + j);
-    centre = sum_over_block(sum, shared) / f.batch;
+    for (int row = threadIdx.x; row < f.p.batch; row += kThreads) sum += load_l2(y + static_cast<i64>(row) * f.p.features + j);
+    centre = sum_over_block(sum, shared) / f.p.batch;
     sum = 0.0f;
-    for (int row = threadIdx.x; row < f.batch; row += kThreads) {
-      const float deviation = load_l2(y + static_cast<i64>(row) * f.features + j) - centre;
+    for (int row = threadIdx.x; row < f.p.batch; row += kThreads) {
+      const float deviation = load_l2(y + static_cast<i64>(row) * f.p.features + j) - centre;
       sum += deviation * deviation;
     }
-    const float variance = s * s * sum_over_block(sum, shared) / f.batch;
-    r = 1.0f / sqrtf(variance + f.eps);
+    const float variance = s * s * sum_over_block(sum, shared) / f.p.batch;
+    r = 1.0f / sqrtf(variance + f.p.eps);
     if (threadIdx.x == 0) {  // the counter counts this batch already
-      const float batches = f.batches_tracked ? static_cast<float>(*f.batches_tracked) : 0.0f;
-      finish_feature(j, centre, variance, s, b, batches, f.running_mean, f.running_var, value_or(f.running_mean, j, 0.0f),
-                     value_or(f.running_var, j, 0.0f), f.momentum, f.eps, f.mean, f.rstd, f.batch);
+      const float batches = f.p.num_batches_tracked ? static_cast<float>(*f.p.num_batches_tracked) : 0.0f;
+      finish_feature(j, centre, variance, s, b, batches, f.p.running_mean, f.p.running_var, value_or(f.p.running_mean, j, 0.0f),
+                     value_or(f.p.running_var, j, 0.0f), f.p.momentum, f.p.eps, f.p.mean, f.p.rstd, f.p.batch);
     }
-    for (int g = threadIdx.x; g < f.groups; g += kThreads) f.group_mean[static_cast<i64>(g) * f.features + j] = 0.0f;
+    for (int g = threadIdx.x; g < f.groups; g += kThreads) f.p.group_mean[static_cast<i64>(g) * f.p.features + j] = 0.0f;
   } else {
-    centre = to_float(f.running_mean[j]);
-    r = 1.0f / sqrtf(to_float(f.running_var[j]) + f.eps);
+    centre = to_float(f.p.running_mean[j]);
+    r = 1.0f / sqrtf(to_float(f.p.running_var[j]) + f.p.eps);
   }
-  const float slope = f.slope(j, r), origin = TRAINING ? centre : 0.0f;
-  const float shift = f.shift(j) + (TRAINING ? 0.0f : value_or(f.bn_weight, j, 1.0f) * r * (s * b - centre));
-  for (int row = threadIdx.x; row < f.batch; row += kThreads) {
-    const i64 at = static_cast<i64>(row) * f.features + j;
+  const float slope = f.gamma(j) * f.s(j) * r, origin = TRAINING ? centre : 0.0f;
+  const float shift = f.shift(j) + (TRAINING ? 0.0f : value_or(f.p.bn_weight, j, 1.0f) * r * (s * b - centre));
+  for (int row = threadIdx.x; row < f.p.batch; row += kThreads) {
+    const i64 at = static_cast<i64>(row) * f.p.features + j;
     const float a = load_l2(y + at);
     if (product) product[at] = a;
     y[at] = Activation::value(slope * (a - origin) + shift);
@@ -124,18 +124,13 @@ __device__ __forceinline__ void normalize_column(const Features<L, R>& f, int j,
 // product's columns until then.
 template <class Config, class Params>
 __device__ __forceinline__ void recompute_features(const Params& p) {
-  using L = typename Config::L;
-  using R = typename Config::R;
   using Activation = typename Config::Activation;
   constexpr bool TRAINING = Config::kTraining;
   __shared__ AgainShared shared;
   __shared__ float sums[kThreads / 32];
   __shared__ int list[kAgainColumns];
   __shared__ u32 arrived;
-  const Features<L, R> f = {p.bias,    p.scale,   p.scale_stride, p.scale_value,     p.running_mean, p.running_var,
-                            p.bn_weight, p.bn_bias, p.num_batches_tracked, p.momentum,   p.eps,          p.group_mean,
-                            nullptr, p.mean,    p.rstd,         nullptr,         nullptr,      {},
-                            p.batch,   p.features, (p.batch + kGroupRows - 1) / kGroupRows, kGroupRows};
+  const Features<Params> f(p, kGroupRows);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   if (blockIdx.x == 0 && threadIdx.x == 0) p.most[0] = p.most[1] = 0;  // nobody reads them here

@@ -1,0 +1,214 @@
+// After the exchange: every thread of the finishing warps has whole sums of its rows and columns. Statistics, y and the product.
+#pragma once
+#include "gemm/staging.cuh"
+#include "small/mainloop_bf16x3.cuh"
+#include "small/panel.cuh"
+
+namespace gemmnorm {
+
+// A thread's columns, two to a unit, from `column` on, and its rows: `row` and the one 8 below.
+template <class G, class Params, class Shared>
+struct Finisher {
+  using S = typename G::S;
+  using T = typename G::T;
+  using Activation = typename G::Activation;
+  static constexpr bool kRounds = sizeof(T) < sizeof(float);  // the product, on its way to memory
+  // Four units' features are too many registers beside the parts of float32; in evaluation coefficients will do.
+  static constexpr bool kEarly = !G::kTraining && G::kSplit && S::kUnits == 4;
+
+  const Params& p;
+  Shared& shared;
+  int thread, pair, column, row;
+  RawFeature<Params> raw[S::kUnits][2] = {};
+  float2 early[kEarly ? S::kUnits : 1][2] = {};
+
+  __device__ __forceinline__ Finisher(const Params& p_, Shared& shared_, int first_column)
+      : p(p_), shared(shared_), thread(threadIdx.x), pair(thread % S::kAcross), column(first_column + pair * 2),
+        row(thread / S::kAcross / 8 * 16 + thread / S::kAcross % 8) {}
+
+  // The features' vectors are in registers before the first operand has arrived.
+  __device__ __forceinline__ void load_features() {
+#pragma unroll
+    for (int q = 0; q < S::kUnits; ++q)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        raw[q][c] = RawFeature<Params>::load(p, min(column + q * 8 + c, p.features - 1));
+        if (kEarly) early[q][c] = raw[q][c].coefficients(p);
+      }
+  }
+
+  __device__ __forceinline__ bool inside(int q) const { return column + q * 8 < p.features; }  // of pairs no half is
+  __device__ __forceinline__ i64 at(int q) const { return static_cast<i64>(row) * p.features + column + q * 8; }
+  // The sum over the cluster's blocks of what a finisher's unit holds.
+  __device__ __forceinline__ float4 total(int q, int finisher) const {
+    float4 sum = shared.parts[0][q][finisher];
+#pragma unroll
+    for (int block = 1; block < G::kCluster; ++block) {
+      const float4 part = shared.parts[block][q][finisher];
+      sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+    }
+    return sum;
+  }
+  template <class V>
+  __device__ __forceinline__ void store_rows(V* to, int q, float2 low, float2 high) const {
+    if (inside(q) && row < p.batch) store_pair(to + at(q), low);
+    if (inside(q) && row + 8 < p.batch) store_pair(to + at(q) + static_cast<i64>(8) * p.features, high);
+  }
+
+  __device__ __forceinline__ void evaluate() const {
+#pragma unroll
+    for (int q = 0; q < S::kUnits; ++q) {
+      float4 v = total(q, thread);
+      if constexpr (G::kSplit) {
+        const float* rows = p.x + static_cast<i64>(row) * p.in_features;
+        const float* columns = p.weight + static_cast<i64>(column + q * 8) * p.in_features;
+        const auto of = [&](float sum, i64 r, i64 c) {
+          return sum != sum ? dot_product(rows + r * p.in_features, columns + c * p.in_features, p.in_features) : sum;
+        };
+        if (inside(q) && row < p.batch) v.x = of(v.x, 0, 0), v.y = of(v.y, 0, 1);
+        if (inside(q) && row + 8 < p.batch) v.z = of(v.z, 8, 0), v.w = of(v.w, 8, 1);
+      }
+      const float2 left = kEarly ? early[kEarly ? q : 0][0] : raw[q][0].coefficients(p);
+      const float2 right = kEarly ? early[kEarly ? q : 0][1] : raw[q][1].coefficients(p);
+      const auto value = [&](float a, float b) {
+        return make_float2(Activation::value(left.x * a + left.y), Activation::value(right.x * b + right.y));
+      };
+      store_rows(p.y, q, value(v.x, v.y), value(v.z, v.w));
+    }
+  }
+
+  // Deviations from `by`; out-of-bounds rows count for nothing.
+  __device__ __forceinline__ float4 minus(const float4& v, float2 by) const {
+    const bool low = row < p.batch, high = row + 8 < p.batch;
+    return make_float4(low ? v.x - by.x : 0.0f, low ? v.y - by.y : 0.0f, high ? v.z - by.x : 0.0f, high ? v.w - by.y : 0.0f);
+  }
+  __device__ __forceinline__ void sum_rows(const float4 (&d)[S::kUnits], int sums) const {
+    sum_units<S>(d, shared.sums[sums]);
+    named_barrier_sync(1, S::kFinishers + 32);
+  }
+
+  __device__ __forceinline__ void train() {
+    const float share = 1.0f / p.batch;
+    float4 d[S::kUnits];  // deviations from row 0's values
+    float2 centre[S::kUnits];
+#pragma unroll
+    for (int q = 0; q < S::kUnits; ++q) {
+      const float4 first = total(q, pair);
+      centre[q] = make_float2(first.x, first.y);
+      d[q] = minus(total(q, thread), centre[q]);
+    }
+    sum_rows(d, 0);
+    if (G::kSplit) {  // once more, from the mean: the squares' cancellation shows in float32
+#pragma unroll
+      for (int q = 0; q < S::kUnits; ++q) {
+        ColumnSums left, right;
+        sums_of_unit<S>(shared.sums[0], pair, q, left, right);
+        const float2 mu = make_float2(left.mean(share), right.mean(share));
+        centre[q] = make_float2(centre[q].x + mu.x, centre[q].y + mu.y);
+        d[q] = minus(d[q], mu);
+      }
+      sum_rows(d, G::kSums);
+    }
+#pragma unroll
+    for (int q = 0; q < S::kUnits; ++q) normalize_unit(q, share, centre[q], d[q]);
+    if (kRounds && p.keep_product) sum_rows(d, 1);
+  }
+
+  // y of one unit, and the product without its group's mean; `d` becomes the deviations of what is stored.
+  __device__ __forceinline__ void normalize_unit(int q, float share, float2 centre, float4& d) const {
+    ColumnSums left, right;
+    sums_of_unit<S>(shared.sums[G::kSums], pair, q, left, right);
+    const FeatureValues of_left = raw[q][0].values(p), of_right = raw[q][1].values(p);
+    const float2 mu = make_float2(left.mean(share), right.mean(share));
+    const auto root = [&](float v) { return G::kSplit ? 1.0f / sqrtf(v) : rsqrtf(v); };
+    const float a = of_left.slope * root(of_left.s * of_left.s * left.m2(share) * share + p.eps);
+    const float b = of_right.slope * root(of_right.s * of_right.s * right.m2(share) * share + p.eps);
+    const auto value = [&](float v, float w) {
+      return make_float2(Activation::value(a * (v - mu.x) + of_left.shift), Activation::value(b * (w - mu.y) + of_right.shift));
+    };
+    store_rows(p.y, q, value(d.x, d.y), value(d.z, d.w));
+    if (!p.keep_product) return;
+    // Both means as they are stored: what the backward adds up again is what was subtracted.
+    const bool upper = row >= kGroupRows;
+    const float share_of_group = 1.0f / max(min(p.batch - (upper ? kGroupRows : 0), kGroupRows), 1);
+    const float2 group = make_float2(fmaf(upper ? left.second : left.first, share_of_group, centre.x),
+                                     fmaf(upper ? right.second : right.first, share_of_group, centre.y));
+    const float2 off = make_float2(group.x - centre.x, group.y - centre.y);
+    rounded_pair(d.x, d.y, off, T{});
+    rounded_pair(d.z, d.w, off, T{});
+    store_rows(p.stored_product, q, make_float2(d.x, d.y), make_float2(d.z, d.w));
+    if (kRounds) d = minus(d, make_float2(left.mean(share, centre.x) - group.x, right.mean(share, centre.y) - group.y));
+  }
+};
+
+// As one warp of each block, after the block has read the count for the last time.
+template <class Params>
+__device__ __forceinline__ void count_batch(const Params& p) {
+  if (!p.num_batches_tracked) return;
+  const int lane = threadIdx.x % 32;
+  if (p.momentum >= 0.0f) {  // nobody reads it
+    if (blockIdx.x == 0 && lane == 0) *p.num_batches_tracked += 1;
+    return;
+  }
+  __syncwarp();
+  if (lane == 0) {
+    __threadfence();
+    if (atomicAdd(p.counters, 1u) == gridDim.x - 1) {  // the last block counts the batch, and resets the counter
+      __threadfence();
+      *p.counters = 0;
+      *p.num_batches_tracked += 1;
+    }
+  }
+}
+
+// What the producer warp does after its loads, in training: a lane finishes a feature, the left or the right one of a unit.
+template <class G, class Params, class Shared>
+__device__ __forceinline__ void finish_statistics(const Params& p, Shared& shared, int first_column) {
+  using S = typename G::S;
+  constexpr bool kRounds = sizeof(typename G::T) < sizeof(float);
+  const Features<Params> f(p, kGroupRows);
+  const int lane = threadIdx.x % 32, pair = lane % S::kAcross, unit = lane / S::kAcross / 2 % S::kUnits;
+  const bool odd = lane / S::kAcross % 2;
+  const int j = first_column + unit * 8 + pair * 2 + odd;
+  const bool mine = lane < S::kColumns && j < p.features;
+  const auto raw = RawFeature<Params>::load(p, min(j, p.features - 1));
+  const float share = 1.0f / p.batch;
+  if (G::kCluster > 1) cluster_wait();
+  mbarrier_wait_cluster(&shared.arrived, 0);
+  float centre = 0.0f;
+#pragma unroll
+  for (int s = 0; s < G::kCluster; ++s) {
+    const float4 part = shared.parts[s][unit][pair];
+    centre += odd ? part.y : part.x;
+  }
+  const FeatureValues values = raw.values(p);
+  ColumnSums left, right;
+  named_barrier_sync(1, S::kFinishers + 32);
+  sums_of_unit<S>(shared.sums[0], pair, unit, left, right);
+  if (G::kSplit) {
+    centre = (odd ? right : left).mean(share, centre);
+    named_barrier_sync(1, S::kFinishers + 32);
+    sums_of_unit<S>(shared.sums[G::kSums], pair, unit, left, right);
+  }
+  const ColumnSums column = odd ? right : left;
+  const float mu = column.mean(share, centre);
+  if (mine) {
+    f.finish(j, values, mu, column.m2(share));
+    if (p.keep_product) {
+      p.group_mean[j] = fmaf(column.first, 1.0f / f.rows(0), centre);
+      if (f.groups > 1) p.group_mean[p.features + j] = fmaf(column.second, 1.0f / f.rows(1), centre);
+    }
+  }
+  if (kRounds && p.keep_product) {  // what is stored, and what the backward takes it for, agree
+    named_barrier_sync(1, S::kFinishers + 32);
+    sums_of_unit<S>(shared.sums[1], pair, unit, left, right);
+    const ColumnSums stored = odd ? right : left;
+    if (mine) {
+      p.mean[j] = stored.mean(share, mu);
+      p.rstd[j] = 1.0f / sqrtf(values.s * values.s * stored.m2(share) / p.batch + p.eps);
+    }
+  }
+  count_batch(p);
+}
+
+}  // namespace gemmnorm

@@ -1,0 +1,110 @@
+// How a cluster shares out a panel of features, what a feature needs, and sums over the rows of a block.
+#pragma once
+#include "common/column_sums.cuh"
+#include "gemm/features.cuh"
+
+namespace gemmnorm {
+
+constexpr int kTileRows = 2 * kGroupRows;
+
+template <class T>
+struct RemovePointer {
+  using type = T;
+};
+template <class T>
+struct RemovePointer<T*> {
+  using type = T;
+};
+template <class T>
+struct RemovePointer<const T*> {
+  using type = T;
+};
+
+// How the blocks of a cluster share out a panel of BN columns. The unit is what wgmma leaves in a thread of 8 columns, a float4: columns c and c + 1 of rows
+// r and r + 8.
+template <int BN, int SPLITS>
+struct PanelShare {
+  static constexpr int kColumns = BN / SPLITS;                     // that a block finishes
+  static constexpr int kAcross = kColumns < 8 ? kColumns / 2 : 4;  // lanes along them
+  static constexpr int kUnits = kColumns < 8 ? 1 : kColumns / 8;   // of a thread
+  static constexpr int kFinishers = kTileRows / 2 * kAcross;       // threads
+  static constexpr int kWarps = kFinishers / 32;
+  static_assert(kColumns >= 4 && kColumns <= 32, "a lane of the copying warp finishes a column");
+};
+
+template <class S>
+using UnitSums = float4[S::kWarps][S::kAcross][S::kUnits];  // of a warp's rows: Σ of both columns, Σ of their squares
+
+// What a feature needs, as it is in memory: loads without branches are all in flight at once.
+template <class Params>
+struct RawFeature {
+  template <class Pointer>
+  using Pointee = typename RemovePointer<Pointer>::type;
+  Pointee<decltype(Params::bias)> bias, scale;
+  Pointee<decltype(Params::bn_weight)> bn_weight, bn_bias;
+  Pointee<decltype(Params::running_mean)> running_mean, running_var;
+
+  template <class V>
+  static __device__ __forceinline__ V element(const V* vector, i64 j) {
+    V v = {};
+    if (vector) v = vector[j];
+    return v;
+  }
+  static __device__ __forceinline__ RawFeature load(const Params& p, int j) {
+    return {element(p.bias, j),    element(p.scale, static_cast<i64>(j) * p.scale_stride), element(p.bn_weight, j),
+            element(p.bn_bias, j), element(p.running_mean, j), element(p.running_var, j)};
+  }
+  __device__ __forceinline__ FeatureValues values(const Params& p) const {
+    const float s = p.scale ? to_float(scale) : p.scale_value;
+    return {s, to_float(bias), (p.bn_weight ? to_float(bn_weight) : 1.0f) * s, to_float(bn_bias), to_float(running_mean),
+            to_float(running_var)};
+  }
+  // Evaluation: y = φ(x·a + y).
+  __device__ __forceinline__ float2 coefficients(const Params& p) const {
+    const FeatureValues v = values(p);
+    const float r = 1.0f / sqrtf(v.running_var + p.eps), gamma = p.bn_weight ? to_float(bn_weight) : 1.0f;
+    return make_float2(v.slope * r, v.shift + gamma * r * (v.s * v.b - v.running_mean));
+  }
+};
+
+// Sums of a thread's deviations and their squares over the warp's rows.
+template <class S>
+__device__ __forceinline__ void sum_units(const float4 (&d)[S::kUnits], UnitSums<S>& sums) {
+  float v[4 * S::kUnits];
+#pragma unroll
+  for (int q = 0; q < S::kUnits; ++q) {
+    v[4 * q] = d[q].x + d[q].z;
+    v[4 * q + 1] = d[q].y + d[q].w;
+    v[4 * q + 2] = d[q].x * d[q].x + d[q].z * d[q].z;
+    v[4 * q + 3] = d[q].y * d[q].y + d[q].w * d[q].w;
+  }
+  fold_lanes<4 * S::kUnits, S::kAcross>(v, &sums[threadIdx.x / 32][threadIdx.x % S::kAcross][0].x);
+}
+
+// What the sums say of one column: of the deviations in both statistics groups, and of all squares.
+struct ColumnSums {
+  float first, second, squares;
+
+  // The mean of the deviations, or what it makes of the value that they were taken from.
+  __device__ __forceinline__ float mean(float share, float centre = 0.0f) const {
+    return fmaf(first + second, share, centre);
+  }
+  __device__ __forceinline__ float m2(float share) const { return fmaf(-(first + second), mean(share), squares); }
+};
+
+// Both columns of a unit.
+template <class S>
+__device__ __forceinline__ void sums_of_unit(const UnitSums<S>& sums, int pair, int unit, ColumnSums& left,
+                                             ColumnSums& right) {
+  float4 group[2];
+#pragma unroll
+  for (int w = 0; w < S::kWarps; ++w) {
+    const float4 part = sums[w][pair][unit];
+    float4& to = group[2 * w / S::kWarps];
+    to = w % (S::kWarps / 2) ? make_float4(to.x + part.x, to.y + part.y, to.z + part.z, to.w + part.w) : part;
+  }
+  left = {group[0].x, group[1].x, group[0].z + group[1].z};
+  right = {group[0].y, group[1].y, group[0].w + group[1].w};
+}
+
+}  // namespace gemmnorm
