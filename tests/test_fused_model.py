@@ -60,6 +60,12 @@ def test_copies_are_fused_and_independent(how: str, calls: list[Any]) -> None:
         assert all(a.data_ptr() != b.data_ptr() for a, b in zip(new.parameters(), model.parameters(), strict=True))
 
 
+def test_a_pickle_names_no_file_of_the_package() -> None:
+    """Files move; what was saved names the folder, and `restore` in it."""
+    saved = pickle.dumps(gemmnorm.fuse(nn.Sequential(Founding())))
+    assert b"gemmnorm.fuse" in saved and b"restore" in saved and b"gemmnorm.fuse." not in saved
+
+
 def test_hooks_on_the_owner_and_around_it_still_run() -> None:
     model, seen = nn.Sequential(Founding()), []
     for module in (model, model[0]):

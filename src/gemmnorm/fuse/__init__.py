@@ -16,7 +16,7 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 """
 
 from .analysis import OwnerPlan, analyse
-from .classes import fuse, fuse_owners, unfuse
+from .classes import fuse, fuse_owners, restore, unfuse
 from .explain import Explanation, explain, plans_of, warmup
 from .matching import Chain, Refusal
 from .prepare import prepare, unprepare
@@ -37,6 +37,7 @@ __all__ = [
     "plans_of",
     "prepare",
     "report_of",
+    "restore",
     "unfuse",
     "unprepare",
     "warmup",

@@ -103,7 +103,7 @@ def _make_copyable(cls: type[nn.Module]) -> None:
         found = super(cls, self).__reduce_ex__(max(int(protocol), 2))
         if not isinstance(found, tuple) or found[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return found  # the original has a way of its own
-        return (_restore, (original_class(self),), *found[2:])
+        return (restore, (original_class(self),), *found[2:])
 
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         new: nn.Module = self.__class__.__new__(self.__class__)
@@ -117,7 +117,7 @@ def _make_copyable(cls: type[nn.Module]) -> None:
         cls.__deepcopy__ = deepcopy  # type: ignore[attr-defined]
 
 
-def _restore(original: type[nn.Module]) -> nn.Module:
+def restore(original: type[nn.Module]) -> nn.Module:
     """An empty module of class `original` that is fused as soon as its state has been set."""
 
     def set_state(self: nn.Module, state: dict[str, Any]) -> None:
@@ -130,3 +130,6 @@ def _restore(original: type[nn.Module]) -> nn.Module:
     arriving: Any = type(original)(original.__name__, (original,), {"__setstate__": set_state})  # type: ignore[misc]
     module: nn.Module = arriving.__new__(arriving)
     return module
+
+
+restore.__module__ = __package__ or restore.__module__  # what pickles name it by, so that this file may move
