@@ -61,9 +61,9 @@ def error_of(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def finish(chosen: Plan) -> str:
-    finishes = [str(value) for launch in chosen.launches for name, value in launch.config if name == "kFinish"]
-    return finishes[0].rpartition("::")[2] if finishes else chosen.launches[1].function
+def epilogue(chosen: Plan) -> str:
+    finishes = [str(value) for launch in chosen.launches for name, value in launch.config if name == "Epilogue<>"]
+    return finishes[0].removeprefix("gemmnorm::").removesuffix("Epilogue") if finishes else chosen.launches[1].function
 
 
 @needs_compiler
@@ -72,13 +72,13 @@ def finish(chosen: Plan) -> str:
     [
         (70, 68, 24, "cublas_folded_bn", True, "column_statistics", BOTH),
         (70, 72, 40, "one_kernel", True, "small_panel", BOTH),
-        (140, 72, 40, "one_kernel", True, "kWholePanels", BOTH),  # one wave: nothing is left to the product
-        (600, 72, 264, "one_kernel", True, "kWholePanels", BOTH),  # tiles wait in registers
-        (300, 1544, 1000, "one_kernel", True, "kWholePanels", ("weight",)),  # or in shared memory
-        (1200, 72, 520, "one_kernel", True, "kPersistent", BOTH),
-        (1200, 200, 264, "one_kernel", True, "kPersistent", ("x",)),
-        (700, 72, 520, "gemm_stats_apply", True, "kStatistics", BOTH),
-        (700, 264, 520, "one_kernel", False, "kEvaluate", BOTH),
+        (140, 72, 40, "one_kernel", True, "SingleWave", BOTH),  # one wave: nothing is left to the product
+        (600, 72, 264, "one_kernel", True, "SingleWave", BOTH),  # tiles wait in registers
+        (300, 1544, 1000, "one_kernel", True, "SingleWave", ("weight",)),  # or in shared memory
+        (1200, 72, 520, "one_kernel", True, "Persistent", BOTH),
+        (1200, 200, 264, "one_kernel", True, "Persistent", ("x",)),
+        (700, 72, 520, "gemm_stats_apply", True, "Statistics", BOTH),
+        (700, 264, 520, "one_kernel", False, "Evaluate", BOTH),
     ],
 )
 def test_the_kernels_cast_as_pytorch_does(
@@ -87,7 +87,7 @@ def test_the_kernels_cast_as_pytorch_does(
     with emulated(SMALL_HOPPER), poisoned_memory():
         operands = tensors(batch, in_features, features)
         chosen = check(operands, strategy, training, torch.bfloat16, wide)
-    assert finish(chosen) == way
+    assert epilogue(chosen) == way
     product = [launch for launch in chosen.launches if launch.function == "fused_gemm"]
     left = [role for launch in product for field in launch.params if (role := launch.role(field)).startswith("wide_")]
     assert left == ([f"wide_{name}" for name in wide] if batch > 140 else [])
@@ -97,11 +97,11 @@ def test_the_kernels_cast_as_pytorch_does(
 @pytest.mark.parametrize(
     ("batch", "features", "training", "way", "wide"),
     [
-        (300, 136, True, "kWholePanels", BOTH),
-        (300, 136, False, "kEvaluate", ("weight",)),
-        (300, 136, True, "kWholePanels", ("x",)),
-        (300, 392, False, "kEvaluate", BOTH),
-        (1200, 264, True, "kPersistent", BOTH),  # and rows of x are left, of which all chunks are cast before
+        (300, 136, True, "SingleWave", BOTH),
+        (300, 136, False, "Evaluate", ("weight",)),
+        (300, 136, True, "SingleWave", ("x",)),
+        (300, 392, False, "Evaluate", BOTH),
+        (1200, 264, True, "Persistent", BOTH),  # and rows of x are left, of which all chunks are cast before
     ],
 )
 def test_the_product_begins_with_a_part_of_k(
@@ -113,7 +113,7 @@ def test_the_product_begins_with_a_part_of_k(
     with emulated(SMALL_HOPPER), poisoned_memory():
         chosen = check(tensors(batch, 2 * cast.COLUMNS + 8, features), "one_kernel", training, torch.bfloat16, wide)
     plan.cached_plan.cache_clear()
-    assert finish(chosen) == way
+    assert epilogue(chosen) == way
     assert dict(chosen.launches[0].numbers)["begun"] == (2 if batch == 300 else 3)
 
 
@@ -125,13 +125,13 @@ def test_the_planner_counts_chunks_and_bands_as_the_kernels_do() -> None:
 
 @needs_compiler
 def test_one_tile_of_rows_in_several_waves_leaves_no_rows_to_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kOneBlock makes none."""
+    """A single tile converts none."""
     monkeypatch.setattr(small, "SHAPES", ())
     plan.cached_plan.cache_clear()
     with emulated(SMALL_HOPPER), poisoned_memory():
         chosen = check(tensors(20, 72, 1040), "one_kernel", True, torch.bfloat16, BOTH)
     plan.cached_plan.cache_clear()
-    assert finish(chosen) == "kOneBlock"
+    assert epilogue(chosen) == "SingleTile"
 
 
 @needs_compiler

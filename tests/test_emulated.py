@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 @pytest.fixture
 def no_clusters(monkeypatch):
-    """One tile of rows by one block for each panel (kOneBlock), as where clusters do not serve."""
+    """One tile of rows by one block for each panel (single tile), as where clusters do not serve."""
     monkeypatch.setattr(small, "SHAPES", ())
     plan.cached_plan.cache_clear()
     yield
@@ -35,30 +35,30 @@ def no_clusters(monkeypatch):
 SMALL_HOPPER = plan.chip_for(90, 3)  # so few multiprocessors that a small problem takes many waves
 
 
-def run(module: Chain, x: Tensor, strategy: str, finish: str | None = None) -> Tensor:
-    """The operator on the tensors of `module`; fails where another strategy, or another way to finish, would run."""
+def run(module: Chain, x: Tensor, strategy: str, epilogue: str | None = None) -> Tensor:
+    """The operator on the tensors of `module`; fails where another strategy, or another way to epilogue, would run."""
     positional, keywords = arguments(module, strategy=strategy)
     with runtime.recording() as plans:
         y = linear_scale_batch_norm(x, *positional, **keywords)
     assert [p.strategy for p in plans] == [strategy], plans[0].reasons
     members = [member for launch in plans[0].launches for member in launch.config]
-    assert finish is None or ("kFinish", f"gemmnorm::Finish::{finish}") in members
+    assert epilogue is None or ("Epilogue<>", f"gemmnorm::{epilogue}Epilogue") in members
     return y
 
 
-def check(chip, strategy, name, batch, in_features, out_features, training=True, finish=None, **options):
+def check(chip, strategy, name, batch, in_features, out_features, training=True, epilogue=None, **options):
     with precision(name) as dtype:
         module = stir(Chain(in_features, out_features, **options)).to(dtype).train(training)
         x, grad = (torch.randn(batch, n, dtype=dtype) for n in (in_features, out_features))
         exact, eager, ours = twin(module).double(), twin(module), twin(module)
         want, theirs = step(exact, exact, x.double(), grad.double()), step(eager, eager, x, grad)
         with emulated(chip), poisoned_memory():
-            if finish == "kEvaluate":  # with gradients the product would be wanted
+            if epilogue == "Evaluate":  # with gradients the product would be wanted
                 with torch.no_grad():
-                    y = run(ours, x, strategy, finish)
+                    y = run(ours, x, strategy, epilogue)
                 assert error(y, want["y"], columns=False) <= 1.25 * error(theirs["y"], want["y"], columns=False) + 1e-3
                 return
-            got = step(ours, lambda x: run(ours, x, strategy, finish), x, grad)
+            got = step(ours, lambda x: run(ours, x, strategy, epilogue), x, grad)
         assert_accurate(got, theirs, want, module, x, grad, 2.0**-11 if name == "tf32" else 0.0, factor=1.5)
 
 
@@ -73,18 +73,18 @@ def test_the_librarys_product(strategy, training):
 
 @pytest.mark.usefixtures("no_clusters")
 @pytest.mark.parametrize(
-    ("finish", "batch", "in_features", "out_features"),
+    ("epilogue", "batch", "in_features", "out_features"),
     [
-        ("kOneBlock", 100, 72, 72),
-        ("kOneBlock", 2, 8, 8),
-        ("kWholePanels", 200, 136, 40),
-        ("kPersistent", 400, 200, 264),
-        ("kPersistent", 1027, 64, 520),
+        ("SingleTile", 100, 72, 72),
+        ("SingleTile", 2, 8, 8),
+        ("SingleWave", 200, 136, 40),
+        ("Persistent", 400, 200, 264),
+        ("Persistent", 1027, 64, 520),
     ],
 )
 @pytest.mark.parametrize("name", ["bf16", "tf32"])
-def test_one_kernel(finish, name, batch, in_features, out_features):
-    check(SMALL_HOPPER, "one_kernel", name, batch, in_features, out_features, finish=finish, activation="silu")
+def test_one_kernel(epilogue, name, batch, in_features, out_features):
+    check(SMALL_HOPPER, "one_kernel", name, batch, in_features, out_features, epilogue=epilogue, activation="silu")
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, featur
     monkeypatch.setattr(hopper, "LONG_TILE", 1 << 30 if waits_in == "registers" else 0)
     chip = plan.chip_for(90, blocks)
     options = {"scale_shape": (features,), "activation": "silu"}
-    check(chip, "one_kernel", "bf16", batch, 72, features, finish="kWholePanels", **options)
+    check(chip, "one_kernel", "bf16", batch, 72, features, epilogue="SingleWave", **options)
     if waits_in == "registers":  # where TF32 always waits
-        check(chip, "one_kernel", "tf32", batch, 72, features, finish="kWholePanels", **options)
+        check(chip, "one_kernel", "tf32", batch, 72, features, epilogue="SingleWave", **options)
 
     module = stir(Chain(72, features, **options))
     x = torch.randn(batch, 72).bfloat16().float()
@@ -113,7 +113,7 @@ def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, featur
         exact = twin(module).double()(x.double())
     for grad in (True, False):
         with emulated(chip), poisoned_memory(), torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
-            y = run(twin(module), x, "one_kernel", "kWholePanels")
+            y = run(twin(module), x, "one_kernel", "SingleWave")
         assert y.dtype == torch.float32
         assert error(y.detach(), exact) < 6e-3
 
@@ -123,7 +123,7 @@ def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, featur
 )
 def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(one_tile, features, monkeypatch):
     monkeypatch.setattr(hopper, "LONG_TILE", 0)
-    check(plan.chip_for(90, 66), "one_kernel", "bf16", 8290, 16, features, finish="kWholePanels")
+    check(plan.chip_for(90, 66), "one_kernel", "bf16", 8290, 16, features, epilogue="SingleWave")
 
 
 @pytest.mark.parametrize(("batch", "features"), [(180, 264), (300, 1000), (500, 72)])
@@ -135,11 +135,11 @@ def test_few_tiles_of_a_panel_are_a_cluster(name, batch, features):
     found = plan.make_plan(plan.Problem(batch, 136, features, *dtypes, arithmetic, chip=chip), "one_kernel")
     (launch,) = (launch for launch in found.launches if launch.function == "fused_gemm")
     assert launch.cluster == -(-batch // launch.grid.rows) > 1 and not launch.cooperative
-    check(chip, "one_kernel", name, batch, 136, features, finish="kWholePanels")
+    check(chip, "one_kernel", name, batch, 136, features, epilogue="SingleWave")
 
 
 def test_more_groups_than_a_block_merges_for_itself():
-    check(SMALL_HOPPER, "one_kernel", "fp16", 8290, 16, 40, finish="kPersistent", scale_shape=(40,), bias=False)
+    check(SMALL_HOPPER, "one_kernel", "fp16", 8290, 16, 40, epilogue="Persistent", scale_shape=(40,), bias=False)
 
 
 @pytest.mark.parametrize(
@@ -153,21 +153,21 @@ def test_nothing_is_left_of_a_constant_column_in_one_block(one_tile, batch):
     module = stir(Chain(64, 136, bias=False))
     with torch.no_grad(), emulated(SMALL_HOPPER), poisoned_memory(), precision("tf32"):
         module.gemm.weight.fill_(156.25)
-        y = run(module, torch.ones(batch, 64), "one_kernel", "kOneBlock")
+        y = run(module, torch.ones(batch, 64), "one_kernel", "SingleTile")
     assert torch.equal(y, module.bn.bias.expand(batch, 136))
 
 
 @pytest.mark.parametrize("name", ["fp16", "tf32"])
 def test_gemm_stats_apply(name):
-    check(SMALL_HOPPER, "gemm_stats_apply", name, 300, 72, 136, finish="kStatistics", scale_shape=(136,))
+    check(SMALL_HOPPER, "gemm_stats_apply", name, 300, 72, 136, epilogue="Statistics", scale_shape=(136,))
 
 
 @pytest.mark.parametrize("one_tile", [(128, 64), (64, 128), (128, 128), (256, 128)], indirect=True)
 def test_every_tile_that_passes_through_shared_memory(one_tile):
     """By rows and by features; the last tile is not full."""
     columns = one_tile[1]
-    check(SMALL_HOPPER, "one_kernel", "bf16", 950, 72, 2 * columns + 8, finish="kPersistent", activation="relu")
-    check(SMALL_HOPPER, "gemm_stats_apply", "fp16", 300, 72, columns + 8, finish="kStatistics", bias=False)
+    check(SMALL_HOPPER, "one_kernel", "bf16", 950, 72, 2 * columns + 8, epilogue="Persistent", activation="relu")
+    check(SMALL_HOPPER, "gemm_stats_apply", "fp16", 300, 72, columns + 8, epilogue="Statistics", bias=False)
 
 
 @pytest.mark.parametrize("one_tile", [(64, 128), (128, 128), (256, 128), (128, 32)], indirect=True)
@@ -175,7 +175,7 @@ def test_every_tile_that_passes_through_shared_memory(one_tile):
 def test_every_tile_in_evaluation(name, one_tile):
     if name == "fp32" and one_tile[0] == 256:
         pytest.skip("of split operands there is no such tile")
-    options = {"training": False, "finish": "kEvaluate", "activation": "relu"}
+    options = {"training": False, "epilogue": "Evaluate", "activation": "relu"}
     for batch, features in ((129, 264), (600, 136)):
         with precision(name):
             check(SMALL_HOPPER, "one_kernel", name, batch, 72, features, **options)
@@ -190,14 +190,14 @@ def test_one_tile_of_rows_and_several_for_a_block(name, one_tile):
         pytest.skip("of split operands there is no such tile")
     features, batch = 7 * one_tile[1] + 8, {64: 50, 128: 100, 256: 200}[one_tile[0]]
     with precision(name):
-        check(SMALL_HOPPER, "one_kernel", name, batch, 72, features, finish="kOneBlock", scale_shape=(features,))
+        check(SMALL_HOPPER, "one_kernel", name, batch, 72, features, epilogue="SingleTile", scale_shape=(features,))
 
 
 @pytest.mark.usefixtures("no_clusters")
 @pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
 @pytest.mark.parametrize("batch", [300, 100, 3])  # boxes of x have no more rows than that
 def test_evaluation_in_one_launch(name, batch):
-    check(SMALL_HOPPER, "one_kernel", name, batch, 72, 136, False, "kEvaluate", scale_shape=(136,), activation="relu")
+    check(SMALL_HOPPER, "one_kernel", name, batch, 72, 136, False, "Evaluate", scale_shape=(136,), activation="relu")
 
 
 def test_equal_bits_whatever_the_order_of_events():
@@ -210,7 +210,7 @@ def test_equal_bits_whatever_the_order_of_events():
     with emulated(SMALL_HOPPER), poisoned_memory():
         for _ in range(6):
             ours = twin(module)
-            found.append(step(ours, lambda x, m=ours: run(m, x, "one_kernel", "kPersistent"), x, grad))
+            found.append(step(ours, lambda x, m=ours: run(m, x, "one_kernel", "Persistent"), x, grad))
     for other in found[1:]:
         assert all(torch.equal(found[0][key], other[key]) for key in other)
 
@@ -231,19 +231,19 @@ def test_mean_far_larger_than_the_deviation():
 
 
 @pytest.mark.usefixtures("no_clusters")
-@pytest.mark.parametrize(("finish", "batch"), [("kOneBlock", 100), ("kPersistent", 1500)])
-def test_a_value_that_stands_out(finish, batch):
+@pytest.mark.parametrize(("epilogue", "batch"), [("SingleTile", 100), ("Persistent", 1500)])
+def test_a_value_that_stands_out(epilogue, batch):
     """One row far larger than the rest: statistics are those of the product as it is stored, so that its rounding is
     normalised away and what is left is the rounding of y."""
     torch.manual_seed(0)
-    features = 72 if finish == "kOneBlock" else 264
+    features = 72 if epilogue == "SingleTile" else 264
     x, weight = torch.randn(batch, 64), torch.randn(features, 64) / 8
     x[7] *= 300
     half = (x.bfloat16(), weight.bfloat16(), None, None, None, None, (torch.rand(features) + 0.5).bfloat16())
     exact = linear_scale_batch_norm(*(t if t is None else t.double() for t in half), training=True)
     with emulated(SMALL_HOPPER), poisoned_memory(), runtime.recording() as plans:
         y = linear_scale_batch_norm(*half, training=True, strategy="one_kernel")
-    assert plans[0].launches[0].member("kFinish") == f"gemmnorm::Finish::{finish}"
+    assert plans[0].launches[0].member("Epilogue<>") == f"gemmnorm::{epilogue}Epilogue"
     assert error(y, exact) <= 1.25 * error(exact.bfloat16(), exact)
 
 
@@ -255,7 +255,7 @@ def test_the_emulator_reports_what_never_comes(monkeypatch):
         launcher = driver.Launcher
         monkeypatch.setattr(driver, "Launcher", lambda launch, p: launcher(replace(launch, cooperative=False), p))
         with pytest.raises(EmulationError, match="waits for a counter in global memory"), torch.no_grad():
-            run(module, x, "one_kernel", "kWholePanels")
+            run(module, x, "one_kernel", "SingleWave")
     binding.counters.cache_clear()  # the kernel had no chance to leave them at zero
 
 

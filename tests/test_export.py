@@ -163,7 +163,7 @@ def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_pat
     chooser = host_function(source, "forward_training")
     assert "auto run = save ? forward_training_saving : forward_training_alone;" in chooser
     assert ("if (" in chooser) == (ending is not None)
-    kernels = re.findall(r"gemmnorm::Finish::(\w+), Identity>", source)
+    kernels = re.findall(r"using Epilogue = gemmnorm::(\w+)Epilogue<", source)
     for save in ("_saving", "_alone"):
         launch = host_function(source, "forward_training" + save)
         assert "launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(" in launch

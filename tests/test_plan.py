@@ -330,23 +330,23 @@ def test_the_measured_best_is_chosen(precision, batch, in_features, features, tr
 
 
 @pytest.mark.parametrize(
-    ("batch", "features", "training", "tile", "finish"),
+    ("batch", "features", "training", "tile", "epilogue"),
     [
-        (128, 8192, True, (128, 64), "kOneBlock"),
-        (128, 8192, False, (64, 128), "kEvaluate"),
-        (200, 4096, True, (64, 128), "kWholePanels"),
-        (200, 16384, True, (256, 128), "kOneBlock"),
-        (1024, 8192, True, (256, 128), "kWholePanels"),
-        (16384, 4096, True, (256, 128), "kPersistent"),
+        (128, 8192, True, (128, 64), "SingleTile"),
+        (128, 8192, False, (64, 128), "Evaluate"),
+        (200, 4096, True, (64, 128), "SingleWave"),
+        (200, 16384, True, (256, 128), "SingleTile"),
+        (1024, 8192, True, (256, 128), "SingleWave"),
+        (16384, 4096, True, (256, 128), "Persistent"),
     ],
 )
-def test_tiles(batch, features, training, tile, finish):
+def test_tiles(batch, features, training, tile, epilogue):
     """A block that holds all rows of its features waits for nobody; else rows are cut up first."""
     problem = Problem(batch, 4096, features, "bfloat16", "bfloat16", training=training, chip=plan.chip_for(90))
     (launch,) = (found for found in make_plan(problem, "one_kernel").launches if found.function == "fused_gemm")
     members = dict(launch.config)
     assert (members["kTileRows"], members["kTileColumns"]) == tile
-    assert members["kFinish"] == f"gemmnorm::Finish::{finish}"
+    assert members["Epilogue<>"] == f"gemmnorm::{epilogue}Epilogue"
     box = launch.maps[0].box(batch)
     assert box == (tile[0] if training else min(tile[0], batch), 64)
 
@@ -360,6 +360,6 @@ def test_a_kernel_that_makes_no_rows_is_left_none(dtype, features, in_features):
     for batch in (2, 128):
         chosen = make_plan(Problem(batch, in_features, features, dtype, dtype, cast=cast, save=True), "one_kernel")
         for launch in chosen.launches:
-            if ("kFinish", "gemmnorm::Finish::kOneBlock") in launch.config:
+            if ("Epilogue<>", "gemmnorm::SingleTileEpilogue") in launch.config:
                 numbers = dict(launch.numbers)
                 assert numbers["x_rows"] >= batch and numbers["weight_rows"] == features

@@ -176,12 +176,12 @@ def test_what_is_not_finite_propagates_as_in_eager(value: float, training: bool)
 
 
 @pytest.mark.parametrize(
-    ("finish", "batch", "in_features", "out_features"),
-    [("kOneBlock", 100, 72, 1000), ("kWholePanels", 180, 136, 40), ("kPersistent", 300, 200, 264)],
+    ("epilogue", "batch", "in_features", "out_features"),
+    [("SingleTile", 100, 72, 1000), ("SingleWave", 180, 136, 40), ("Persistent", 300, 200, 264)],
 )
-def test_forward_and_backward(finish: str, batch: int, in_features: int, out_features: int) -> None:
+def test_forward_and_backward(epilogue: str, batch: int, in_features: int, out_features: int) -> None:
     check(
-        SMALL_HOPPER, "one_kernel", "fp32", batch, in_features, out_features, finish=finish, scale_shape=(out_features,)
+        SMALL_HOPPER, "one_kernel", "fp32", batch, in_features, out_features, epilogue=epilogue, scale_shape=(out_features,)
     )
 
 
