@@ -1,0 +1,111 @@
+"""The planner's candidates: each of them computes the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from emulator import COMPILER, emulated
+from gpu_support import poisoned_memory
+from torch import Tensor
+
+from gemmnorm import plan
+from gemmnorm.plan import Problem
+from gemmnorm.plan.candidates import Candidate, candidates, variants
+from gemmnorm.runtime import binding
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
+# dtype, y's dtype, arithmetic, operands that are cast
+PRECISIONS = {
+    "bf16": ("bfloat16", "bfloat16", "native", ()),
+    "tf32": ("float32", "float32", "tf32", ()),
+    "fp32": ("float32", "float32", "float32", ()),
+    "amp": ("bfloat16", "float32", "native", ("x", "weight")),
+}
+
+
+def problem_of(precision: str, sizes: tuple[int, int, int], training: bool, multiprocessors: int = 132) -> Problem:
+    dtype, out, arithmetic, cast = PRECISIONS[precision]
+    vectors = "float32" if cast else dtype
+    chip = plan.chip_for(90, multiprocessors)
+    return Problem(*sizes, dtype, out, vectors, vectors, arithmetic, None, training, False, True, chip, cast=cast)
+
+
+def serving(problem: Problem, phase: str = "forward") -> list[Candidate]:
+    return [c for c in (*candidates(problem, phase), *variants(problem)) if c.refusal is None]
+
+
+def outputs(found: Candidate, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Of a fresh binding: what the call hands back, and the running statistics."""
+    running = {role: inputs[role].clone() for role in ("running_mean", "running_var") if role in inputs}
+    given = tuple((inputs | running).get(role) for role in binding.INPUTS[found.phase])
+    scalars = binding.scalars(found.problem, inputs["scale"], 1.0, 0.1, 1e-5)
+    made = binding.Bound(found.plan())(given, scalars)
+    count = 1 if found.phase == "forward" else 6
+    return [t.double() for t in (*made[:count], *running.values()) if t is not None]
+
+
+def inputs_of(problem: Problem, phase: str = "forward") -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    b, i, o = problem.batch, problem.in_features, problem.out_features
+    dtype, y, linear, norm = (
+        getattr(torch, name) for name in (problem.dtype, problem.out_dtype, problem.linear_dtype, problem.norm_dtype)
+    )
+    wide = {name: torch.float32 if name in problem.cast else dtype for name in ("x", "weight")}
+    found = {"x": torch.randn(b, i).to(wide["x"]), "weight": torch.randn(o, i).to(wide["weight"])}
+    found |= {role: (torch.rand(o) + 0.5).to(linear) for role in ("bias", "scale")}
+    found |= {role: (torch.rand(o) + 0.5).to(norm) for role in ("bn_weight", "bn_bias")}
+    if phase == "forward":
+        found |= {role: (torch.rand(o) + 0.5).to(norm) for role in ("running_mean", "running_var")}
+        found["num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
+    else:
+        rows = 2 + -(-b // plan.GROUP_ROWS)
+        found |= {"grad_y": torch.randn(b, o).to(y), "product": torch.randn(b, o).to(dtype)}
+        found["statistics"] = torch.rand(rows, o) + 0.5
+    return found
+
+
+def check(problem: Problem, phase: str = "forward") -> list[str]:
+    """All that serve against the first; their names."""
+    every, inputs = serving(problem, phase), inputs_of(problem, phase)
+    tolerance = 2e-2 if problem.dtype == "bfloat16" else 2e-3 if problem.arithmetic == "tf32" else 2e-6
+    with emulated(problem.chip), poisoned_memory():
+        wanted = outputs(every[0], inputs)
+        for found in every[1:]:
+            for a, b in zip(outputs(found, inputs), wanted, strict=True):
+                assert (a - b).norm() <= tolerance * b.norm(), found.name
+    return [found.name for found in every]
+
+
+# On six multiprocessors, so that there are several waves.
+@needs_compiler
+@pytest.mark.parametrize(("precision", "training"), [("bf16", True), ("amp", True), ("fp32", False)])
+def test_every_candidate_computes_the_same(precision: str, training: bool) -> None:
+    check(problem_of(precision, (300, 136, 264), training, 6))
+
+
+@needs_compiler
+def test_every_candidate_of_one_tile_of_rows_computes_the_same() -> None:
+    check(problem_of("tf32", (100, 264, 40), True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("precision", ["amp", "fp32"])
+def test_every_candidate_of_a_backward_computes_the_same(precision: str) -> None:
+    problem = problem_of(precision, (300, 136, 264), True, 6)
+    dtypes = ("float32", "float32") if problem.cast else (problem.dtype,) * 2
+    check(replace(problem, save=True, cast=(), grad_dtypes=dtypes), "backward")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_candidates_have_names_of_their_own_and_plans_that_are_theirs(precision: str) -> None:
+    for sizes in ((1, 64, 8), (128, 1024, 512), (1024, 8192, 8192), (16384, 4096, 4096), (1000, 100, 1000)):
+        for training in (True, False):
+            problem = problem_of(precision, sizes, training)
+            every = serving(problem)
+            assert len({found.name for found in every}) == len(every)
+            assert {found.plan().strategy for found in candidates(problem) if found.refusal is None} == {
+                name for name, reason in plan.applicable(problem).items() if reason is None and name != "reference"
+            } - (set() if training else {"gemm_stats_apply"})
+            assert all(len(c.refusal) > 10 for c in candidates(problem) if c.refusal)
