@@ -13,6 +13,7 @@ import gemmnorm
 from gemmnorm import plan
 from gemmnorm.plan import cast, hopper
 from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime.operands import Operands
 
 HALF = torch.bfloat16
 
@@ -42,7 +43,7 @@ def prepared(module, x, weight):
         gemmnorm.linear_scale_batch_norm(x, weight, *vectors, *state[:2], *state[3:], num_batches_tracked=state[2],
                                          training=True, activation=module.activation)  # fmt: skip
     (call,) = runtime._calls.values()
-    return lambda x, weight: call.forward(x, weight, *vectors, *state)
+    return lambda x, weight: call.forward(Operands(x, weight, *vectors, *state))
 
 
 @torch.no_grad()

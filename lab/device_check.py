@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import gemmnorm
+from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime.operands import Operands, Options
 from gemmnorm.plan import STRATEGIES
 
 CASES = {
@@ -156,9 +158,9 @@ def main() -> None:
             for strategy in arguments.strategy:
                 with gemmnorm.set_strategy(strategy):
                     chosen = gemmnorm.explain(fused, x).plans[0].strategy if False else strategy
-                    if gemmnorm.plan.applicable(gemmnorm.runtime.describe(
-                        x, weight, fused.gemm.bias, fused.scale, 1.0, fused.bn.running_mean, fused.bn.weight,
-                        fused.bn.bias, phase != "eval", activation, phase == "step",
+                    if gemmnorm.plan.applicable(runtime.describe(
+                        Operands(x, weight, fused.gemm.bias, fused.scale, *fused.bn.buffers(), fused.bn.weight, fused.bn.bias),
+                        Options(training=phase != "eval", activation=activation, save=phase == "step"),
                     ))[strategy] is not None:  # fmt: skip
                         continue
                     errors[chosen] = measure(chosen, fused)

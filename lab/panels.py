@@ -7,6 +7,7 @@ import gemmnorm
 from gemmnorm import plan
 from gemmnorm.plan import hopper
 from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime.operands import Operands
 
 COUNTS = {
     ("kb39", "bf16"): (2, 3, 4, 5, 6, 7, 8),
@@ -34,7 +35,7 @@ def call_with(module, x, count):
     (call,) = runtime._calls.values()
     bn, vectors = module.bn, (module.gemm.bias, module.scale)
     state = (bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.weight, bn.bias)
-    return lambda: call.forward(x, module.gemm.weight, *vectors, *state)
+    return lambda: call.forward(Operands(x, module.gemm.weight, *vectors, *state))
 
 
 def main():

@@ -5,6 +5,7 @@ import torch
 import gemmnorm
 from gemmnorm import plan
 from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime.operands import Operands, Options
 
 torch.manual_seed(0)
 
@@ -46,9 +47,8 @@ for (B, I, O), dt, strategy, training, save in itertools.product(
     d.load_state_dict(m.state_dict())
     xd = x.detach().double().requires_grad_(save)
     yd = d(xd)
-    pr = runtime.describe(
-        x, m.gemm.weight, m.gemm.bias, m.scale, 1.0, m.bn.running_mean, m.bn.weight, m.bn.bias, training, "gelu", save
-    )
+    operands = Operands(x, m.gemm.weight, m.gemm.bias, m.scale, *m.bn.buffers(), m.bn.weight, m.bn.bias)
+    pr = runtime.describe(operands, Options(training=training, activation="gelu", save=save))
     if plan.applicable(pr)[strategy]:
         continue
     tag = (B, I, O, str(dt)[6:], strategy, training, save)

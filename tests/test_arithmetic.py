@@ -13,6 +13,7 @@ from gemmnorm.cli import doctor
 from gemmnorm.errors import GemmNormValueError
 from gemmnorm.runtime import call as runtime
 from gemmnorm.runtime.arithmetic import arithmetic, float32_reason
+from gemmnorm.runtime.operands import Operands, Options
 
 MATMUL = torch.backends.cuda.matmul
 NEW = hasattr(MATMUL, "fp32_precision")
@@ -70,7 +71,7 @@ def test_who_refuses_tf32_keeps_the_split_product(name, monkeypatch):
     monkeypatch.setattr(runtime, "chip", lambda device: plan.chip_for(90))
     monkeypatch.setattr(runtime.binding, "bind", lambda *_: None)
     x, weight = torch.empty(1024, 8192), torch.empty(8192, 8192)
-    problem = runtime.problem_of(x, weight, None, None, torch.float32, None, True, False, True)
+    problem = runtime.describe(Operands(x, weight), Options())
     assert problem.split and runtime.resolve(problem, None) == "one_kernel"
 
 

@@ -10,7 +10,6 @@ from test_emulated import SMALL_HOPPER
 from torch import Tensor
 
 from gemmnorm import linear_scale_batch_norm, plan
-from gemmnorm.op import registration as ops
 from gemmnorm.plan import Plan, Problem, cast, hopper, small
 from gemmnorm.runtime import call as runtime
 from gemmnorm.runtime import sources
@@ -137,7 +136,7 @@ def test_one_tile_of_rows_in_several_waves_leaves_no_rows_to_the_product(monkeyp
 @needs_compiler
 def test_pytorch_casts_nothing_whatever_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(264, 72)
-    monkeypatch.setattr(ops, "_cast", lambda *_: pytest.fail("cast by PyTorch"))
+    monkeypatch.setattr(runtime, "cast_operands", lambda *_: pytest.fail("cast by PyTorch"))
     with emulated(SMALL_HOPPER), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         for batch in (300, 200, 300):
             linear_scale_batch_norm(torch.randn(batch, 72), weight, training=True, strategy="one_kernel")

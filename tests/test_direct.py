@@ -12,7 +12,7 @@ from support import Chain, arguments, step, stir, twin
 
 from gemmnorm import linear_scale_batch_norm, plan
 from gemmnorm.errors import GemmNormRuntimeError, GemmNormTypeError
-from gemmnorm.op import registration as ops
+from gemmnorm.op import autograd
 from gemmnorm.runtime import call as runtime
 from gemmnorm.runtime.operands import Likeness
 
@@ -67,7 +67,7 @@ def test_likeness():
 def test_a_call_is_recognised(monkeypatch):
     module, (x, other) = chain(), samples(INNER, INNER)
     looked = []
-    monkeypatch.setattr(runtime, "call_for", lambda *c, original=runtime.call_for: looked.append(1) or original(*c))
+    monkeypatch.setattr(runtime, "_found", lambda *c, original=runtime._found: looked.append(1) or original(*c))
     with emulated(CHIP):
         for t in (x, other, x):
             call(module, t)
@@ -156,7 +156,7 @@ def test_a_subclass_sees_the_operator(monkeypatch):
         pass
 
     module, (x,) = chain(), samples(INNER)
-    monkeypatch.setattr(ops, "_apply_direct", lambda *_: pytest.fail("past the dispatcher"))
+    monkeypatch.setattr(autograd, "_apply_directly", lambda *_: pytest.fail("past the dispatcher"))
     with emulated(CHIP):
         module.bn.weight = torch.nn.Parameter(module.bn.weight.data)
         module.bn.weight.__class__ = Subclass

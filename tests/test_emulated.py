@@ -314,17 +314,18 @@ def test_the_registered_operator_and_its_fake_agree(strategy):
     module = stir(Chain(32, 24, scale_shape=(24,))).bfloat16().requires_grad_(False)
     bn = module.bn
     x, grad = torch.randn(70, 32, dtype=torch.bfloat16), torch.randn(70, 24, dtype=torch.bfloat16)
-    linear = (x, module.gemm.weight, module.gemm.bias, module.scale, 1.0)
+    linear = (x, module.gemm.weight, module.gemm.bias, module.scale)
     running = (bn.running_mean, bn.running_var, bn.num_batches_tracked)
     forward = torch.ops.gemmnorm.linear_scale_batch_norm.default
     backward = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default
+    options = (1.0, True, 0.1, 1e-5, "relu", strategy, True)
     checks = ("test_schema", "test_faketensor")
     with emulated(SMALL_HOPPER):
-        arguments_ = (*linear, *running, bn.weight, bn.bias, True, 0.1, 1e-5, "relu", strategy, True)
+        arguments_ = (*linear, *running, bn.weight, bn.bias, *options)
         torch.library.opcheck(forward, arguments_, test_utils=checks)
         _, product, statistics = forward(*arguments_)
         arguments_ = (
-            grad, *linear, bn.weight, bn.bias, product, statistics, True, 1e-5, "relu", strategy, [True] * 6,
+            grad, *linear, bn.weight, bn.bias, product, statistics, *options, [True] * 6,
         )  # fmt: skip
         torch.library.opcheck(backward, arguments_, test_utils=checks)
 

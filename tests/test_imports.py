@@ -20,9 +20,9 @@ ALLOWED = {
     "errors": set(),
     "plan": {"errors"},
     "activations": {"errors"},
-    "runtime": {"activations", "errors", "op", "plan"},
+    "runtime": {"activations", "errors", "plan"},
     "op": {"activations", "errors", "plan", "runtime"},
-    "functional": {"activations", "errors", "op", "plan"},
+    "functional": {"activations", "errors", "op", "plan", "runtime"},
     "module": {"activations", "functional", "plan"},
 }
 TOOLS = {"userfiles", "fuse", "export", "verify", "bench", "cli"}

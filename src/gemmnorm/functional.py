@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from . import activations
-from .op import reference
-from .op import registration as ops
-from .op import sync as collective
-from .op.arguments import check_arguments
+from .op import route
+from .runtime.operands import Operands, Options
 
 
 def linear_scale_batch_norm(
@@ -51,7 +49,9 @@ def linear_scale_batch_norm(
         momentum: weight of the new statistics in the running ones; None averages over all batches so far.
         eps: added to the variance.
         activation: None, or a name such as `"relu"`, `"gelu_tanh"`, `"leaky_relu(0.2)"` (`gemmnorm.activations`).
-        process_group: synchronise the statistics over this `torch.distributed` group, as `SyncBatchNorm` does.
+        process_group: synchronise the statistics over this `torch.distributed` group, as `SyncBatchNorm` does. In
+            training over two or more ranks such a call runs plain PyTorch ops and two collectives (`op/sync.py`);
+            `strategy` has no say in it. In any other case the group changes nothing.
         strategy: one of `gemmnorm.plan.STRATEGIES`; None lets the planner choose.
 
     Returns:
@@ -65,21 +65,10 @@ def linear_scale_batch_norm(
         momentum = -1.0 if num_batches_tracked is not None else 0.0
     if activation is not None and not torch.compiler.is_compiling():
         activations.parse(activation)  # an unknown name is refused before anything is updated
-    if x.dim() != 2:
-        return reference.chain(
-            x, weight, bias, scale, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias,
-            training, momentum, eps, activation,
-        )  # fmt: skip
-    synchronised = process_group is not None and training and collective.world_size(process_group) > 1
-    if synchronised:
-        check_arguments(
-            x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked, training, rows=0
-        )
-        return collective.linear_scale_sync_batch_norm(
-            x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
-            momentum, eps, activation, process_group,
-        )  # fmt: skip
-    return ops.linear_scale_batch_norm(
-        x, weight, bias, scale, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias,
-        training, momentum, eps, activation, strategy,
+    vector = scale if isinstance(scale, Tensor) else None
+    number = 1.0 if vector is not None or scale is None else float(scale)  # type: ignore[arg-type]
+    operands = Operands(
+        x, weight, bias, vector, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias
     )  # fmt: skip
+    options = Options(number, training, momentum, eps, activation, strategy, torch.is_grad_enabled())
+    return route.linear_scale_batch_norm(operands, options, process_group)

@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import activations
+from ..runtime.operands import Differentiable, Operands, Options
 
-Scale = Tensor | float | None
 
-
-def scaled(product: Tensor, scale: Scale) -> Tensor:
+def scaled(product: Tensor, scale: Tensor | None, scale_value: float) -> Tensor:
     """`product` [B, O] times a scale of shape [O], [1, O], [1] or [], or times a number."""
-    return product if scale is None or (isinstance(scale, float) and scale == 1.0) else product * scale
+    if scale is not None:
+        return product * scale
+    return product if scale_value == 1.0 else product * scale_value
 
 
 def averaging_factor(momentum: float, num_batches_tracked: Tensor | None) -> float:
@@ -36,33 +37,26 @@ def averaging_factor(momentum: float, num_batches_tracked: Tensor | None) -> flo
     return 0.0 if num_batches_tracked is None else 1.0 / float(num_batches_tracked)
 
 
-def chain(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Scale,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    bn_weight: Tensor | None,
-    bn_bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    activation: str | None,
-) -> Tensor:
+def chain(operands: Operands, options: Options) -> Tensor:
     """The original chain, op by op, differentiated by PyTorch. x [..., I]; BatchNorm1d normalises dimension 1."""
+    x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias = operands
     z = F.linear(x, weight, bias)
-    if isinstance(scale, Tensor):
-        z = z * scale if torch.is_grad_enabled() else _scaled_in_place(z, scale)
+    if scale is None or torch.is_grad_enabled():
+        z = scaled(z, scale, options.scale_value)
     else:
-        z = scaled(z, scale)
-    factor = 0.0
-    if training:
-        if num_batches_tracked is not None:
-            num_batches_tracked.add_(1)
-        factor = averaging_factor(momentum, num_batches_tracked)
-    return _activate(F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps), activation)
+        z = _scaled_in_place(z, scale)
+    factor = _counted(options, counter)
+    out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, options.training, factor, options.eps)
+    return _activate(out, options.activation)
+
+
+def _counted(options: Options, counter: Tensor | None) -> float:
+    """Count this batch; the weight of its statistics in the running ones."""
+    if not options.training:
+        return 0.0
+    if counter is not None:
+        counter.add_(1)
+    return averaging_factor(options.momentum, counter)
 
 
 def statistics_dtype(out: torch.dtype) -> torch.dtype:
@@ -70,32 +64,18 @@ def statistics_dtype(out: torch.dtype) -> torch.dtype:
     return torch.float64 if out == torch.float64 else torch.float32
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Scale,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    bn_weight: Tensor | None,
-    bn_bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    activation: str | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """y, and what the backward needs: product [B, O], statistics [2, O] in float32 or float64 (empty unless `save`).
 
-    x [B, I], weight [O, I], bias [O], running statistics, bn_weight and bn_bias [O]. Where `training` is set, batch
-    statistics are used and the running ones updated (unbiased variance), and the counter is incremented.
+    In training, batch statistics are used and the running ones updated (unbiased variance), and the counter is
+    incremented.
     """
+    x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias = operands
+    _, training, _, eps, activation, _, save = options
     product = F.linear(x, weight, None if bias is None else bias.to(x.dtype))  # under autocast the bias is float32
-    z = scaled(product, scale) if save or not isinstance(scale, Tensor) else _scaled_in_place(product, scale)
-    if training and num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
-    factor = averaging_factor(momentum, num_batches_tracked) if training else 0.0
+    in_place = scale is not None and not save
+    z = _scaled_in_place(product, scale) if in_place else scaled(product, scale, options.scale_value)  # type: ignore[arg-type]
+    factor = _counted(options, counter)
     if not save:
         out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
         nothing = out.new_empty(0, dtype=statistics_dtype(out.dtype))
@@ -123,27 +103,18 @@ def _activate(out: Tensor, activation: str | None) -> Tensor:
 
 
 def backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Scale,
-    bn_weight: Tensor | None,
-    bn_bias: Tensor | None,
-    product: Tensor,
-    statistics: Tensor,
-    training: bool,
-    eps: float,
-    activation: str | None,
-    needs: list[bool],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of (x, weight, bias, scale, bn_weight, bn_bias); None where `needs` is False. grad: ∂L/∂y [B, O]."""
+    grad: Tensor, operands: Differentiable, kept: tuple[Tensor, Tensor], options: Options, needs: list[bool]
+) -> Differentiable:
+    """Gradients of `operands`, None where `needs` is False. grad: ∂L/∂y [B, O]; kept: product and statistics."""
+    x, weight, bias, scale, bn_weight, bn_bias = operands
+    assert x is not None and weight is not None
+    product, statistics = kept
+    _, training, _, eps, activation, _, _ = options
     if x.shape[0] == 0:
-        operands = (x, weight, bias, scale if isinstance(scale, Tensor) else None, bn_weight, bn_bias)
-        return tuple(
-            torch.zeros_like(t) if t is not None and needed else None for t, needed in zip(operands, needs, strict=True)
+        return Differentiable(
+            *(torch.zeros_like(t) if t is not None and need else None for t, need in zip(operands, needs, strict=True))
         )
-    z = scaled(product, scale)
+    z = scaled(product, scale, options.scale_value)
     mean, rstd = statistics.unbind(0)
     if activation is not None:
         normalised = (z - mean) * rstd
@@ -163,18 +134,18 @@ def backward(
     grad_x = grad_weight = None
     if need_z:
         grad_product = grad_z
-        if isinstance(scale, Tensor):
+        if scale is not None:
             if needs[3]:
                 grad_scale = _reduced(grad_z * product, scale)
             grad_product = grad_z.mul_(scale).to(product.dtype)
-        elif scale is not None and scale != 1.0:
-            grad_product = grad_z.mul_(scale)
+        elif options.scale_value != 1.0:
+            grad_product = grad_z.mul_(options.scale_value)
         if needs[2] and bias is not None:
             # In training the mean takes the bias out again: its gradient is exactly zero.
             grad_bias = torch.zeros_like(bias) if training else grad_product.sum(0).to(bias.dtype)
         grad_x = grad_product @ weight if needs[0] else None
         grad_weight = grad_product.t() @ x if needs[1] else None
-    return grad_x, grad_weight, grad_bias, grad_scale, grad_gamma, grad_beta
+    return Differentiable(grad_x, grad_weight, grad_bias, grad_scale, grad_gamma, grad_beta)
 
 
 def _reduced(per_element: Tensor, scale: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import activations
+from ..runtime.operands import Operands, Options
 from . import reference
 
 
@@ -61,31 +62,18 @@ class _SyncNormalize(torch.autograd.Function):
         return ((grad - mean_grad - normalised * mean_dot) * rstd).to(ctx.dtype), None, None
 
 
-def linear_scale_sync_batch_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | float | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    bn_weight: Tensor | None,
-    bn_bias: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float,
-    eps: float,
-    activation: str | None,
-    group: Any,
-) -> Tensor:
+def linear_scale_sync_batch_norm(operands: Operands, options: Options, group: Any) -> Tensor:
     """The training-mode chain with statistics over all ranks of `group`, one collective forward and one backward."""
-    z = reference.scaled(F.linear(x, weight, bias), scale)
-    normalised, mean, variance, count = _SyncNormalize.apply(z, eps, group)
-    if num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
+    x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias = operands
+    z = reference.scaled(F.linear(x, weight, bias), scale, options.scale_value)
+    normalised, mean, variance, count = _SyncNormalize.apply(z, options.eps, group)
+    if counter is not None:
+        counter.add_(1)
     if running_mean is not None and running_var is not None:
-        factor = reference.averaging_factor(momentum, num_batches_tracked)
+        factor = reference.averaging_factor(options.momentum, counter)
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), factor)
             running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), factor)
     out = normalised if bn_weight is None else normalised * bn_weight
     out = out if bn_bias is None else out + bn_bias
-    return activations.forward(out.to(z.dtype), activation)
+    return activations.forward(out.to(z.dtype), options.activation)

@@ -1,4 +1,8 @@
-"""Which plan a call takes, what has to be converted for it, and its run, forward and backward."""
+"""A call from its operands to its kernels: the problem that it poses, the strategy that serves it, and the prepared
+`Call`, which `find` keeps for the next one like it.
+
+    find → Call(describe → resolve → plan → binding.bind) → Call.forward → Bound → launches
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,27 @@ from torch import Tensor
 
 from .. import plan
 from ..errors import GemmNormWarning
-from ..op import reference
-from ..op.arguments import check_arguments
 from ..plan import Chip, Plan, Problem
 from . import binding, driver, prepared
+from .arguments import check_arguments
 from .arithmetic import arithmetic
-from .operands import Likeness, dense, first, kind, running_state, served_as_they_are, unified, vectors
+from .operands import (
+    Differentiable,
+    Likeness,
+    Operands,
+    Options,
+    as_if_cast,
+    cast_operands,
+    dense,
+    first,
+    kind,
+    running_state,
+    served_as_they_are,
+    unified,
+    vectors,
+)  # fmt: skip
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _NAMES = {dtype: name for name, dtype in binding.DTYPES.items()}
 
 
@@ -49,33 +67,32 @@ def _size(size: int | torch.SymInt) -> int:
     return size
 
 
-def problem_of(
-    x: Tensor,
-    weight: Tensor,
-    linear: Tensor | None,
-    norm: Tensor | None,
-    out_dtype: torch.dtype,
-    activation: str | None,
-    training: bool,
-    save: bool,
-    scaled: bool,
-) -> Problem:
-    """The planner's view of a call. `linear` and `norm` are any of the tensors whose dtype the group has, or None."""
+def describe(operands: Operands, options: Options) -> Problem:
+    """The problem that a call poses, with the dtypes that the kernels will see."""
+    x, weight, bias, scale = operands[:4]
+    linear = first(bias, scale)
+    norm = first(operands.running_mean, operands.bn_weight, operands.bn_bias)
+    mixed = bias is not None and scale is not None and bias.dtype != scale.dtype
     return Problem(
-        _size(x.shape[0]),
-        _size(x.shape[1]),
-        _size(weight.shape[0]),
-        _NAMES.get(x.dtype, str(x.dtype)),
-        _NAMES.get(out_dtype, str(out_dtype)),
-        "float32" if linear is None else _NAMES.get(linear.dtype, str(linear.dtype)),
-        "float32" if norm is None else _NAMES.get(norm.dtype, str(norm.dtype)),
-        arithmetic(x.dtype),
-        activation,
-        training,
-        save,
-        scaled,
-        chip(x.device),
+        batch=_size(x.shape[0]),
+        in_features=_size(x.shape[1]),
+        out_features=_size(weight.shape[0]),
+        dtype=_name(x.dtype),
+        out_dtype=_name(output_dtype(x, scale)),
+        linear_dtype="float32" if linear is None or mixed else _name(linear.dtype),
+        norm_dtype="float32" if norm is None else _name(norm.dtype),
+        arithmetic=arithmetic(x.dtype),
+        activation=options.activation,
+        training=options.training,
+        save=options.save,
+        scaled=scale is not None or options.scale_value != 1.0,
+        chip=chip(x.device),
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    """The planner's name of `dtype`."""
+    return _NAMES.get(dtype, str(dtype))
 
 
 _warned: set[str] = set()
@@ -96,6 +113,13 @@ def recording() -> Iterator[list[Plan]]:
 def unobserved() -> bool:
     """Nobody is recording plans."""
     return not _recorders
+
+
+def record(chosen: Plan | None) -> None:
+    """Tell those who do."""
+    for recorder in _recorders:
+        assert chosen is not None
+        recorder.append(chosen)
 
 
 def resolve(problem: Problem, strategy: str | None) -> str:
@@ -128,38 +152,6 @@ def _resolved(problem: Problem, requested: str | None) -> str:
     return "reference"
 
 
-def describe(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    scale_value: float,
-    running_mean: Tensor | None,
-    bn_weight: Tensor | None,
-    bn_bias: Tensor | None,
-    training: bool,
-    activation: str | None,
-    save: bool,
-) -> Problem:
-    """The problem that a call poses, with the dtypes that the kernels will see."""
-    linear = first(bias, scale)
-    norm = first(running_mean, bn_weight, bn_bias)
-    problem = problem_of(
-        x,
-        weight,
-        linear,
-        norm,
-        output_dtype(x, scale),
-        activation,
-        training,
-        save,
-        scale is not None or scale_value != 1.0,
-    )
-    if bias is not None and scale is not None and bias.dtype != scale.dtype:
-        problem = replace(problem, linear_dtype="float32")
-    return problem
-
-
 def _prepared_plan(chosen: Plan) -> Plan | None:
     """The plan for a weight that is split already, where `chosen` would split it and evaluates."""
     problem = chosen.problem
@@ -174,7 +166,7 @@ def prepare_weight(weight: Tensor) -> bool:
         return False
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return False
-    problem = problem_of(weight, weight, None, None, weight.dtype, None, False, False, False)
+    problem = describe(Operands(weight, weight), Options(training=False))
     problem = replace(problem, batch=4096)  # as many rows as make it worth while
     if _prepared_plan(plan.cached_plan(problem, plan.check_strategy(None), "forward")) is None:
         return False
@@ -185,62 +177,100 @@ def prepare_weight(weight: Tensor) -> bool:
 class Call:
     """One kind of forward call, prepared: the plan, its loaded kernels, and whether anything must be converted.
 
-    `direct`: what is kept need not be the operator's separate outputs. `cast`: which of "x" and "weight" it shall take
-    in float32 and cast itself; `self.cast` says which it does, and those are kept as they were multiplied.
+    Attributes:
+        plan: what runs. kernels: whether that is kernels, rather than the plain PyTorch ops of the reference.
+        options: those of the call, with the strategy that runs and whether anything is saved.
+        dtypes: of x and weight as they are handed in, and of their gradients.
     """
 
     def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        scale_value: float,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches_tracked: Tensor | None,
-        bn_weight: Tensor | None,
-        bn_bias: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        activation: str | None,
-        strategy: str | None,
-        save: bool,
-        direct: bool = False,
-        cast: tuple[str, ...] = (),
+        self, operands: Operands, options: Options, autocast: torch.dtype | None = None, direct: bool = False
     ) -> None:
-        check_arguments(
-            x, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias, num_batches_tracked,
-            training, rows=2 if training else 0,
-        )  # fmt: skip
-        problem = describe(
-            x, weight, bias, scale, scale_value, running_mean, bn_weight, bn_bias, training, activation, save
-        )
-        if problem.in_features % 4 == 0:  # rows of whole words
-            problem = replace(problem, cast=cast)
-        name = resolve(problem, strategy)
+        """`autocast`: the dtype to which x and weight are cast. `direct`: what is kept need not be two tensors."""
+        check_arguments(operands, options.training)
+        multiplied = operands if autocast is None else as_if_cast(operands, autocast)
+        problem = describe(multiplied, options)
+        if autocast is not None and problem.in_features % 4 == 0:  # rows of whole words
+            problem = replace(problem, cast=_cast_by_kernels(operands, autocast))
+        name = resolve(problem, options.strategy)
         self.plan = plan.cached_plan(problem, name, "forward")
-        self.cast = () if name == "reference" else problem.cast
-        self.options = (scale_value, training, momentum, eps, activation, save)
-        self.save = save
-        self._packed = direct and save and self.plan.keeps_offsets
-        self._bound = None if name == "reference" else binding.bind(self.plan, self._packed)
-        self._scalars = binding.scalars(problem, scale, scale_value, momentum, eps)
-        self._mapped = bool(self.cast) or any(launch.maps for launch in self.plan.launches)
+        self.options = options._replace(strategy=name)
+        self.dtypes = (operands.x.dtype, operands.weight.dtype)
+        self.kernels = name != "reference"
+        if not self.kernels:
+            return
+        self._cast_before = None if problem.cast else autocast
+        self._cast_and_kept = problem.cast if options.save else ()
+        self._packed = direct and options.save and self.plan.keeps_offsets
+        self._bound = binding.bind(self.plan, self._packed)
+        scale, device = operands.scale, operands.x.device
+        self._scalars = binding.scalars(problem, scale, options.scale_value, options.momentum, options.eps)
+        self._training = options.training
+        self._mapped = bool(problem.cast) or any(launch.maps for launch in self.plan.launches)
         self._with_prepared = _prepared_plan(self.plan)
         self._bound_prepared: binding.Bound | None = None
         self._as_they_are = (
-            (scale is None or scale.device == x.device)
-            and served_as_they_are(bias, scale)
-            and served_as_they_are(running_mean, running_var, bn_weight, bn_bias)
+            (scale is None or scale.device == device)
+            and served_as_they_are(operands.bias, scale)
+            and served_as_they_are(operands.running_mean, operands.running_var, operands.bn_weight, operands.bn_bias)
         )
-        self._backward: dict[tuple[torch.dtype, torch.dtype], BackwardCall] = {}
+        self._backward: BackwardCall | None = None
 
-    @property
-    def kernels(self) -> bool:
-        """Kernels will run, rather than plain PyTorch ops."""
-        return self._bound is not None
+    def forward(self, operands: Operands) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]]:
+        """y; if it was asked for, what the backward needs besides; x and weight as they were multiplied.
+
+        That is the product and the statistics, or one tensor for both (`unpacked`). The statistics are float32
+        [2 or 2 + groups, O]: the product's mean; 1/sqrt(var + eps); where the product is stored minus means of groups
+        of rows, those.
+        """
+        if self._cast_before is not None:
+            operands = cast_operands(operands, self._cast_before)
+        x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias = operands
+        multiplied = (x, weight)
+        ahead = self._find_prepared(weight) if self._with_prepared is not None else None
+        if _recorders:
+            record(self.plan if ahead is None else self._with_prepared)
+        if self._mapped:
+            x, weight = dense(x), dense(weight)
+        write_back = None
+        if not self._as_they_are:
+            bias, scale = vectors(bias, scale, x.device)
+            if running_mean is not None:
+                bn_weight, bn_bias = (
+                    None if v is None else v.to(running_mean.dtype).contiguous() for v in (bn_weight, bn_bias)
+                )
+            else:
+                bn_weight, bn_bias = unified(bn_weight, bn_bias)
+            (running_mean, running_var), write_back = running_state(running_mean, running_var)
+        if not self._training:
+            counter = None
+        inputs = (x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias)
+        if ahead is None:
+            outputs = self._bound(inputs, self._scalars)
+        else:
+            assert self._bound_prepared is not None
+            outputs = self._bound_prepared((*inputs, *ahead.tensors), self._scalars)
+        if write_back is not None and self._training:
+            write_back()
+        kept = outputs[1:]
+        if self._cast_and_kept:
+            count = len(self._cast_and_kept)
+            made: dict[str, Any] = dict(zip(self._cast_and_kept, kept[-count:], strict=True))
+            multiplied = (made.get("x", multiplied[0]), made.get("weight", multiplied[1]))
+            kept = kept[:-count]
+        return outputs[0], kept, multiplied  # type: ignore[return-value]
+
+    def backward(
+        self, needs: list[bool], grad: Tensor, operands: Differentiable, kept: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Gradients of `operands`, None where `needs` is False; of x and weight in their own dtypes."""
+        if self._backward is None:
+            self._backward = BackwardCall(operands, self.options, self.dtypes, self._packed)
+        return self._backward.run(needs, grad, operands, kept)
+
+    def unpacked(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Product and statistics of what `forward` kept."""
+        return binding.unpacked(kept[0], self.plan.problem) if self._packed else kept
 
     def _find_prepared(self, weight: Tensor) -> prepared.PreparedWeight | None:
         """The prepared weight, once its kernels are there too."""
@@ -255,83 +285,13 @@ class Call:
                 return None
         return found
 
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches_tracked: Tensor | None,
-        bn_weight: Tensor | None,
-        bn_bias: Tensor | None,
-    ) -> Sequence[Tensor]:
-        """y, and if it was asked for what the backward needs: product and statistics, or the two `unpacked` from one,
-        and what was cast (`multiplied`).
 
-        The statistics are one float32 tensor [2 or 2 + groups, O]: the product's mean; 1/sqrt(var + eps); where the
-        product is stored minus means of groups of rows, those. (The reference's are its own affair.)
-        """
-        ahead = self._find_prepared(weight) if self._with_prepared is not None else None
-        for recorder in _recorders:
-            recorder.append(self.plan if ahead is None else self._with_prepared)  # type: ignore[arg-type]
-        scale_value, training, momentum, eps, activation, save = self.options
-        if self._bound is None:
-            y, product, statistics = reference.forward(
-                x, weight, bias, scale_value if scale is None else scale, running_mean, running_var,
-                num_batches_tracked, bn_weight, bn_bias, training, momentum, eps, activation, save,
-            )  # fmt: skip
-            return (y, product, statistics) if save else (y,)
-        if self._mapped:
-            x, weight = dense(x), dense(weight)
-        write_back = None
-        if not self._as_they_are:
-            bias, scale = vectors(bias, scale, x.device)
-            if running_mean is not None:
-                bn_weight, bn_bias = (
-                    None if v is None else v.to(running_mean.dtype).contiguous() for v in (bn_weight, bn_bias)
-                )
-            else:
-                bn_weight, bn_bias = unified(bn_weight, bn_bias)
-            (running_mean, running_var), write_back = running_state(running_mean, running_var)
-        counter = num_batches_tracked if training else None
-        inputs = (x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias)
-        if ahead is None:
-            outputs = self._bound(inputs, self._scalars)
-        else:
-            assert self._bound_prepared is not None
-            outputs = self._bound_prepared((*inputs, *ahead.tensors), self._scalars)
-        if training and write_back is not None:
-            write_back()
-        return outputs  # type: ignore[return-value]
-
-    def multiplied(
-        self, operands: tuple[Tensor, Tensor], kept: list[Tensor]
-    ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-        """x and W as they were multiplied, and what else is kept: of what `forward` took, and gave after y."""
-        if not self.cast:
-            return operands, kept
-        made = dict(zip(self.cast, kept[-len(self.cast) :], strict=True))
-        x, weight = operands
-        return (made.get("x", x), made.get("weight", weight)), kept[: -len(self.cast)]
-
-    def unpacked(self, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Product and statistics of what `forward` gave after y."""
-        product, statistics = binding.unpacked(kept[0], self.plan.problem) if self._packed else kept
-        return product, statistics
-
-    def backward(self, dtypes: tuple[torch.dtype, torch.dtype], *saved: Any) -> tuple[Tensor | None, ...]:
-        """Gradients of x and weight in `dtypes`, and of the others, as `BackwardCall.run` gives them."""
-        found = self._backward.get(dtypes)
-        if found is None:
-            x, weight, bias, scale, bn_weight, bn_bias = saved[2:8]
-            scale_value, training, _, eps, activation, _ = self.options
-            found = self._backward[dtypes] = BackwardCall(
-                x, weight, bias, scale, scale_value, bn_weight, bn_bias, training, eps, activation,
-                self.plan.strategy, dtypes, self._packed,
-            )  # fmt: skip
-        return found.run(*saved)
+def _cast_by_kernels(operands: Operands, dtype: torch.dtype) -> tuple[str, ...]:
+    """Which of x and weight are float32 for the kernels to cast; none where PyTorch has to cast either."""
+    both = (("x", operands.x), ("weight", operands.weight))
+    if not all(t.dtype == dtype or (t.dtype == torch.float32 and t.is_contiguous()) for _, t in both):
+        return ()
+    return tuple(name for name, t in both if t.dtype != dtype)
 
 
 class BackwardCall:
@@ -339,62 +299,33 @@ class BackwardCall:
 
     def __init__(
         self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        scale_value: float,
-        bn_weight: Tensor | None,
-        bn_bias: Tensor | None,
-        training: bool,
-        eps: float,
-        activation: str | None,
-        strategy: str,
+        operands: Differentiable,
+        options: Options,
         dtypes: tuple[torch.dtype, torch.dtype] | None = None,
         packed: bool = False,
     ) -> None:
-        problem = describe(
-            x, weight, bias, scale, scale_value, first(bn_weight, bn_bias), bn_weight, bn_bias,
-            training, activation, True,
-        )  # fmt: skip
-        self._dtypes = dtypes or (x.dtype, weight.dtype)
-        problem = replace(problem, grad_dtypes=tuple(_NAMES.get(d, str(d)) for d in self._dtypes))
-        self._options = (scale_value, training, eps, activation)
-        plain = strategy == "reference" or x.shape[0] == 0
-        self._bound = None if plain else binding.bind(plan.cached_plan(problem, strategy, "backward"), packed)
-        self._scalars = binding.scalars(problem, scale, scale_value, 0.0, eps)
-        found = None if self._bound is None else plan.cached_plan(problem, strategy, "backward")
-        self._dense_operands = found is not None and any("x" in launch.params for launch in found.launches)
-        parameters = (bias, scale, bn_weight, bn_bias)
-        self._shapes = tuple(None if t is None else (t.shape, t.dtype) for t in parameters)
+        """`dtypes`: of the gradients of x and weight, where not theirs. `packed`: the forward kept one tensor."""
+        x, weight, bias, scale, bn_weight, bn_bias = operands
+        assert x is not None and weight is not None
+        forward = Operands(x, weight, bias, scale, bn_weight=bn_weight, bn_bias=bn_bias)
+        dtypes = dtypes or (x.dtype, weight.dtype)
+        problem = replace(describe(forward, options), save=True, grad_dtypes=tuple(map(_name, dtypes)))
+        chosen = plan.cached_plan(problem, options.strategy, "backward")
+        self._bound = binding.bind(chosen, packed)
+        self._scalars = binding.scalars(problem, scale, options.scale_value, 0.0, options.eps)
+        self._mapped = any("x" in launch.params for launch in chosen.launches)
+        self._shapes = tuple(None if t is None else (t.shape, t.dtype) for t in (bias, scale, bn_weight, bn_bias))
 
     def run(
-        self,
-        needs: list[bool],
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        bn_weight: Tensor | None,
-        bn_bias: Tensor | None,
-        *kept: Tensor,
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of x, weight, bias, scale, bn_weight, bn_bias; None where `needs` is False."""
-        if self._bound is None:
-            scale_value, training, eps, activation = self._options
-            product, statistics = kept
-            found = reference.backward(
-                grad, x, weight, bias, scale_value if scale is None else scale, bn_weight, bn_bias, product,
-                statistics, training, eps, activation, needs,
-            )  # fmt: skip
-            cast = (None if g is None else g.to(dtype) for g, dtype in zip(found, self._dtypes, strict=False))
-            return (*cast, *found[2:])
-        operands = (x, weight, bias, scale, bn_weight, bn_bias)
+        self, needs: list[bool], grad: Tensor, operands: Differentiable, kept: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Gradients of `operands`; None where `needs` is False."""
         wanted = tuple(need and t is not None for need, t in zip(needs, operands, strict=True))
+        x, weight, bias, scale, bn_weight, bn_bias = operands
+        assert x is not None and weight is not None
         bias, scale = vectors(bias, scale, x.device)
         bn_weight, bn_bias = unified(bn_weight, bn_bias)
-        if self._dense_operands:
+        if self._mapped:
             x, weight = dense(x), dense(weight)
         grads = self._bound((dense(grad), x, weight, bias, scale, bn_weight, bn_bias, *kept), self._scalars, wanted)
         for i, like in enumerate(self._shapes, start=2):
@@ -405,70 +336,78 @@ class BackwardCall:
             if gradient.numel() != shape.numel():  # one scale for all features: their gradients' sum
                 gradient = gradient.sum()
             grads[i] = gradient.reshape(shape).to(dtype)
-        return tuple(grads)
+        return grads
 
 
-_calls: dict[tuple[Any, ...], Call] = {}
-_backward_calls: dict[tuple[Any, ...], BackwardCall] = {}
-_familiar: dict[tuple[Any, ...], tuple[Likeness, Call]] = {}
+# --- the cache of prepared calls --------------------------------------------------------------------------------------
+
+# Every prepared call, by all that tells it from others.
+_calls: dict[tuple[Any, ...], Any] = {}
+# In front of it, for forward calls: the last one with a weight and a batch size. To compare the tensors with those that
+# it was made with takes one call of C++, where the whole key takes ten microseconds.
+_latest: dict[tuple[Any, ...], tuple[Likeness, Call]] = {}
 
 
-def recall(key: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> Call | None:
-    """The call that was remembered under `key`, if the tensors are like those that it was made with."""
-    found = _familiar.get(key)
-    return found[1] if found is not None and found[0](tensors) else None
+def find(
+    operands: Operands, options: Options, autocast: torch.dtype | None = None, place: str = "operator"
+) -> Call | None:
+    """The prepared call for these tensors and options, made if need be.
 
-
-def remember(key: tuple[Any, ...], tensors: tuple[Tensor | None, ...], call: Call) -> None:
-    """Let `recall` find `call`: the last one under this key. The key has all that the tensors do not tell."""
-    if len(_familiar) >= 4096:
-        _familiar.clear()
-    _familiar[key] = (Likeness(tensors), call)
-
-
-def call_for(*call: Any) -> Call:
-    """The prepared call for the arguments of `Call`: the tensors' kinds and the options decide.
+    `place`: who asks. "eager" goes past the dispatcher: its call saves only where an operand requires a gradient, may
+    keep one tensor for two, and is None where an operand is of a subclass of Tensor, which has to see the operator.
+    "autograd" and "operator" are the dispatcher's, above and below autograd: a tensor has other dispatch keys there.
 
     Raises what `check_arguments` raises, the first time that such a call is made.
     """
-    x, weight, bias, scale, scale_value, running_mean, running_var, counter, bn_weight, bn_bias, *options = call
-    options[4] = plan.check_strategy(options[4])
-    key = (
-        x.shape, x.dtype, x.device, kind(weight), kind(bias), kind(scale), scale_value, kind(running_mean),
-        kind(running_var), kind(counter), kind(bn_weight), kind(bn_bias), *options, arithmetic(x.dtype),
-    )  # fmt: skip
+    x = operands.x
+    strategy = plan.check_strategy(options.strategy)
+    key = (id(operands.weight), x.numel(), options, strategy, autocast, place, arithmetic(x.dtype))
+    latest = _latest.get(key)
+    if latest is not None and latest[0](operands):
+        return latest[1]
+    if place == "eager":
+        if any(t is not None and type(t) not in _PLAIN for t in operands):
+            return None
+        options = options._replace(save=options.save and operands.require_gradients)
+    call: Call = _found(Call, operands, options._replace(strategy=strategy), autocast, place == "eager")
+    if len(_latest) >= 4096:
+        _latest.clear()
+    _latest[key] = (Likeness(operands), call)
+    return call
+
+
+def strategy_of(operands: Operands, options: Options) -> str:
+    """The strategy that will run. A trace has no tensors to prepare a call for, and asks the planner alone."""
+    if type(operands.x) in _PLAIN:
+        call = find(operands, options, place="autograd")
+        assert call is not None
+        return call.plan.strategy
+    return resolve(describe(operands, options), options.strategy)
+
+
+def find_backward(operands: Differentiable, options: Options) -> BackwardCall:
+    """The prepared backward of the operator's forward, by kernels."""
+    found: BackwardCall = _found(BackwardCall, operands, options)
+    return found
+
+
+def _found(make: Any, operands: Operands | Differentiable, *rest: Any) -> Any:
+    """`make(operands, *rest)`, or what it gave for operands of the same kinds. The one place that makes the key."""
+    assert operands.x is not None
+    key = (make, *map(kind, operands), *rest, arithmetic(operands.x.dtype))
     found = _calls.get(key)
     if found is None:
-        found = Call(
-            x, weight, bias, scale, scale_value, running_mean, running_var, counter, bn_weight, bn_bias, *options
-        )
+        found = make(operands, *rest)
         if len(_calls) >= 4096:
             _calls.clear()
         _calls[key] = found
     return found
 
 
-def backward_call_for(*call: Any) -> BackwardCall:
-    """The prepared backward call for the arguments of `BackwardCall`."""
-    x, weight, bias, scale, scale_value, bn_weight, bn_bias, *options = call
-    key = (
-        x.shape, x.dtype, x.device, kind(weight), kind(bias), kind(scale), scale_value, kind(bn_weight),
-        kind(bn_bias), *options, arithmetic(x.dtype),
-    )  # fmt: skip
-    found = _backward_calls.get(key)
-    if found is None:
-        found = BackwardCall(*call)
-        if len(_backward_calls) >= 4096:
-            _backward_calls.clear()
-        _backward_calls[key] = found
-    return found
-
-
 def forget() -> None:
     """Forget every prepared call, as where the machine has changed (tests do that)."""
     _calls.clear()
-    _backward_calls.clear()
-    _familiar.clear()
+    _latest.clear()
     _resolved.cache_clear()
     binding.bind.cache_clear()
     binding.scratch.cache_clear()

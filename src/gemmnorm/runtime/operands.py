@@ -1,16 +1,91 @@
-"""Tensors as the kernels read them, and what tells that two calls can be served alike."""
+"""What a call is made of, `Operands` and `Options`; tensors as the kernels read them; and when two calls are alike."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+CASTABLE = {torch.float32, torch.float16, torch.bfloat16}  # what autocast casts
 _VECTOR_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+
+
+class Differentiable(NamedTuple):
+    """The operands that have a gradient, in their order among `Operands`; also their gradients."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    scale: Tensor | None
+    bn_weight: Tensor | None
+    bn_bias: Tensor | None
+
+
+class Operands(NamedTuple):
+    """The tensors of a call, in the one order that the operator, the binding and the kernels share.
+
+    x [B, I], weight [O, I], scale [O], [1, O], [1] or [], num_batches_tracked [] (int64); the others [O].
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+    num_batches_tracked: Tensor | None = None
+    bn_weight: Tensor | None = None
+    bn_bias: Tensor | None = None
+
+    @property
+    def differentiable(self) -> Differentiable:
+        return Differentiable(self.x, self.weight, self.bias, self.scale, self.bn_weight, self.bn_bias)
+
+    @property
+    def require_gradients(self) -> bool:
+        """Any of them does."""
+        return any(t is not None and t.requires_grad for t in self)
+
+
+class Options(NamedTuple):
+    """What a call is told besides its tensors, in the operators' order.
+
+    Attributes:
+        scale_value: the scale where it is a number; 1.0 where it is a tensor or absent.
+        training: normalise with the statistics of this batch.
+        momentum: weight of the new running statistics; negative for the cumulative average.
+        eps: added to the variance.
+        activation: a name of `gemmnorm.activations`, or None.
+        strategy: the one asked for; None leaves the choice to the planner.
+        save: keep what a backward needs. (On the way to a prepared call: where an operand requires a gradient.)
+    """
+
+    scale_value: float = 1.0
+    training: bool = True
+    momentum: float = 0.1
+    eps: float = 1e-5
+    activation: str | None = None
+    strategy: str | None = None
+    save: bool = False
+
+
+def cast_operands(operands: Operands, dtype: torch.dtype) -> Operands:
+    """x and weight in autocast's `dtype`; statistics and BatchNorm's parameters stay as they are."""
+    x, weight = (t.to(dtype) if t.dtype in CASTABLE else t for t in operands[:2])
+    return operands._replace(x=x, weight=weight)
+
+
+def as_if_cast(operands: Operands, dtype: torch.dtype) -> Operands:
+    """`cast_operands` without the numbers: what the planner asks."""
+    x, weight = (
+        t.new_empty((), dtype=dtype).expand(t.shape) if t.dtype in CASTABLE and t.dtype != dtype else t
+        for t in operands[:2]
+    )
+    return operands._replace(x=x, weight=weight)
 
 
 def dense(t: Tensor) -> Tensor:

@@ -1,0 +1,108 @@
+"""The operator under autograd: one `Function`, for prepared kernels and for the registered operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import GemmNormRuntimeError
+from ..runtime.call import Call
+from ..runtime.operands import Differentiable, Operands, Options
+
+Gradients = Sequence[Tensor | None]
+
+
+class Operator:
+    """The registered operator in the place of a prepared call: what a trace or a mode gets to see."""
+
+    def __init__(self, options: Options, dtypes: Sequence[torch.dtype] = ()) -> None:
+        """`dtypes`: of the gradients of x and weight, where autocast's copies of those were multiplied."""
+        self.options, self.dtypes = options, dtypes
+
+    def forward(self, operands: Operands) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]]:
+        """y; product and statistics; x and weight."""
+        with torch._C._AutoDispatchBelowAutograd():
+            y, *kept = torch.ops.gemmnorm.linear_scale_batch_norm.default(*operands, *self.options)
+        return y, kept, operands[:2]
+
+    def backward(self, needs: list[bool], grad: Tensor, operands: Differentiable, kept: Sequence[Tensor]) -> Gradients:
+        """Gradients of `operands`; what is not among `needs` is undefined."""
+        found = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default(
+            grad, *operands, *kept, *self.options, needs
+        )
+        return (*(g.to(dtype) for g, dtype in zip(found, self.dtypes, strict=False)), *found[len(self.dtypes) :])
+
+
+class LinearScaleBatchNorm(torch.autograd.Function):
+    """y of a `call`, differentiable in the six tensors that follow `operands` (and are among them).
+
+    Kept for the backward: x and weight as they were multiplied, the per-feature parameters, and of the forward the
+    product and the statistics (float32 [2 or 2 + groups, O]), in one tensor or two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call | Operator, operands: Operands, *_: Tensor | None) -> Any:
+        y, kept, (x, weight) = call.forward(operands)
+        ctx.save_for_backward(
+            x, weight, operands.bias, operands.scale, operands.bn_weight, operands.bn_bias, *kept
+        )  # fmt: skip
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        if isinstance(call, Call):
+            return y
+        ctx.mark_non_differentiable(*kept)
+        return (y, *kept)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 8
+        call: Call | Operator = ctx.call
+        needs = list(ctx.needs_input_grad[2:])
+        x, weight, bias, scale, bn_weight, bn_bias, *kept = ctx.saved_tensors
+        operands = Differentiable(x, weight, bias, scale, bn_weight, bn_bias)
+        if isinstance(call, Call) and torch.compiler.is_compiling():  # compiled autograd has to see the operator
+            kept, call = call.unpacked(kept), Operator(call.options, call.dtypes)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                found = call.backward(needs, grad, operands, kept)
+            found = not_twice(found, (grad, *operands))
+        else:
+            found = call.backward(needs, grad, operands, kept)
+        return None, None, *(g if needed else None for g, needed in zip(found, needs, strict=True))
+
+
+# `Function.apply` without its look for function transforms, of which `route` has found none: 8 µs of a call.
+_apply_directly: Any = super(torch.autograd.Function, LinearScaleBatchNorm).apply  # type: ignore[misc]
+
+
+def apply(call: Call | Operator, operands: Operands) -> Any:
+    """`call.forward(operands)`, differentiable: y, and of an `Operator` all three outputs."""
+    x, weight, bias, scale, _, _, _, bn_weight, bn_bias = operands
+    function = _apply_directly if isinstance(call, Call) else LinearScaleBatchNorm.apply
+    return function(call, operands, x, weight, bias, scale, bn_weight, bn_bias)
+
+
+class _NotTwice(torch.autograd.Function):
+    """Gradients as they are, tied to what they were computed from: differentiating them raises."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Gradients, *made_of: Tensor | None) -> Any:
+        return tuple(gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise GemmNormRuntimeError(
+            "linear_scale_batch_norm has no second derivative; run the original ops where one is needed"
+            " (gemmnorm.unfuse(model))"
+        )
+
+
+def not_twice(gradients: Gradients, made_of: Sequence[Any]) -> Gradients:
+    """`gradients`, which refuse to be differentiated."""
+    leaf = torch.zeros((), requires_grad=True)  # what was cast for autocast does not require a gradient itself
+    found: Gradients = _NotTwice.apply(gradients, *made_of, leaf)
+    return found
