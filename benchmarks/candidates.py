@@ -181,12 +181,15 @@ def unit(launch: plan.Launch, problem: Problem) -> str:
     return _unit(same, types, problem.activation, shared)
 
 
-def compile_unit(text: str) -> float:
-    """Into the disk cache; seconds."""
-    begin, cache = time.monotonic(), driver._disk_cache()
-    if driver.recall(cache, text, 90) is None:
-        driver.remember(cache, text, 90, bytes(driver._program(text, 90).compile("cubin").code))
-    return time.monotonic() - begin
+def compile_unit(text: str) -> str:
+    """Into the disk cache; what went wrong, or nothing."""
+    cache = driver._disk_cache()
+    try:
+        if driver.recall(cache, text, 90) is None:
+            driver.remember(cache, text, 90, bytes(driver._program(text, 90).compile("cubin").code))
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:600]}"
+    return ""
 
 
 def units(chosen: Sequence[Case]) -> list[str]:
@@ -197,6 +200,9 @@ def units(chosen: Sequence[Case]) -> list[str]:
             for launch in candidate.plan().launches:
                 texts.setdefault(unit(launch, candidate.problem))
     return list(texts)
+
+
+broken: set[str] = set()  # units that do not compile
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------
@@ -269,13 +275,15 @@ def tensors(one: Case, device: str) -> tuple[dict[str, Tensor | None], Tensor | 
 
 
 def calls_of(one: Case, device: str) -> dict[str, Callable[[], Any]]:
-    """Every candidate by name."""
+    """Every candidate whose kernels compile, by name."""
     given, scale = tensors(one, device)
     inputs = tuple(given.get(role) for role in binding.INPUTS[one.phase])
     scalars = binding.scalars(one.problem, scale, 1.0, 0.1, 1e-5)
     made = {}
     for candidate in found(one):
-        made[candidate.name] = functools.partial(binding.Bound(candidate.plan()), inputs, scalars)
+        chosen = candidate.plan()
+        if not broken & {unit(launch, one.problem) for launch in chosen.launches}:
+            made[candidate.name] = functools.partial(binding.Bound(chosen), inputs, scalars)
     return made
 
 
@@ -381,8 +389,11 @@ def main() -> None:
     texts = units(chosen)
     print(f"{len(chosen)} problems, {len(texts)} kernels; planned in {time.monotonic() - begin:.0f} s", flush=True)
     with concurrent.futures.ProcessPoolExecutor() as pool:
-        taken = list(pool.map(compile_unit, texts))
-    print(f"compiled in {time.monotonic() - begin:.0f} s ({sum(taken):.0f} s of work)", flush=True)
+        faults = {text: fault for text, fault in zip(texts, pool.map(compile_unit, texts), strict=True) if fault}
+    broken.update(faults)
+    print(f"compiled in {time.monotonic() - begin:.0f} s, {len(faults)} faults", flush=True)
+    for fault in list(faults.values())[:3]:
+        print(fault, flush=True)
 
     watch, timer, rows, failed = Watch(30.0), Timer(), [], 0
     watch.start()
