@@ -33,7 +33,8 @@ def problem_of(precision: str, sizes: tuple[int, int, int], training: bool, mult
 
 
 def serving(problem: Problem, phase: str = "forward") -> list[Candidate]:
-    return [c for c in (*candidates(problem, phase), *variants(problem)) if c.refusal is None]
+    every = candidates(problem, phase) + (variants(problem) if phase == "forward" else ())
+    return [found for found in every if found.refusal is None]
 
 
 def outputs(found: Candidate, inputs: dict[str, Tensor]) -> list[Tensor]:
