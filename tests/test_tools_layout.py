@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,17 @@ def test_the_door_names_every_file_and_says_what_it_is_for(folder: str) -> None:
             assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path
     listed = [line.split("`")[1] for line in door.splitlines() if line.startswith("- `")]
     assert all((PACKAGE / folder / name).is_file() for name in listed)
+
+
+def test_importing_loads_no_compiler_and_no_tool() -> None:
+    """`import gemmnorm` takes hardly longer than `import torch`."""
+    unwanted = ["torch._dynamo", "torch._inductor", "rich", *(f"gemmnorm.{f}" for f in ALLOWED if f != "fuse")]
+    code = (
+        f"import sys, torch; had = set(sys.modules); import gemmnorm; print({{*{unwanted}}} & (set(sys.modules) - had))"
+    )
+    environment = {"PYTHONPATH": str(PACKAGE.parent), "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr
 
 
 def test_signs_of_size() -> None:

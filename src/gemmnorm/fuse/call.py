@@ -21,10 +21,12 @@ _transforms = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: Non
 
 if hasattr(torch.compiler, "is_exporting"):  # PyTorch 2.7
 
-    @torch.compiler.assume_constant_result
     def _is_exporting() -> bool:
         """`torch.compiler.is_exporting`, called at trace time: Dynamo of 2.8 to 2.11 traces it as True everywhere."""
         return torch.compiler.is_exporting()
+
+    # All that `torch.compiler.assume_constant_result` does after importing Dynamo, which takes longer than `gemmnorm`.
+    _is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 else:
 
     def _is_exporting() -> bool:
