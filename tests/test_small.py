@@ -60,10 +60,10 @@ def test_a_step(
     """Output, statistics and gradients, each feature with its own scale and affine part."""
     cluster(*(blocks if isinstance(blocks, tuple) else (blocks,)))
     options = {"scale_shape": (features,), "activation": "silu"}
-    check(HOPPER, "one_kernel", name, batch, in_features, features, finish=None, **options)
+    check(HOPPER, "one_kernel", name, batch, in_features, features, epilogue=None, **options)
     if blocks == 4:
         options = {"bias": False, "affine": False, "momentum": None, "activation": "relu"}
-        check(HOPPER, "one_kernel", name, batch, in_features, features, finish=None, **options)
+        check(HOPPER, "one_kernel", name, batch, in_features, features, epilogue=None, **options)
 
 
 def check_evaluation(

@@ -1,0 +1,46 @@
+// The gradient of the product, da, split twice for the products of the backward (arithmetic in common/fp16x2.cuh): with an
+// exponent per row, its columns multiplied by the weight's powers of two, for dx = da·W; and with an exponent per column,
+// its rows multiplied by x's, for dW = daᵀ·x. W and x are split as in the forward, and lack just those powers.
+//
+// A block splits one row: reads da once, writes it split twice. It finds the row's exponent itself; those of the columns
+// come from the kernel that made da. The planner takes it in training with split operands, before split_gemm.cuh.
+#pragma once
+#include "common/fp16x2.cuh"
+#include "memory_bound/row_tile.cuh"
+
+namespace gemmnorm {
+
+template <class Config, class Params>
+__device__ __forceinline__ void split_gradient(const Params& p) {
+  __shared__ int maxima[kThreads / 32];
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  const int row = blockIdx.x, x_exponent = p.x_exponents[row], padded = padded_columns(p.features);
+  const RowTile tile(p.grad_product + static_cast<i64>(row) * p.features, p.features);
+  int exponent = kLeastExponent;
+  tile.visit(p.features, [&](int c, const Vec<float, 4>& v) {
+    const Vec<int, 4> e = load<int, 4>(p.weight_exponents + c);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) exponent = max(exponent, scaled_exponent(v.at[i], e.at[i]));
+  });
+  exponent = block_max(exponent, maxima);
+  if (threadIdx.x == 0) p.row_exponents[row] = exponent;
+
+  half* by_rows = p.split_by_rows + static_cast<i64>(row) * 2 * padded;
+  half* by_columns = p.split_by_columns + static_cast<i64>(row) * 2 * padded;
+  tile.visit(padded, [&](int c, const Vec<float, 4>& v) {
+    float to_rows[4] = {}, to_columns[4] = {};
+    if (c < p.features) {
+      const Vec<int, 4> of_weight = load<int, 4>(p.weight_exponents + c), of_column = load<int, 4>(p.column_exponents + c);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        to_rows[i] = times(v.at[i], power_of_two(in_range(of_weight.at[i] - exponent)));
+        to_columns[i] = times(v.at[i], power_of_two(in_range(x_exponent - of_column.at[i])));
+      }
+    }
+    store_split(by_rows, c, to_rows);
+    store_split(by_columns, c, to_columns);
+  });
+}
+
+}  // namespace gemmnorm

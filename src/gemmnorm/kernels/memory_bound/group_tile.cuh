@@ -1,0 +1,114 @@
+// How the memory-bound kernels share out a [batch, features] tensor: a block has statistics groups of 64 rows by TX·N
+// features, a thread N neighbouring features (16 bytes, where the feature count allows it) of every kLanes-th row.
+#pragma once
+#include "common/common.cuh"
+
+namespace gemmnorm {
+
+// A block works through GROUPS groups. Consecutive blocks walk along a row. REVERSED blocks begin with the last rows,
+// which the kernel before touched last: those are still in the L2.
+template <int N, int TX, int GROUPS = 1, bool REVERSED = false>
+struct GroupTile {
+  static constexpr int kColumns = TX * N;
+  static constexpr int kLanes = kThreads / TX;        // rows that the block reads at once
+  static constexpr int kSteps = kGroupRows / kLanes;  // rows of a group that one thread reads
+
+  int batch, features;
+  int first_group, lane;
+  int column;   // the thread's first; 0 beyond the last feature, where it reads but must not write
+  bool inside;  // the thread's features exist
+  int group, rows;
+  i64 origin;  // of the thread's features in the group's first row
+
+  __device__ __forceinline__ GroupTile(int batch_, int features_) : batch(batch_), features(features_) {
+    const int tiles = (features + kColumns - 1) / kColumns;  // along a row
+    const int block = REVERSED ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    lane = threadIdx.x / TX;
+    column = (block % tiles) * kColumns + threadIdx.x % TX * N;
+    inside = column < features;
+    if (!inside) column = 0;
+    first_group = block / tiles * GROUPS;
+    move_to(first_group);
+  }
+  // `rows` is 0 beyond the batch.
+  __device__ __forceinline__ void move_to(int group_) {
+    group = group_;
+    const i64 first_row = static_cast<i64>(group) * kGroupRows, left = batch - first_row;
+    rows = left <= 0 ? 0 : left < kGroupRows ? static_cast<int>(left) : kGroupRows;
+    origin = first_row * features + column;
+  }
+  // Place of the thread's features among numbers of which every group has one row.
+  __device__ __forceinline__ i64 group_row() const { return mul_wide(group, features) + column; }
+  // Place in the tensor of the thread's features in a row of the group.
+  __device__ __forceinline__ i64 at(int row) const { return origin + mul_wide(row, features); }
+
+  // Calls `visit(row, load_at(place))` for the thread's rows of the group, AT_ONCE loads in flight. A row beyond the group
+  // is visited too, with the last row's contents: loads under a condition would wait for each other.
+  template <int AT_ONCE, class Load, class Visit>
+  __device__ __forceinline__ void visit_rows(const Load& load_at, const Visit& visit) const {
+    constexpr int kAtOnce = kSteps < AT_ONCE ? kSteps : AT_ONCE;
+#pragma unroll 1
+    for (int step = 0; step < kSteps; step += kAtOnce) {
+      decltype(load_at(i64{})) loaded[kAtOnce];
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) loaded[r] = load_at(at(min((step + r) * kLanes + lane, rows - 1)));
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) visit((step + r) * kLanes + lane, loaded[r]);
+    }
+  }
+};
+
+// Sums `value[i]` over the threads that share a column, in a fixed order, and hands the sum to all of them.
+template <int N, int TX>
+__device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared /* [lanes][N][TX] */) {
+  constexpr int kLanes = kThreads / TX;
+  const int tx = threadIdx.x % TX, lane = threadIdx.x / TX;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i) shared[(lane * N + i) * TX + tx] = value[i];
+  __syncthreads();
+  for (int c = threadIdx.x; c < N * TX; c += kThreads) {
+    float sum = shared[c];
+    for (int l = 1; l < kLanes; ++l) sum += shared[l * N * TX + c];
+    shared[c] = sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i) value[i] = shared[i * TX + tx];
+}
+
+// A block that merges the groups of 16 features: 16 threads, called lanes, share out the groups of a feature.
+struct GroupMerge {
+  static constexpr int kColumns = 16, kLanes = kThreads / kColumns;
+
+  int batch, features, groups;
+  int j, lane;  // the thread's feature, which may lie beyond the last
+
+  __device__ __forceinline__ GroupMerge(int batch_, int features_) : batch(batch_), features(features_) {
+    groups = (batch + kGroupRows - 1) / kGroupRows;
+    j = blockIdx.x * kColumns + threadIdx.x % kColumns;
+    lane = threadIdx.x / kColumns;
+  }
+  __device__ __forceinline__ bool inside() const { return j < features; }
+
+  // Calls `add(sum, place, rows)` for every group, then adds up over the lanes, in a fixed order, and hands the sums to all.
+  template <int N, class Add>
+  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kThreads] */, const Add& add) const {
+    if (inside()) {
+#pragma unroll 4
+      for (int g = lane; g < groups; g += kLanes)
+        add(sum, mul_wide(g, features) + j, min(kGroupRows, batch - g * kGroupRows));
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      __syncthreads();
+      shared[threadIdx.x] = sum[i];
+      __syncthreads();
+      sum[i] = 0.0f;
+#pragma unroll
+      for (int l = 0; l < kLanes; ++l) sum[i] += shared[l * kColumns + threadIdx.x % kColumns];
+    }
+  }
+};
+
+}  // namespace gemmnorm
