@@ -117,7 +117,7 @@ def test_the_product_begins_with_a_part_of_k(
 
 
 def test_the_planner_counts_chunks_and_bands_as_the_kernels_do() -> None:
-    planned = ("memory_bound/cast.cuh", "kCastColumns", cast.COLUMNS), ("gemm/ahead.cuh", "kBands", hopper.BANDS)
+    planned = ("memory_bound/cast.cuh", "kCastColumns", cast.COLUMNS), ("gemm/conversion.cuh", "kBands", hopper.BANDS)
     for file, name, value in planned:
         assert f"constexpr int {name} = {value};" in (sources.KERNELS / file).read_text(encoding="utf-8")
 
