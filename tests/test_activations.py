@@ -66,6 +66,18 @@ def test_the_expressions_for_the_kernels(name):
             assert gradient(z, -3.0) == pytest.approx(-3.0 * slope.item(), rel=1e-4, abs=1e-5), z
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_the_function_that_an_exported_file_calls(name):
+    function = eval(activations.python_source(name), {"torch": torch})
+    z = torch.cat([POINTS, torch.tensor([math.nan])])
+    assert torch.allclose(function(z), MODULES[name](z), equal_nan=True)
+
+
+def test_a_function_with_infinite_parameters():
+    function = eval(activations.python_source("hardtanh(0.0,inf)"), {"torch": torch})
+    assert torch.equal(function(POINTS), torch.relu(POINTS))
+
+
 @pytest.mark.skipif(COMPILER is None, reason="no g++")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_the_kernels(name):
@@ -85,7 +97,7 @@ def _translated(text: str, which: str):
     """The body of `float which(float g, float z) { return …; }` as a Python function of z and g."""
     body = re.search(rf"float {which}\((?:float g, )?float z\) {{ return (.*?); }}", text).group(1)
     body = _conditional(re.sub(r"(?<=[0-9.])f\b", "", body)).replace("||", " or ").replace("gemmnorm::", "")
-    names = {**FUNCTIONS, "tanhf": math.tanh, "larger": max}
+    names = {**FUNCTIONS, "tanhf": math.tanh, "fabsf": abs, "larger": max}
     return lambda z, g=1.0: eval(body, {"__builtins__": {}}, {**names, "z": z, "g": g})
 
 

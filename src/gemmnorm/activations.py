@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -184,6 +185,21 @@ def backward(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
         return grad
     row, values = parse(activation)
     return row.backward(grad, z, *values)
+
+
+def python_source(activation: str) -> str:
+    """A Python expression of φ as a function, by the first of the row's functions that PyTorch names publicly."""
+    row, values = parse(activation)
+    spaces = ((torch, "torch"), (F, "torch.nn.functional"))
+    name = next(
+        f"{prefix}.{call.__name__}"
+        for space, prefix in spaces
+        for call in row.calls
+        if callable(call) and not call.__name__.endswith("_") and getattr(space, call.__name__, None) is call
+    )
+    numbers = (repr(v) if math.isfinite(v) else f'float("{v}")' for v in values)
+    arguments = ["y", *numbers, *(f"{key}={value!r}" for key, value in row.matches)]
+    return name if len(arguments) == 1 else f"lambda y: {name}({', '.join(arguments)})"
 
 
 def cuda_struct(activation: str | None) -> str:

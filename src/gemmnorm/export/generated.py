@@ -84,24 +84,11 @@ def _chain_function(kind: Kind, site: Site) -> str:
     )
 
 
-_FUNCTIONS = {
-    "relu": "torch.relu",
-    "gelu": "torch.nn.functional.gelu",
-    "gelu_tanh": 'lambda y: torch.nn.functional.gelu(y, approximate="tanh")',
-    "silu": "torch.nn.functional.silu",
-    "leaky_relu": "lambda y: torch.nn.functional.leaky_relu(y, {0})",
-    "tanh": "torch.tanh",
-    "sigmoid": "torch.sigmoid",
-    "hardtanh": "lambda y: torch.nn.functional.hardtanh(y, {0}, {1})",
-}
-
-
 def _activation_entries(owners: list[OwnerPlan]) -> Iterator[str]:
     """Dictionary entries for the activations that chains apply as functions, each once."""
     names = {c.activation for owner in owners for c in owner.chains if c.activation_module is None}
     for name in names - {None}:
-        row, values = activations.parse(str(name))
-        yield f'"{name}": {_FUNCTIONS[row.name].format(*values)}'
+        yield f'"{name}": {activations.python_source(str(name))}'
 
 
 def _classes(contents: Contents) -> list[str]:
