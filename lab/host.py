@@ -40,7 +40,6 @@ def pretend_hopper(stack):
         (runtime, "chip", lambda device: plan.chip_for(90)),
         (driver, "Launcher", NoLaunch),
         (driver, "enter", lambda index: None),
-        (driver, "stream", lambda handle: 0),
         (driver, "empty", torch._C._dynamo.guards._empty_strided_cpu),
         (driver, "stream_handle", lambda index: 0),
         (driver, "tensor_map", lambda *_: 1),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from .. import activations
 from ..functional import linear_scale_batch_norm
@@ -16,8 +17,7 @@ from .matching import is_plain_tensor, is_untouched
 
 # Activation classes that are one function whatever their attributes: found without asking each row of the table.
 _NAME_OF = {row.module: row.name for row in activations.TABLE if not row.parameters and not row.matches}
-_global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
-_transforms = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+_global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)  # PyTorch 2.4 has none
 
 if hasattr(torch.compiler, "is_exporting"):  # PyTorch 2.7
 
@@ -97,5 +97,8 @@ def _is_watched() -> bool:
     """Somebody wants to see the single operations, so they must run one by one."""
     if torch.compiler.is_compiling():
         return _is_exporting()  # what is exported holds PyTorch's own operations and runs without this package
-    in_transform = _transforms() is not None or torch.autograd.forward_ad._current_level >= 0
-    return in_transform or bool(_global_hooks()) or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    try:
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+        return in_transform or bool(_global_hooks()) or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    except AttributeError:  # private names: docs/private_api.md
+        return True

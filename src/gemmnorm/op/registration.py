@@ -111,8 +111,16 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
 # --- under autograd and autocast --------------------------------------------------------------------------------------
 
 
+def _can_redispatch() -> bool:
+    """PyTorch lets an autograd kernel call the operator below autograd. Else plain ops run: docs/private_api.md."""
+    return hasattr(torch._C, "_AutoDispatchBelowAutograd")
+
+
 def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:
     operands = Operands(*args[:9])
+    if not _can_redispatch():
+        y = reference.chain(operands, Options(*args[9:]))
+        return y, y.new_empty(0, dtype=operands.x.dtype), y.new_empty(0, dtype=reference.statistics_dtype(y.dtype))
     differentiable = torch.is_grad_enabled() and operands.require_gradients
     options = Options(*(*args[9:15], differentiable or args[15]))  # a traced graph asks for it with gradients off
     # The backward has to know which strategy has run.
@@ -125,6 +133,8 @@ def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_autograd(*args: Any) -> tuple[Tensor, ...]:
+    if not _can_redispatch():
+        return _backward_impl(*args)
     with torch._C._AutoDispatchBelowAutograd():
         found = backward_op(*args)
     tensors = [t for t in args if isinstance(t, Tensor)]

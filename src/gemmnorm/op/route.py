@@ -49,15 +49,14 @@ def linear_scale_batch_norm(operands: Operands, options: Options, process_group:
     return y
 
 
-_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-_transforms = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
-
-
 def _is_observed() -> bool:
-    """A mode, function transform or trace has to see the operator itself."""
-    return bool(
-        _modes()
-        or _transforms() is not None
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
+    """A mode, function transform or trace has to see the operator itself. True where PyTorch does not say."""
+    try:
+        return bool(
+            torch._C._len_torch_dispatch_stack()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or forward_ad._current_level >= 0
+            or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        )
+    except AttributeError:  # private names: docs/private_api.md
+        return True

@@ -36,7 +36,7 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight → PreparedWeight
 
 def _seen(weight: Tensor) -> tuple[Any, ...]:
     """What changes with every change that PyTorch knows of. The kernel looks at the contents."""
-    return weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device
+    return getattr(weight, "_version", 0), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device
 
 
 def make(weight: Tensor, problem: Problem, scalars: tuple[Any, ...]) -> None:
