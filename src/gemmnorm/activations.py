@@ -191,11 +191,9 @@ def python_source(activation: str) -> str:
     """A Python expression of φ as a function, by the first of the row's functions that PyTorch names publicly."""
     row, values = parse(activation)
     spaces = ((torch, "torch"), (F, "torch.nn.functional"))
+    plain = [call.__name__ for call in row.calls if callable(call) and not call.__name__.endswith("_")]
     name = next(
-        f"{prefix}.{call.__name__}"
-        for space, prefix in spaces
-        for call in row.calls
-        if callable(call) and not call.__name__.endswith("_") and getattr(space, call.__name__, None) is call
+        f"{prefix}.{name}" for space, prefix in spaces for name in plain if getattr(space, name, None) in row.calls
     )
     numbers = (repr(v) if math.isfinite(v) else f'float("{v}")' for v in values)
     arguments = ["y", *numbers, *(f"{key}={value!r}" for key, value in row.matches)]
