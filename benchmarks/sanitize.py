@@ -11,7 +11,7 @@ such a product it says nothing that means anything. `--plain` leaves those strat
 after the first line "control" counts. What the copy engine stores is for the GPU suite, which poisons all memory.
 
 `--forward` runs what has an own product, without gradients, and compares nothing: racecheck reports the library's.
-`--turns` runs the backward's `gradient_units` alone, for the same reason.
+`--turns` runs the backward's `persistent_gradient` alone, for the same reason.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIZES = {
 
 
 def turns() -> None:
-    """`gradient_units` at small sizes, without the products behind it."""
+    """`persistent_gradient` at small sizes, without the products behind it."""
     gradient.panel_launch = lambda *_: None
     gradient.IN_FLIGHT = 0
     half, single = torch.bfloat16, torch.float32

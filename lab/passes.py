@@ -19,7 +19,7 @@ NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 # rows, two float32 each, come on top.
 TRAFFIC = {
     "column_statistics": 1, "normalize": 2, "gradient_sums": 2, "product_gradient": 3, "split_gradient": 3,
-    "panel_gradient": 3,
+    "cluster_gradient": 3,
 }  # fmt: skip
 AT_ONCE = "P::kRows < 4 ? P::kRows : 4;"
 VARIANTS = {

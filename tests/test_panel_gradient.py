@@ -1,5 +1,5 @@
-"""The backward of a panel of columns by one cluster (panel_gradient.cuh), or by blocks that take turns
-(gradient_units.cuh), run by the emulator, and on a GPU, against float64."""
+"""The backward of a panel of columns by one cluster (cluster_gradient.cuh), or by blocks that take turns
+(persistent_gradient.cuh), run by the emulator, and on a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def compare_with_float64(strategy: str, batch: int, features: int, dtype: str, a
     ],
 )
 def test_gradients(strategy: str, batch: int, features: int, dtype: str, activation: str | None) -> None:
-    assert function(strategy, batch, features, dtype) == "panel_gradient"
+    assert function(strategy, batch, features, dtype) == "cluster_gradient"
     compare_with_float64(strategy, batch, features, dtype, activation)
 
 
@@ -93,7 +93,7 @@ def test_gradients(strategy: str, batch: int, features: int, dtype: str, activat
     ],
 )
 def test_turns(strategy: str, batch: int, features: int, dtype: str, activation: str | None, turns: None) -> None:
-    assert function(strategy, batch, features, dtype) == "gradient_units"
+    assert function(strategy, batch, features, dtype) == "persistent_gradient"
     compare_with_float64(strategy, batch, features, dtype, activation)
 
 
@@ -118,7 +118,7 @@ def test_where_it_serves() -> None:
     assert [launch.cluster for launch in blocks.values() if launch] == [1, 2, 8, 8]
     for batch in (4097, 49152):  # more rows than a cluster's shared memory holds, a panel that the L2 does
         (turns,), _, counters = gradient.launches(replace(problem, batch=batch), NOT_SPLIT)
-        assert turns.function == "gradient_units" and turns.cooperative and counters
+        assert turns.function == "persistent_gradient" and turns.cooperative and counters
     for other in (
         replace(problem, batch=49153),
         replace(problem, out_features=60),  # no whole words of 16 bytes
@@ -149,7 +149,8 @@ def test_turns_where_the_gradient_of_y_is_wider_than_the_product(activation: str
     vectors, grad = [torch.randn(136) for _ in range(4)], torch.randn(300, 136)
     problem = Problem(300, 24, 136, "bfloat16", *("float32",) * 3, chip=SMALL_HOPPER, activation=activation, save=True)
     launch = plan.make_plan(problem, "one_kernel", "backward").launches[0]
-    assert launch.function == "gradient_units" and launch.config[:2] == (("T", "gemmnorm::bfloat16"), ("Y", "float"))
+    assert launch.function == "persistent_gradient"
+    assert launch.config[:2] == (("T", "gemmnorm::bfloat16"), ("Y", "float"))
     wide = [t.double() for t in (x, weight, *vectors)]
     want = gradients(*wide, grad=grad.double(), activation=activation, strategy="reference")
     with emulated(SMALL_HOPPER), poisoned_memory():

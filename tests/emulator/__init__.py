@@ -36,7 +36,8 @@ from gemmnorm.runtime import driver, sources
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
-OPTIONS = ("-std=c++17", "-O1", "-w", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
+# Kernels of one entry name have static arrays of one mangled name: not unique, or libraries would share the first's.
+OPTIONS = ("-std=c++17", "-O1", "-w", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-gnu-unique")
 FOLDER = "GEMMNORM_EMULATOR_FOLDER"
 seeds = itertools.count(1)
 

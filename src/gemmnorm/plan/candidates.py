@@ -27,7 +27,7 @@ SHARES = (0.0, 0.25, 0.5)  # of the rows that later waves need, converted before
 class Gradient:
     """The choices of a backward: the kernel up to the product's gradient, the shape of its clusters, the products."""
 
-    kernel: str  # "panel_gradient", "gradient_units", "three launches"
+    kernel: str  # "cluster_gradient", "persistent_gradient", "three launches"
     split: bool  # the products are of split operands; else by the library
     shape: gradient.Shape | None = None
 
@@ -86,10 +86,10 @@ def _words(problem: Problem, way: Gemm | small.Shape | Gradient | None) -> Itera
 
 
 def _backward(problem: Problem, strategy: str, way: Gradient) -> Plan:
-    if way.kernel == "panel_gradient":
+    if way.kernel == "cluster_gradient":
         assert way.shape is not None
         made = gradient.by_panels(problem, gradient.panel_launch_of(problem, way.split, way.shape))
-    elif way.kernel == "gradient_units":
+    elif way.kernel == "persistent_gradient":
         launch = gradient.unit_launch(problem, way.split)
         assert launch is not None
         made = gradient.by_units(problem, launch)
@@ -249,11 +249,11 @@ def _backwards(problem: Problem) -> Iterator[Candidate]:
     for products in splits:
         shapes = tuple(gradient.shapes(problem))
         for shape in shapes:
-            yield Candidate(problem, "backward", own, Gradient("panel_gradient", products, shape))
+            yield Candidate(problem, "backward", own, Gradient("cluster_gradient", products, shape))
         if not shapes:
             reason = "no cluster of eight blocks holds the batch, or the mode or the GPU has none"
-            yield Candidate(problem, "backward", own, Gradient("panel_gradient", products), reason)
+            yield Candidate(problem, "backward", own, Gradient("cluster_gradient", products), reason)
         unit = gradient.unit_launch(problem, products)
         reason_unit = None if unit else "a panel does not fit the L2 twice, or the mode or the GPU has no such kernel"
-        yield Candidate(problem, "backward", own, Gradient("gradient_units", products), reason_unit)
+        yield Candidate(problem, "backward", own, Gradient("persistent_gradient", products), reason_unit)
         yield Candidate(problem, "backward", own, Gradient("three launches", products))

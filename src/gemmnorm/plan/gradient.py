@@ -89,8 +89,8 @@ def panel_launch_of(problem: Problem, split: bool, shape: Shape) -> Launch:
     resident = min(range(min(3 if cheap else 2, SHARED // (shape.shared + 1024)) or 1, 0, -1), key=rounds)
     return Launch(
         "fused_gemm_scale_bn_gradient",
-        "backward/panel_gradient.cuh",
-        "panel_gradient",
+        "backward/cluster_gradient.cuh",
+        "cluster_gradient",
         (
             *type_members(problem),
             ("kThreadsX", shape.lanes),
@@ -177,8 +177,8 @@ def unit_launch(problem: Problem, split: bool) -> Launch | None:
     shared = (WARPS * 2 + 1) * columns * 4 + 16
     return Launch(
         "fused_gemm_scale_bn_gradient",
-        "backward/gradient_units.cuh",
-        "gradient_units",
+        "backward/persistent_gradient.cuh",
+        "persistent_gradient",
         (
             *type_members(problem),
             ("kRowsPerWarp", _unit_rows(problem) // WARPS),
@@ -209,7 +209,7 @@ def _unit_columns(problem: Problem) -> int:
 def most_rows(plan: Plan) -> int | None:
     """The largest batch that a backward's launches serve; None for any."""
     for launch in plan.launches:
-        if launch.function == "panel_gradient":
+        if launch.function == "cluster_gradient":
             return int(launch.member("kRowsPerWarp")) * launch.cluster * WARPS
     return None
 

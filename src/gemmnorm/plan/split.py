@@ -116,7 +116,7 @@ def split_backward(problem: Problem, plan: Plan) -> Plan:
     features, padded = Extent(problem.out_features), _padded(problem.out_features)
     split_gradient = Launch(
         "fused_gemm_split_gradient",
-        "memory_bound/split.cuh",
+        "backward/split_gradient.cuh",
         "split_gradient",
         (),
         ("grad_product", "x_exponents", "weight_exponents", "column_exponents", "split_by_rows", "split_by_columns",

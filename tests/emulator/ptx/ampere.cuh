@@ -62,6 +62,7 @@ float element_of(u32 both, int i, T) {
 inline float power_of_2(float x) { return std::exp2(x); }
 inline float larger(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
 inline float reciprocal(float x) { return 1.0f / x; }
+inline i64 mul_wide(int a, int b) { return static_cast<i64>(a) * b; }
 
 inline void compiler_barrier() {}
 template <class T>

@@ -1,12 +1,16 @@
-// float32 operands that autocast wants in half precision: rows of x and of the weight, rounded to nearest.
+// Cast of float32 operands that autocast wants in half precision: rows of x and of the weight, rounded to nearest.
+//
+// A block casts the beginning of one row: reads 4 bytes and writes 2 for each element. The weight's rows come in descending
+// order and x's last: what the GEMM reads first is then still in the L2. The planner takes it before every GEMM under
+// autocast, for all of the operands or for what the GEMM does not convert itself while it runs.
 #pragma once
 #include "common/common.cuh"
 
 namespace gemmnorm {
 
-constexpr int kCastColumns = 2048;  // of a row, that are cast at a time
+constexpr int kCastColumns = 2048;  // a chunk of a row
 
-// Casts a row as one of LANES threads: WORDS loads of 16 bytes are in flight at once. `columns` is a multiple of 4.
+// One of LANES threads' share of a row, with WORDS loads of 16 bytes in flight. `columns` is a multiple of 4.
 template <class T, int LANES, int WORDS>
 __device__ __forceinline__ void cast_row(const float* from, T* to, int columns, int lane) {
 #pragma unroll 1
@@ -23,7 +27,7 @@ __device__ __forceinline__ void cast_row(const float* from, T* to, int columns, 
   }
 }
 
-// Casts kCastColumns as one lane of a warp. All loads are in flight at once.
+// One lane's share of a chunk that a warp casts. All loads are in flight at once.
 template <class T>
 __device__ __forceinline__ void cast_chunk(const float* from, T* to, int lane) {
   constexpr int kWords = kCastColumns / 128;
@@ -38,18 +42,19 @@ __device__ __forceinline__ void cast_chunk(const float* from, T* to, int lane) {
   }
 }
 
-// A block casts the beginning of one row. The weight's come in descending order and x's last: what the product reads first is
-// then still in the L2.
 template <class Config, class Params>
 __device__ __forceinline__ void cast_rows(const Params& p) {
   using T = typename Config::T;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const int block = blockIdx.x;
-  const bool of_weight = block < p.weight_rows;
-  const i64 first = static_cast<i64>((of_weight ? p.weight_rows : static_cast<int>(gridDim.x)) - 1 - block) * p.in_features;
-  cast_row<T, kThreads, 8>((of_weight ? p.wide_weight : p.wide_x) + first, (of_weight ? p.cast_weight : p.cast_x) + first,
-                           min(p.begun * kCastColumns, p.in_features), threadIdx.x);
+  const int block = blockIdx.x, blocks = gridDim.x, columns = min(p.begun * kCastColumns, p.in_features);
+  if (block < p.weight_rows) {
+    const i64 first = static_cast<i64>(p.weight_rows - 1 - block) * p.in_features;
+    cast_row<T, kThreads, 8>(p.wide_weight + first, p.cast_weight + first, columns, threadIdx.x);
+  } else {
+    const i64 first = static_cast<i64>(blocks - 1 - block) * p.in_features;
+    cast_row<T, kThreads, 8>(p.wide_x + first, p.cast_x + first, columns, threadIdx.x);
+  }
 }
 
 }  // namespace gemmnorm

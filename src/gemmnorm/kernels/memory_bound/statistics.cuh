@@ -1,146 +1,130 @@
-// Column statistics of the product: a mean and an M2 (sum of squared deviations) for every group of 64 rows, then
-// their merge, which also updates the running statistics. Mean first, then M2 about that mean, at both levels: safe for
-// |mean| >> std, and the order of every sum is fixed, so the same bits come out of every run.
+// Column statistics of the product a: mean and M2 (sum of squared deviations) of every group of 64 rows, then their merge,
+// which also updates the running statistics. At both levels M2 is taken about the mean, which is safe for |mean| >> std,
+// and every sum has a fixed order: the same bits come out of every run.
+//
+// `kFold`: M2 of a; the merge multiplies by s². Otherwise M2 of the scaled tensor (a + b)·s, whose elements exist only in
+// registers. The mean is that of a in both. The planner takes these kernels in training, after the library's GEMM; the
+// merge also after a GEMM of this package that took the groups' statistics itself (gemm_stats_apply).
 #pragma once
-#include "common/common.cuh"
+#include "memory_bound/group_tile.cuh"
 
 namespace gemmnorm {
 
-// FOLD: M2 of the product a; the merge multiplies by s². Otherwise M2 of the scaled tensor (a + b)·s, whose
-// elements exist only in registers. The mean is that of a in both.
+// Deviation from a mean: of a, or of (a + b)·s.
+template <bool FOLD>
+__device__ __forceinline__ float deviation_from(float mean, float a, float s, float b) {
+  return FOLD ? a - mean : (a + b) * s - (mean + b) * s;
+}
+
+// group_mean and group_m2 of one group and TX·N features a block. Reads the product once, into registers.
 template <class Config, class Params>
 __device__ __forceinline__ void column_statistics(const Params& p) {
   using T = typename Config::T;
-  using L = typename Config::L;
   constexpr int N = Config::kVector, TX = Config::kThreadsX;
   constexpr bool FOLD = Config::kFold;
-  using P = Panel<N, TX, 1, true>;
+  using Tile = GroupTile<N, TX, 1, true>;
   __shared__ float shared[kThreads * N];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const P panel(p.batch, p.features);
+  const Tile tile(p.batch, p.features);
   if (p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
 
-  const bool inside = panel.column < p.features;
-  const T* first = p.product + panel.first_row * p.features + (inside ? panel.column : 0);
-  Vec<T, N> a[P::kRows];
+  Vec<T, N> a[Tile::kSteps];
 #pragma unroll
-  for (int r = 0; r < P::kRows; ++r) {
-    a[r] = load<T, N>(first + panel.existing(r * P::kLanes + panel.lane) * p.features);
-  }
-  float mean[N];
+  for (int r = 0; r < Tile::kSteps; ++r)
+    a[r] = load<T, N>(p.product + tile.at(min(r * Tile::kLanes + tile.lane, tile.rows - 1)));
+  // Calls `add(i, element)` for all that the thread has loaded.
+  const auto visit = [&](const auto& add) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) mean[i] = 0.0f;
+    for (int r = 0; r < Tile::kSteps; ++r) {
+      if (r * Tile::kLanes + tile.lane < tile.rows) {
 #pragma unroll
-  for (int r = 0; r < P::kRows; ++r) {
-    if (r * P::kLanes + panel.lane < panel.rows) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) mean[i] += a[r].value(i);
-    }
-  }
-  sum_over_lanes<N, TX>(mean, shared);
-  float m2[N], s[N], b[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    mean[i] /= panel.rows;  // exactly, so that nothing is left of a constant column
-    m2[i] = 0.0f;
-    s[i] = FOLD || !inside ? 1.0f : scale_of(p.scale, p.scale_stride, p.scale_value, panel.column + i);
-    b[i] = FOLD || !inside ? 0.0f : value_or(p.bias, panel.column + i, 0.0f);
-  }
-#pragma unroll
-  for (int r = 0; r < P::kRows; ++r) {
-    if (r * P::kLanes + panel.lane < panel.rows) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const float deviation = FOLD ? a[r].value(i) - mean[i]
-                                     : (a[r].value(i) + b[i]) * s[i] - (mean[i] + b[i]) * s[i];
-        m2[i] += deviation * deviation;
+        for (int i = 0; i < N; ++i) add(i, a[r].value(i));
       }
     }
+  };
+  float mean[N] = {}, m2[N] = {}, s[N], b[N];
+  visit([&](int i, float value) { mean[i] += value; });
+  sum_over_lanes<N, TX>(mean, shared);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    mean[i] /= tile.rows;  // an exact division: the deviations of a constant column are zero
+    s[i] = FOLD ? 1.0f : scale_of(p.scale, p.scale_stride, p.scale_value, tile.column + i);
+    b[i] = FOLD ? 0.0f : value_or(p.bias, tile.column + i, 0.0f);
   }
+  visit([&](int i, float value) {
+    const float deviation = deviation_from<FOLD>(mean[i], value, s[i], b[i]);
+    m2[i] += deviation * deviation;
+  });
   sum_over_lanes<N, TX>(m2, shared);
-  if (inside && panel.lane == 0) {
-    const i64 out = static_cast<i64>(panel.group) * p.features + panel.column;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      p.group_mean[out + i] = mean[i];
-      p.group_m2[out + i] = m2[i];
-    }
+  if (tile.inside && tile.lane == 0) {
+    store<float, N>(p.group_mean + tile.group_row(), mean);
+    store<float, N>(p.group_m2 + tile.group_row(), m2);
   }
 }
 
-// Threads of a merging block: kMergeColumns features by kMergeLanes lanes that share out the groups.
-constexpr int kMergeColumns = 16;
-constexpr int kMergeLanes = kThreads / kMergeColumns;
+// The batch's statistics of one feature, with what the update of its running statistics needs.
+struct FeatureStatistics {
+  float mean, variance;  // of the product a; of z = (a + b)·s, biased
+  float scale, bias;
+  float running_mean, running_var;  // as they were; read early, with everything else of the feature
+  float batches;                    // the count with this batch in it, for the cumulative average
+  bool keep_running = false;        // somebody else updates the running statistics
+};
 
-// Sum over the lanes of a merging block, in a fixed order.
-__device__ __forceinline__ float sum_over_merge_lanes(float value, float* shared /* [kThreads] */) {
-  __syncthreads();
-  shared[threadIdx.x] = value;
-  __syncthreads();
-  float sum = 0.0f;
-#pragma unroll
-  for (int l = 0; l < kMergeLanes; ++l) sum += shared[l * kMergeColumns + threadIdx.x % kMergeColumns];
-  return sum;
+// Stores mean and rstd = 1/sqrt(var(z) + eps), and updates the running statistics:
+//   running_mean <- (1-m)·running_mean + m·s·(mean + b)       running_var <- (1-m)·running_var + m·var(z)·B/(B-1)
+// with m = momentum, or 1 / batches where momentum is negative.
+template <class Params>
+__device__ __forceinline__ void finish_feature(const Params& p, int j, const FeatureStatistics& f) {
+  p.mean[j] = f.mean;
+  p.rstd[j] = 1.0f / sqrtf(f.variance + p.eps);
+  if (!p.running_mean || f.keep_running) return;
+  const float m = p.momentum >= 0.0f ? p.momentum : 1.0f / f.batches;
+  from_float((1.0f - m) * f.running_mean + m * (f.scale * (f.mean + f.bias)), p.running_mean[j]);
+  const float unbiased = f.variance * (static_cast<float>(p.batch) / (opaque(p.batch) - 1));  // no register for the factor
+  from_float((1.0f - m) * f.running_var + m * unbiased, p.running_var[j]);
 }
 
-// What the statistics of feature j become: rstd = 1/sqrt(var(z) + eps) and the running statistics,
-//   running_mean <- (1-m)·running_mean + m·s·(mean + b)       running_var <- (1-m)·running_var + m·var(z)·B/(B-1)
-// A negative momentum stands for the cumulative average: m = 1 / batches, the count with this batch in it.
+// The same, by position.
 template <class R>
 __device__ __forceinline__ void finish_feature(int j, float mean_a, float variance, float s, float b, float batches,
                                                R* running_mean, R* running_var, float old_mean, float old_var,
                                                float momentum, float eps, float* mean, float* rstd, int batch) {
-  mean[j] = mean_a;
-  rstd[j] = 1.0f / sqrtf(variance + eps);
-  if (!running_mean) return;
-  const float m = momentum >= 0.0f ? momentum : 1.0f / batches;
-  from_float((1.0f - m) * old_mean + m * (s * (mean_a + b)), running_mean[j]);
-  const float unbiased = variance * (static_cast<float>(batch) / (opaque(batch) - 1));  // the factor needs no register
-  from_float((1.0f - m) * old_var + m * unbiased, running_var[j]);
+  const struct {
+    R *running_mean, *running_var;
+    float momentum, eps, *mean, *rstd;
+    int batch;
+  } p = {running_mean, running_var, momentum, eps, mean, rstd, batch};
+  finish_feature(p, j, FeatureStatistics{mean_a, variance, s, b, old_mean, old_var, batches});
 }
 
-// Merges the groups of each feature. `batches_tracked` has been incremented.
+// mean, rstd and running statistics of 16 features a block, from group_mean and group_m2. num_batches_tracked counts this
+// batch already.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_statistics(const Params& p) {
-  using L = typename Config::L;
-  using R = typename Config::R;
   constexpr bool FOLD = Config::kFold;
   __shared__ float shared[kThreads];
-  const int j = blockIdx.x * kMergeColumns + threadIdx.x % kMergeColumns;
-  const int lane = threadIdx.x / kMergeColumns;
-  const int groups = (p.batch + kGroupRows - 1) / kGroupRows;
-  const bool inside = j < p.features;
-  const float s = inside ? scale_of(p.scale, p.scale_stride, p.scale_value, j) : 1.0f;
-  const float b = inside ? value_or(p.bias, j, 0.0f) : 0.0f;
+  const GroupMerge merge(p.batch, p.features);
+  const int j = merge.j;
+  const float s = merge.inside() ? scale_of(p.scale, p.scale_stride, p.scale_value, j) : 1.0f;
+  const float b = merge.inside() ? value_or(p.bias, j, 0.0f) : 0.0f;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
 
-  float sum = 0.0f;
-  if (inside) {
-#pragma unroll 4
-    for (int g = lane; g < groups; g += kMergeLanes) {
-      const int rows = min(kGroupRows, p.batch - g * kGroupRows);
-      sum += p.group_mean[static_cast<i64>(g) * p.features + j] * rows;
-    }
-  }
-  const float mu = sum_over_merge_lanes(sum, shared) / p.batch;
-  sum = 0.0f;
-  if (inside) {
-#pragma unroll 4
-    for (int g = lane; g < groups; g += kMergeLanes) {
-      const int rows = min(kGroupRows, p.batch - g * kGroupRows);
-      const i64 at = static_cast<i64>(g) * p.features + j;
-      const float deviation = FOLD ? p.group_mean[at] - mu : (p.group_mean[at] + b) * s - (mu + b) * s;
-      sum += p.group_m2[at] + deviation * deviation * rows;
-    }
-  }
-  const float m2 = sum_over_merge_lanes(sum, shared);
-  if (!inside || lane != 0) return;
-  const float variance = (FOLD ? s * s * m2 : m2) / p.batch;
-  const float batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;
-  finish_feature(j, mu, variance, s, b, batches, p.running_mean, p.running_var, value_or(p.running_mean, j, 0.0f),
-                 value_or(p.running_var, j, 0.0f), p.momentum, p.eps, p.mean, p.rstd, p.batch);
+  float mean[1] = {}, m2[1] = {};
+  merge.add_up(mean, shared, [&](float (&sum)[1], i64 at, int rows) { sum[0] += p.group_mean[at] * rows; });
+  mean[0] /= p.batch;
+  merge.add_up(m2, shared, [&](float (&sum)[1], i64 at, int rows) {
+    const float deviation = deviation_from<FOLD>(mean[0], p.group_mean[at], s, b);
+    sum[0] += p.group_m2[at] + deviation * deviation * rows;
+  });
+  if (!merge.inside() || merge.lane != 0) return;
+  FeatureStatistics f = {mean[0], (FOLD ? s * s * m2[0] : m2[0]) / p.batch, s, b};
+  f.running_mean = value_or(p.running_mean, j, 0.0f);
+  f.running_var = value_or(p.running_var, j, 0.0f);
+  f.batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;
+  finish_feature(p, j, f);
 }
 
 }  // namespace gemmnorm
