@@ -20,9 +20,14 @@ struct TileShape {
   static constexpr int kMeanRows = kSwapAB ? TM : kGroupRows;  // rows of one partial mean and M2
   static constexpr int kParts = kWidth / 64;                   // 64 × 64 parts of a consumer's accumulator tile
   static constexpr int kStagingBytes = (TM < 128 ? 128 : TM) * TN;  // of a consumer
-  // A consumer's accumulator tile as V passes through its staging buffer in so many store passes.
+  // A consumer's accumulator tile as V passes through its staging buffer in so many store passes, of whole parts each.
+  static constexpr int store_passes(int bytes) {
+    int passes = 1;
+    while (passes < kParts && (kParts % passes || kWidth * 64 * bytes > passes * kStagingBytes)) ++passes;
+    return passes;
+  }
   template <class V>
-  static constexpr int kStorePasses = kWidth * 64 * sizeof(V) > kStagingBytes ? kWidth * 64 * sizeof(V) / kStagingBytes : 1;
+  static constexpr int kStorePasses = store_passes(sizeof(V));
 
   // The first row and the first feature of a consumer's part.
   __device__ __forceinline__ static int row(Tile tile, int consumer, int part) {
