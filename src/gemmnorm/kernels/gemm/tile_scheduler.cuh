@@ -21,7 +21,7 @@ struct TileShape {
   static constexpr int kParts = kWidth / 64;                   // 64 × 64 parts of a consumer's accumulator tile
   static constexpr int kStagingBytes = (TM < 128 ? 128 : TM) * TN;  // of a consumer
   // A consumer's accumulator tile as V passes through its staging buffer in so many store passes, of whole parts each.
-  static constexpr int store_passes(int bytes) {
+  __device__ static constexpr int store_passes(int bytes) {
     int passes = 1;
     while (passes < kParts && (kParts % passes || kWidth * 64 * bytes > passes * kStagingBytes)) ++passes;
     return passes;
