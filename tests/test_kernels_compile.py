@@ -29,7 +29,7 @@ SIZES = (
 
 def test_the_enumeration_holds_what_users_ask_for():
     """Plans of ordinary calls ask for no kernel of the memory-bound families that the enumeration leaves out."""
-    listed = {(k.launch.function, k.launch.constants) for k in compile_all.kernels(80)}
+    listed = {(k.launch.function, k.launch.config) for k in compile_all.kernels(80)}
     forms = [f for f in compile_all.dtype_forms() if f[0] != "float16"]  # whose code is bfloat16's
     asked = 0
     for (batch, features), (dtype, out, linear, norm), training, phase, strategy in itertools.product(
@@ -39,7 +39,7 @@ def test_the_enumeration_holds_what_users_ask_for():
             batch, 512, features, dtype, out, linear, norm, training=training, save=True, chip=plan.chip_for(80)
         )
         for launch in make_plan(problem, strategy, phase).launches:
-            assert (launch.function, launch.constants) in listed, (problem, launch)
+            assert (launch.function, launch.config) in listed, (problem, launch)
             asked += 1
     assert asked > 1000
 
@@ -47,11 +47,10 @@ def test_the_enumeration_holds_what_users_ask_for():
 def test_the_enumeration_has_every_dtype_activation_and_width():
     kernels = compile_all.kernels(80)
     assert len({str(k) for k in kernels}) > 500
-    constants = [k.launch.constants for k in kernels if k.launch.function == "normalize"]
-    for dtype in plan.C_TYPES.values():
-        assert any(c[0] == dtype for c in constants)
-    assert {c[4] for c in constants} == {"1", "2", "4", "8"}
-    assert {c[5] for c in constants} == {"8", "16", "32"}
+    configs = [dict(k.launch.config) for k in kernels if k.launch.function == "normalize"]
+    assert {c["T"] for c in configs} == set(plan.C_TYPES.values())
+    assert {c["kVector"] for c in configs} == {1, 2, 4, 8}
+    assert {c["kThreadsX"] for c in configs} == {8, 16, 32}
     used = {k.problem.activation for k in kernels if k.launch.function == "product_gradient"}
     assert used == {None, *(activations.canonical(row.name) for row in activations.TABLE)}
 
