@@ -1,53 +1,60 @@
-// Features whose split operands were not enough, once more in float32 arithmetic; nothing where there are none. In
-// training whoever merges a feature's statistics puts it on the list (Guard), in evaluation who splits the weight does
-// (split_ahead.cuh).
+// The float32 fallback: features whose fp16x2 operands were not enough, once more in float32 arithmetic. Returns at once
+// where the list is empty.
+//
+// Features are listed by whoever finishes their statistics, or in evaluation by whoever splits the weight
+// (Features::falls_back). Blocks share out tiles of 128 rows by 64 listed features; y holds the product until the last tile
+// of 64 features is there, whose block then normalises them (last-arriver reduction). The planner takes it behind every
+// fused GEMM of split operands.
 #pragma once
 #include "gemm/features.cuh"
 
 namespace gemmnorm {
 
-// A tile of their product: 128 rows of x by 64 features of the list, K in steps of 16, from float4 to float4.
-constexpr int kAgainRows = 128, kAgainColumns = 64, kAgainStep = 16;
-constexpr int kAgainPart = 128;  // of K that is added up by itself: less error than one long sum
+// A tile of the product; K in steps of 16, one word of 16 bytes to a thread.
+constexpr int kFallbackRows = 128, kFallbackColumns = 64, kFallbackStep = 16;
+constexpr int kFallbackPartial = 128;  // of K, that is added up by itself: less error than one long sum
 
-struct AgainShared {
-  alignas(16) float x[kAgainStep][kAgainRows + 4];  // a word of K to a row: what is read together lies together
-  alignas(16) float weight[kAgainStep][kAgainColumns + 4];
+struct FallbackShared {
+  alignas(16) float x[kFallbackStep][kFallbackRows + 4];  // transposed: what a thread reads together lies together
+  alignas(16) float weight[kFallbackStep][kFallbackColumns + 4];
+  int list[kFallbackColumns];  // features of the tile
+  float sums[kThreads / 32];
+  u32 arrived;
 };
 
-// This thread's 8 × 4 of the tile's sums, rows 8·(thread / 16) and columns 4·(thread % 16) on. `list` has `count` features.
-__device__ __forceinline__ void multiply_tile(const float* x, const float* weight, const int* list, int count,
-                                              int first_row, AgainShared& shared, float (&sum)[8][4], int batch,
-                                              int in_features) {
-  constexpr int kWords = kAgainStep / 4, kPerX = kAgainRows * kWords / kThreads;
-  static_assert(kAgainColumns * kWords == kThreads, "a thread loads one word of the weight");
+// This thread's 8 × 4 of the tile's sums, rows 8·(thread / 16) and columns 4·(thread % 16) on, of `count` features.
+template <class Params>
+__device__ __forceinline__ void multiply_tile(const Params& p, FallbackShared& shared, int count, int first_row,
+                                              float (&sum)[8][4]) {
+  constexpr int kWords = kFallbackStep / 4, kPerX = kFallbackRows * kWords / kThreads;
+  static_assert(kFallbackColumns * kWords == kThreads, "a thread loads one word of the weight");
   const int thread = threadIdx.x, word = thread % kWords * 4, row = thread / kWords;
-  const float* of_weight = weight + static_cast<i64>(list[min(row, count - 1)]) * in_features;
+  const float* of_weight = p.weight + static_cast<i64>(shared.list[min(row, count - 1)]) * p.in_features;
   const float* of_x[kPerX];
 #pragma unroll
   for (int i = 0; i < kPerX; ++i)
-    of_x[i] = x + static_cast<i64>(min(first_row + row + i * (kAgainRows / kPerX), batch - 1)) * in_features;
+    of_x[i] = p.x + static_cast<i64>(min(first_row + row + i * (kFallbackRows / kPerX), p.batch - 1)) * p.in_features;
   float part[8][4] = {};
 #pragma unroll
   for (int r = 0; r < 8; ++r)
 #pragma unroll
     for (int c = 0; c < 4; ++c) sum[r][c] = 0.0f;
-  for (int k0 = 0; k0 < in_features; k0 += kAgainStep) {
-    const bool inside = k0 + word < in_features;
+  for (int k0 = 0; k0 < p.in_features; k0 += kFallbackStep) {
+    const bool inside = k0 + word < p.in_features;
     const Vec<float, 4> w = inside ? load<float, 4>(of_weight + k0 + word) : Vec<float, 4>{};
     Vec<float, 4> a[kPerX];
 #pragma unroll
     for (int i = 0; i < kPerX; ++i) a[i] = inside ? load<float, 4>(of_x[i] + k0 + word) : Vec<float, 4>{};
-    __syncthreads();  // the step before is read
+    __syncthreads();  // everybody has read the step before
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       shared.weight[word + q][row] = w.at[q];
 #pragma unroll
-      for (int i = 0; i < kPerX; ++i) shared.x[word + q][row + i * (kAgainRows / kPerX)] = a[i].at[q];
+      for (int i = 0; i < kPerX; ++i) shared.x[word + q][row + i * (kFallbackRows / kPerX)] = a[i].at[q];
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kAgainStep; ++k) {
+    for (int k = 0; k < kFallbackStep; ++k) {
       const Vec<float, 4> low = load<float, 4>(&shared.x[k][thread / 16 * 8]);
       const Vec<float, 4> high = load<float, 4>(&shared.x[k][thread / 16 * 8 + 4]);
       const Vec<float, 4> b = load<float, 4>(&shared.weight[k][thread % 16 * 4]);
@@ -59,7 +66,7 @@ __device__ __forceinline__ void multiply_tile(const float* x, const float* weigh
           part[r + 4][c] += high.at[r] * b.at[c];
         }
     }
-    if ((k0 + kAgainStep) % kAgainPart && k0 + kAgainStep < in_features) continue;
+    if ((k0 + kFallbackStep) % kFallbackPartial && k0 + kFallbackStep < p.in_features) continue;
 #pragma unroll
     for (int r = 0; r < 8; ++r)
 #pragma unroll
@@ -83,91 +90,85 @@ __device__ __forceinline__ float sum_over_block(float value, float* shared /* [k
   return sum;
 }
 
-// The product's column j, in y → its statistics, where they are the batch's, and y itself. Other blocks wrote it.
-template <bool TRAINING, class Activation, class Params>
-__device__ __forceinline__ void normalize_column(const Features<Params>& f, int j, float* product, float* y,
-                                                 float* shared /* [kThreads / 32] */) {
+// Column j of the product, which other blocks wrote to y → in training its statistics, and y itself.
+template <class Config, class Params>
+__device__ __forceinline__ void normalize_column(const Params& p, int j, float* shared /* [kThreads / 32] */) {
+  using Activation = typename Config::Activation;
+  const Features<Params> f(p, kGroupRows);
   const float s = f.s(j), b = f.b(j);
-  float centre, r;
-  if (TRAINING) {
+  float centre, r, shift = f.shift(j);
+  if (Config::kTraining) {
     float sum = 0.0f;
-    for (int row = threadIdx.x; row < f.p.batch; row += kThreads) sum += load_l2(y + static_cast<i64>(row) * f.p.features + j);
-    centre = sum_over_block(sum, shared) / f.p.batch;
+    for (int row = threadIdx.x; row < p.batch; row += kThreads) sum += load_l2(p.y + static_cast<i64>(row) * p.features + j);
+    centre = sum_over_block(sum, shared) / p.batch;
     sum = 0.0f;
-    for (int row = threadIdx.x; row < f.p.batch; row += kThreads) {
-      const float deviation = load_l2(y + static_cast<i64>(row) * f.p.features + j) - centre;
+    for (int row = threadIdx.x; row < p.batch; row += kThreads) {
+      const float deviation = load_l2(p.y + static_cast<i64>(row) * p.features + j) - centre;
       sum += deviation * deviation;
     }
-    const float variance = s * s * sum_over_block(sum, shared) / f.p.batch;
-    r = 1.0f / sqrtf(variance + f.p.eps);
-    if (threadIdx.x == 0) {  // the counter counts this batch already
-      const float batches = f.p.num_batches_tracked ? static_cast<float>(*f.p.num_batches_tracked) : 0.0f;
-      finish_feature(j, centre, variance, s, b, batches, f.p.running_mean, f.p.running_var, value_or(f.p.running_mean, j, 0.0f),
-                     value_or(f.p.running_var, j, 0.0f), f.p.momentum, f.p.eps, f.p.mean, f.p.rstd, f.p.batch);
+    const float variance = s * s * sum_over_block(sum, shared) / p.batch;
+    r = 1.0f / sqrtf(variance + p.eps);
+    if (threadIdx.x == 0) {
+      FeatureStatistics statistics = {centre, variance, s, b};
+      statistics.running_mean = value_or(p.running_mean, j, 0.0f);
+      statistics.running_var = value_or(p.running_var, j, 0.0f);
+      statistics.batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;  // this one counted
+      finish_feature(p, j, statistics);
     }
-    for (int g = threadIdx.x; g < f.groups; g += kThreads) f.p.group_mean[static_cast<i64>(g) * f.p.features + j] = 0.0f;
+    for (int g = threadIdx.x; g < f.groups; g += kThreads) p.group_mean[static_cast<i64>(g) * p.features + j] = 0.0f;
   } else {
-    centre = to_float(f.p.running_mean[j]);
-    r = 1.0f / sqrtf(to_float(f.p.running_var[j]) + f.p.eps);
+    r = 1.0f / sqrtf(to_float(p.running_var[j]) + p.eps);
+    shift += f.gamma(j) * r * (s * b - to_float(p.running_mean[j]));
+    centre = 0.0f;
   }
-  const float slope = f.gamma(j) * f.s(j) * r, origin = TRAINING ? centre : 0.0f;
-  const float shift = f.shift(j) + (TRAINING ? 0.0f : value_or(f.p.bn_weight, j, 1.0f) * r * (s * b - centre));
-  for (int row = threadIdx.x; row < f.p.batch; row += kThreads) {
-    const i64 at = static_cast<i64>(row) * f.p.features + j;
-    const float a = load_l2(y + at);
-    if (product) product[at] = a;
-    y[at] = Activation::value(slope * (a - origin) + shift);
+  const float slope = f.gamma(j) * s * r;
+  for (int row = threadIdx.x; row < p.batch; row += kThreads) {
+    const i64 at = static_cast<i64>(row) * p.features + j;
+    const float a = load_l2(p.y + at);
+    if (p.keep_product) p.stored_product[at] = a;
+    p.y[at] = Activation::value(slope * (a - centre) + shift);
   }
 }
 
-// The blocks share out the tiles; who finishes the last one of 64 features normalises them. y serves as memory for the
-// product's columns until then.
 template <class Config, class Params>
 __device__ __forceinline__ void recompute_features(const Params& p) {
-  using Activation = typename Config::Activation;
-  constexpr bool TRAINING = Config::kTraining;
-  __shared__ AgainShared shared;
-  __shared__ float sums[kThreads / 32];
-  __shared__ int list[kAgainColumns];
-  __shared__ u32 arrived;
-  const Features<Params> f(p, kGroupRows);
+  __shared__ FallbackShared shared;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.most[0] = p.most[1] = 0;  // nobody reads them here
-  const u32 found = p.most[kFlagged];
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.most[0] = p.most[1] = 0;  // self-resetting; not read here
+  const int found = static_cast<int>(p.most[kFlagged]);
   if (found == 0) return;
   __syncthreads();
   if (threadIdx.x == 0 && atomicAdd(&p.most[kReaders], 1u) == gridDim.x - 1) p.most[kReaders] = p.most[kFlagged] = 0;
-  const int count = static_cast<int>(found), row_tiles = (p.batch + kAgainRows - 1) / kAgainRows;
-  const int chunks = (count + kAgainColumns - 1) / kAgainColumns;
-  u32* const done = p.most - (p.features + kAgainColumns - 1) / kAgainColumns;
+  const int row_tiles = (p.batch + kFallbackRows - 1) / kFallbackRows;
+  const int chunks = (found + kFallbackColumns - 1) / kFallbackColumns;
+  u32* const done = p.most - (p.features + kFallbackColumns - 1) / kFallbackColumns;  // tiles of every chunk; self-resetting
   for (int item = blockIdx.x; item < chunks * row_tiles; item += gridDim.x) {
-    const int chunk = item % chunks, first_row = item / chunks * kAgainRows;
-    const int columns = min(count - chunk * kAgainColumns, kAgainColumns);
-    if (threadIdx.x < columns) list[threadIdx.x] = p.flagged[chunk * kAgainColumns + threadIdx.x];
+    const int chunk = item % chunks, first_row = item / chunks * kFallbackRows;
+    const int columns = min(found - chunk * kFallbackColumns, kFallbackColumns);
+    if (threadIdx.x < columns) shared.list[threadIdx.x] = p.flagged[chunk * kFallbackColumns + threadIdx.x];
     __syncthreads();
     float sum[8][4];
-    multiply_tile(p.x, p.weight, list, columns, first_row, shared, sum, p.batch, p.in_features);
+    multiply_tile(p, shared, columns, first_row, sum);
 #pragma unroll
     for (int r = 0; r < 8; ++r) {
       const int row = first_row + threadIdx.x / 16 * 8 + r;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int column = threadIdx.x % 16 * 4 + c;
-        if (row < p.batch && column < columns) p.y[static_cast<i64>(row) * p.features + list[column]] = sum[r][c];
+        if (row < p.batch && column < columns) p.y[static_cast<i64>(row) * p.features + shared.list[column]] = sum[r][c];
       }
     }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      arrived = atomicAdd(&done[chunk], 1u);
+      shared.arrived = atomicAdd(&done[chunk], 1u);
       __threadfence();
     }
     __syncthreads();
-    if (arrived == row_tiles - 1) {
+    if (shared.arrived == row_tiles - 1) {
       if (threadIdx.x == 0) done[chunk] = 0;
-      for (int n = 0; n < columns; ++n)
-        normalize_column<TRAINING, Activation>(f, list[n], p.keep_product ? p.stored_product : nullptr, p.y, sums);
+      for (int n = 0; n < columns; ++n) normalize_column<Config>(p, shared.list[n], shared.sums);
     }
     __syncthreads();
   }
