@@ -113,7 +113,7 @@ def test_the_product_begins_with_a_part_of_k(
         chosen = check(tensors(batch, 2 * cast.COLUMNS + 8, features), "one_kernel", training, torch.bfloat16, wide)
     plan.cached_plan.cache_clear()
     assert epilogue(chosen) == way
-    assert dict(chosen.launches[0].numbers)["begun"] == (2 if batch == 300 else 3)
+    assert dict(chosen.launches[0].numbers)["chunks_converted"] == (2 if batch == 300 else 3)
 
 
 def test_the_planner_counts_chunks_and_bands_as_the_kernels_do() -> None:
@@ -147,7 +147,13 @@ def test_a_plan_casts_only_what_it_is_told_to() -> None:
         problem = Problem(16384, 4096, 4096, "bfloat16", "bfloat16", save=True, cast=("weight",))
         chosen = plan.make_plan(problem, strategy)
         assert chosen.strategy == strategy
-        assert chosen.launches[0].params == ("wide_weight", "cast_weight", "weight_rows", "begun", "in_features")
+        assert chosen.launches[0].params == (
+            "wide_weight",
+            "cast_weight",
+            "weight_rows",
+            "chunks_converted",
+            "in_features",
+        )
         assert [b.role for b in chosen.outputs if b.role in cast.CAST] == ["cast_weight"]
         first = chosen.launches[0].grid.value(problem.batch)
         assert first < 4096 if strategy in plan.OWN_GEMM else first == 4096

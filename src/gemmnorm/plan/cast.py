@@ -34,7 +34,7 @@ def chunks(problem: Problem) -> int:
     return -(-problem.in_features // COLUMNS) if problem.cast else 1
 
 
-def cast_rows(problem: Problem, x_rows: int, weight_rows: int, begun: int) -> Launch:
+def cast_rows(problem: Problem, x_rows: int, weight_rows: int, chunk_count: int) -> Launch:
     """The pass that casts the first rows of x and of the weight, so many chunks of each."""
     rows = weight_rows if "weight" in problem.cast else 0
     grid = Extent(1, 1, limit=0 if x_rows == ALL_ROWS else x_rows + rows, plus=rows)
@@ -46,13 +46,13 @@ def cast_rows(problem: Problem, x_rows: int, weight_rows: int, begun: int) -> La
         (
             *(f"{kind}_{name}" for name in problem.cast for kind in ("wide", "cast")),
             "weight_rows",
-            "begun",
+            "chunks_converted",
             "in_features",
         ),
         grid if "x" in problem.cast else Extent(rows),
         absent=tuple(f"{kind}_{name}" for name in OPERANDS if name not in problem.cast for kind in ("wide", "cast")),
         resident=4,
-        numbers=(("weight_rows", rows), ("begun", begun)),
+        numbers=(("weight_rows", rows), ("chunks_converted", chunk_count)),
     )
 
 
@@ -77,15 +77,17 @@ def in_front(build: Callable[[Problem, str], Plan]) -> Callable[[Problem, str], 
     return built
 
 
-def with_operands(chosen: Plan, x_rows: int, weight_rows: int, begun: int) -> Plan:
+def with_operands(chosen: Plan, x_rows: int, weight_rows: int, chunk_count: int) -> Plan:
     """`chosen` after a pass that casts so many chunks of so many rows; what is cast is kept for gradients."""
     problem, found = chosen.problem, operands(chosen.problem)
     kept, lost = (found, ()) if problem.save else ((), found)
     return replace(
         chosen,
-        steps=(cast_rows(problem, x_rows, weight_rows, begun), *chosen.steps),
+        steps=(cast_rows(problem, x_rows, weight_rows, chunk_count), *chosen.steps),
         outputs=(*chosen.outputs, *kept),
         workspace=(*chosen.workspace, *lost),
         seconds=chosen.seconds
-        + cast_seconds(problem, min(x_rows, problem.batch), weight_rows, min(begun * COLUMNS, problem.in_features)),
+        + cast_seconds(
+            problem, min(x_rows, problem.batch), weight_rows, min(chunk_count * COLUMNS, problem.in_features)
+        ),
     )

@@ -32,7 +32,15 @@ EPILOGUES = {
 }
 # Fields of the operands that the kernel converts, and of what only split operands have.
 _CONVERTED = ("source_x", "source_weight", "converted_x", "converted_weight")
-_SPLIT = ("x_exponents", "weight_exponents", "weight_largest", "weight_total", "weight_checksums", "most", "flagged")
+_SPLIT = (
+    "x_exponents",
+    "weight_exponents",
+    "weight_amax",
+    "weight_abs_sum",
+    "weight_checksums",
+    "most",
+    "fallback_features",
+)
 
 
 @dataclass(frozen=True)
@@ -166,7 +174,7 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
         ),
         ("map_x", "map_weight", "map_product", "map_y", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
-         "merged_slope", "merged_shift", "counters", *dict(made), *own, "x_rows", "weight_rows", "begun",
+         "merged_slope", "merged_shift", "counters", *dict(made), *own, "x_rows", "weight_rows", "chunks_converted",
          "group_panels", "in_registers", "stream_x", "keep_product", "batch", "in_features", "features"),
         Extent(gemm.panels, tile.rows, chip.multiprocessors),
         block=384,
@@ -183,7 +191,7 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
         numbers=(
             ("x_rows", gemm.x_rows),
             ("weight_rows", gemm.weight_rows),
-            ("begun", gemm.chunks),
+            ("chunks_converted", gemm.chunks),
             ("group_panels", gemm.group_panels),
             ("in_registers", int(gemm.in_registers)),
             ("stream_x", int(schedule != "single-wave" and half and bytes_of_x(problem) > LARGE_X)),
@@ -241,8 +249,8 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
         weight_rows = 0 if problem.prepared else gemm.weight_rows
         steps = (split_rows(problem, True, gemm.x_rows, weight_rows), launch, recompute(problem))
         workspace += split_operands(problem)
-        workspace.append(Buffer("flagged", "int32", (features,)))
-        workspace += [Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total")]
+        workspace.append(Buffer("fallback_features", "int32", (features,)))
+        workspace += [Buffer(role, "float32", (features,)) for role in ("weight_amax", "weight_abs_sum")]
         if problem.prepared:
             workspace = [buffer for buffer in workspace if buffer.role not in PREPARED]
     if gemm.schedule == "statistics":

@@ -18,14 +18,14 @@ SPLIT_BACKWARD_FLOPS = 4e9  # of one product; below, the passes that split the o
 
 
 # What is kept of a weight that is split ahead of the calls, beside itself.
-PREPARED = ("split_weight", "weight_exponents", "weight_largest", "weight_total", "weight_checksums")
+PREPARED = ("split_weight", "weight_exponents", "weight_amax", "weight_abs_sum", "weight_checksums")
 
 
 def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, checksums: bool = False) -> Launch:
     """The pass that splits the first rows of x and of the weight, with the sizes of rows that a guard wants to know."""
-    known: tuple[str, ...] = ("weight_largest", "weight_total", "most") if guarded else ()
+    known: tuple[str, ...] = ("weight_amax", "weight_abs_sum", "most") if guarded else ()
     known += ("weight_checksums",) if checksums else ()
-    optional = ("weight_largest", "weight_total", "most", "weight_checksums")
+    optional = ("weight_amax", "weight_abs_sum", "most", "weight_checksums")
     return Launch(
         "fused_gemm_split_operands",
         "memory_bound/split.cuh",
@@ -54,7 +54,7 @@ def prepare(problem: Problem) -> Plan:
     features = Extent(problem.out_features)
     launch = replace(split_rows(problem, True, 0, problem.out_features, checksums=True), grid=features)
     weight, exponents = split_operands(problem)[1::2]
-    sizes = (Buffer(role, "float32", (features,)) for role in ("weight_largest", "weight_total"))
+    sizes = (Buffer(role, "float32", (features,)) for role in ("weight_amax", "weight_abs_sum"))
     return Plan(problem, "prepare", "one_kernel", (launch,), (weight, exponents, *sizes))
 
 
@@ -91,7 +91,7 @@ def recompute(problem: Problem) -> Launch:
             ("kTraining", "true" if problem.training else "false"),
             ("Activation", "Activation"),
         ),
-        ("x", "weight", "flagged", "most", "stored_product", "y", *VECTORS, "running_mean", "running_var",
+        ("x", "weight", "fallback_features", "most", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "mean", "rstd", "keep_product",
          "batch", "in_features", "features"),
         Extent(2 * chip.multiprocessors),

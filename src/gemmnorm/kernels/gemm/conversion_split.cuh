@@ -184,7 +184,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
     }
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) code += __shfl_xor_sync(~0u, code, bit);
-    if (lane == 0 && code != p.weight_checksums[row]) p.weight_largest[row] = __uint_as_float(0x7F800000u);
+    if (lane == 0 && code != p.weight_checksums[row]) p.weight_amax[row] = __uint_as_float(0x7F800000u);
   }
 
   // What is known of a row once all of it has been read.
@@ -259,8 +259,8 @@ struct SplitConversion : ConvertedRows<G, Params> {
     if (lane == 0) {
       (of_x ? p.x_exponents : p.weight_exponents)[row] = exponent;
       if (!of_x) {
-        p.weight_largest[row] = __uint_as_float(sizes.amax);
-        p.weight_total[row] = sizes.abs_sum;
+        p.weight_amax[row] = __uint_as_float(sizes.amax);
+        p.weight_abs_sum[row] = sizes.abs_sum;
       } else {
         atomicMax(&p.most[0], sizes.amax);
         atomicMax(&p.most[1], __float_as_uint(sizes.abs_sum) & 0x7FFFFFFFu);

@@ -59,10 +59,10 @@ struct Features {
   }
   // Whether split operands were not enough for feature j, whose deviation is given; then it joins the fallback list.
   __device__ __forceinline__ bool falls_back(int j, float deviation) const {
-    if (!p.flagged) return false;
+    if (!p.fallback_features) return false;
     const bool lost = split_loses(__uint_as_float(load_acquire(&p.most[0])), __uint_as_float(load_acquire(&p.most[1])),
-                                  p.weight_largest[j], p.weight_total[j], deviation);
-    if (lost) p.flagged[atomicAdd(&p.most[kFlagged], 1u)] = j;
+                                  p.weight_amax[j], p.weight_abs_sum[j], deviation);
+    if (lost) p.fallback_features[atomicAdd(&p.most[kFlagged], 1u)] = j;
     return lost;
   }
 

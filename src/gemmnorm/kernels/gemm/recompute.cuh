@@ -146,7 +146,7 @@ __device__ __forceinline__ void recompute_features(const Params& p) {
   for (int item = blockIdx.x; item < chunks * row_tiles; item += gridDim.x) {
     const int chunk = item % chunks, first_row = item / chunks * kFallbackRows;
     const int columns = min(found - chunk * kFallbackColumns, kFallbackColumns);
-    if (threadIdx.x < columns) shared.list[threadIdx.x] = p.flagged[chunk * kFallbackColumns + threadIdx.x];
+    if (threadIdx.x < columns) shared.list[threadIdx.x] = p.fallback_features[chunk * kFallbackColumns + threadIdx.x];
     __syncthreads();
     float sum[8][4];
     multiply_tile(p, shared, columns, first_row, sum);

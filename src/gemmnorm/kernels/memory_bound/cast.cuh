@@ -47,7 +47,7 @@ __device__ __forceinline__ void cast_rows(const Params& p) {
   using T = typename Config::T;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const int block = blockIdx.x, blocks = gridDim.x, columns = min(p.begun * kCastColumns, p.in_features);
+  const int block = blockIdx.x, blocks = gridDim.x, columns = min(p.chunks_converted * kCastColumns, p.in_features);
   if (block < p.weight_rows) {
     const i64 first = static_cast<i64>(p.weight_rows - 1 - block) * p.in_features;
     cast_row<T, kThreads, 8>(p.wide_weight + first, p.cast_weight + first, columns, threadIdx.x);

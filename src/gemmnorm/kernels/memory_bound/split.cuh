@@ -40,9 +40,9 @@ __device__ __forceinline__ void split_rows(const Params& p) {
     abs_sum = 0.0f;
     for (int w = 0; w < kThreads / 32; ++w) abs_sum += sums[w];
     (of_weight ? p.weight_exponents : p.x_exponents)[row] = exponent;
-    if (of_weight && p.weight_largest) {
-      p.weight_largest[row] = __uint_as_float(amax_bits);
-      p.weight_total[row] = abs_sum;
+    if (of_weight && p.weight_amax) {
+      p.weight_amax[row] = __uint_as_float(amax_bits);
+      p.weight_abs_sum[row] = abs_sum;
     }
     if (!of_weight && p.most) {
       atomicMax(&p.most[0], amax_bits);
