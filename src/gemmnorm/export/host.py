@@ -12,12 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import GemmNormRuntimeError
-from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Map, Plan, Problem, Product, c_types
-from ..plan.hopper import MOST_TOGETHER
+from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Map, Plan, Problem, Product, Step, c_types
 from ..plan.params import layout
-from ..plan.problem import CHIPS
-from ..plan.small import clusters_at_once
-from ..runtime.sources import type_names
 from .kernels import Kernels, check_known, wrap
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -50,6 +46,11 @@ class Case:
     ending: str
     condition: str
     plans: dict[bool, Plan]
+
+    @property
+    def of_kernels(self) -> str:
+        """What the names of its kernels carry: those that serve every batch carry nothing."""
+        return self.ending if self.condition else ""
 
 
 @dataclass(frozen=True)
@@ -129,20 +130,45 @@ class _Function:
 def _functions(site: Site, kernels: Kernels) -> list[_Function]:
     found: list[_Function] = []
     for training, cases in site.forward.items():
-        plain, saving = cases[-1].plans[False], cases[-1].plans[True]
         name = f"forward_{'training' if training else 'evaluation'}{site.suffix}"
-        if len(cases) == 1 and plain.steps == saving.steps and not saving.aliases:
-            found.append(_forward(name, plain, saving, kernels, site.suffix))
-        else:
-            found += _forward_by_case(name, cases, kernels, site.suffix)
+        inner = [
+            _forward(name + case.ending, case.plans, kernels, case.of_kernels + site.suffix) for case in reversed(cases)
+        ]
+        found += _chosen_by_batch(name, cases, inner[::-1])
     for training, cases in site.backward.items():
         name = f"backward_{'training' if training else 'evaluation'}{site.suffix}"
         saved = saved_roles(site.forward[training][-1].plans[True])
-        if len(cases) == 1:
-            found.append(_backward(name, cases[0].plans[True], saved, kernels, site.suffix))
-        else:
-            found += _backward_by_case(name, cases, saved, kernels, site.suffix)
+        inner = [
+            _backward(name + case.ending, case.plans[True], saved, kernels, case.of_kernels + site.suffix)
+            for case in reversed(cases)
+        ]
+        found += _chosen_by_batch(name, cases, inner[::-1])
     return found
+
+
+def _chosen_by_batch(name: str, cases: Sequence[Case], inner: Sequence[_Function]) -> list[_Function]:
+    """The functions of the cases, and where there are two, the one that chooses."""
+    if len(cases) == 1:
+        return list(inner)
+    (few, general), signature = inner, inner[0].signature.replace(f"{inner[0].name}(", f"{name}(", 1)
+    arguments = ", ".join(_parameter_names(signature))
+    lines = [
+        f"{_rewrapped(signature)} {{",
+        "  const c10::cuda::CUDAGuard guard(x.device());",
+        "  const int64_t batch = x.size(0);",
+        f"  const auto run = {cases[0].condition} ? {few.name} : {general.name};",
+        *wrap("  return run(", arguments.split(" "), ");", "").split("\n"),
+        "}\n",
+    ]
+    return [
+        *(replace(function, exposed=False) for function in inner),
+        _Function(name, _rewrapped(signature), "\n".join(lines)),
+    ]
+
+
+def _rewrapped(signature: str) -> str:
+    head, tail = signature.split("(", 1)
+    return wrap(head + "(", [line.strip().rstrip(",") for line in re.split(r",\s+(?![^/]*\*/)", tail[:-1])], ")")
 
 
 def saved_roles(plan: Plan) -> tuple[str, ...]:
@@ -158,11 +184,16 @@ def _signature(name: str, direction: str, problem: Problem, saved: Iterable[str]
     return wrap(f"Tensors {name}(", text.splitlines(), ")")
 
 
-def _forward(name: str, plain: Plan, saving: Plan, kernels: Kernels, suffix: str) -> _Function:
+def _forward(name: str, plans: dict[bool, Plan], kernels: Kernels, suffix: str) -> _Function:
     """One function for both plans, which differ in what they keep."""
+    plain = plans[False]
+    saving = plans.get(True, plain)
+    if [_same_for_both(step) for step in plain.steps] != [_same_for_both(step) for step in saving.steps]:
+        raise GemmNormRuntimeError("export: a forward that keeps something for the backward launches other kernels")
+    saves = True in plans
     saved = saved_roles(saving)
     mode = "Batch statistics" if plain.problem.training else "Running statistics"
-    comment = f"// {mode}. Returns y and, with `save`, what the backward needs: {', '.join(saved)}."
+    returns = f"y and, with `save`, what the backward needs: {', '.join(saved)}" if saves else "y"
     signature = _signature(name, "forward", plain.problem)
     body = _Body(saving, kernels, suffix, _INPUTS)
     aliases = dict(plain.aliases)
@@ -174,66 +205,24 @@ def _forward(name: str, plain: Plan, saving: Plan, kernels: Kernels, suffix: str
     known = {b.role for b in saving.outputs}
     scratch = {b.role: b for b in (*plain.workspace, *saving.workspace) if b.role not in known}
     body.workspace(scratch.values())
+    body.aliases()
+    body.by_save = {
+        (i, role): f"save ? {value} : {dict(without.numbers)[role]}"
+        for i, (step, without) in enumerate(zip(saving.steps, plain.steps, strict=True))
+        if isinstance(step, Launch) and isinstance(without, Launch)
+        for role, value in step.numbers
+        if dict(without.numbers)[role] != value
+    }
     body.steps()
-    body.line("if (!save) return {y};")
+    if saves:
+        body.line("if (!save) return {y};")
     body.line(f"return {{{', '.join(['y', *saved])}}};")
-    return _Function(name, signature, body.function(comment, signature))
+    return _Function(name, signature, body.function(f"// {mode}. Returns {returns}.", signature))
 
 
-def _forward_by_case(name: str, cases: Sequence[Case], kernels: Kernels, suffix: str) -> list[_Function]:
-    """A function for each plan, where they take other steps by batch or by what they keep, and one that chooses."""
-    found: list[_Function] = []
-    choice: list[str] = []
-    for case in reversed(cases):  # what the cases share is named without an ending
-        for save, plan in sorted(case.plans.items()):
-            inner = f"{name}{case.ending}_{'saving' if save else 'alone'}"
-            body = _Body(plan, kernels, case.ending + suffix, _INPUTS)
-            signature = _signature(inner, "forward", plan.problem)
-            for buffer in plan.outputs:
-                body.tensor(buffer)
-            body.workspace(plan.workspace)
-            body.aliases()
-            body.steps()
-            saved = saved_roles(plan) if save else ()
-            body.line(f"return {{{', '.join(['y', *saved])}}};")
-            what = f"y, and for the backward {', '.join(saved)}" if save else "y alone"
-            found.append(_Function(inner, signature, body.function(f"// {what}: {plan.strategy}.", signature), False))
-        head = f"  if ({case.condition})\n    run" if case.condition else "  auto run"
-        choice.append(f"{head} = save ? {name}{case.ending}_saving : {name}{case.ending}_alone;")
-    signature = _signature(name, "forward", cases[-1].plans[False].problem)
-    lines = [
-        f"// Chooses {'by the batch, and ' if len(cases) > 1 else ''}by whether something is kept for the backward.",
-        f"{signature} {{",
-        "  const c10::cuda::CUDAGuard guard(x.device());",
-        *(["  const int64_t batch = x.size(0);"] if len(cases) > 1 else []),
-        *choice,
-        wrap("  return run(", _parameter_names(signature), ");"),
-        "}\n",
-    ]
-    return [*found, _Function(name, signature, "\n".join(lines))]
-
-
-def _backward_by_case(
-    name: str, cases: Sequence[Case], saved: Sequence[str], kernels: Kernels, suffix: str
-) -> list[_Function]:
-    """A function for each plan, and one that chooses by the batch."""
-    found: list[_Function] = []
-    choice: list[str] = []
-    for case in reversed(cases):
-        inner = f"{name}{case.ending or '_any'}"
-        function = _backward(inner, case.plans[True], saved, kernels, case.ending + suffix)
-        found.append(replace(function, exposed=False))
-        choice.append(f"  if ({case.condition}) run = {inner};" if case.condition else f"  auto run = {inner};")
-    signature = _signature(name, "backward", cases[-1].plans[True].problem, saved)
-    lines = [
-        "// Chooses by the batch.",
-        f"{signature} {{",
-        "  const int64_t batch = x.size(0);",
-        *choice,
-        wrap("  return run(", _parameter_names(signature), ");"),
-        "}\n",
-    ]
-    return [*found, _Function(name, signature, "\n".join(lines))]
+def _same_for_both(step: Step) -> Step:
+    """A step without the numbers that say what is kept."""
+    return replace(step, numbers=tuple((role, 0) for role, _ in step.numbers)) if isinstance(step, Launch) else step
 
 
 def _parameter_names(signature: str) -> list[str]:
@@ -276,6 +265,7 @@ class _Body:
         self.optional: set[str] = set()  # tensors that may be undefined
         self.lines: list[str] = []
         self.row_counts: dict[str, int] = {}
+        self.by_save: dict[tuple[int, str], str] = {}  # numbers of a step that differ with `save`
 
     def line(self, text: str) -> None:
         self.lines.append(f"  {text}")
@@ -344,11 +334,11 @@ class _Body:
             self.tensors.add("counters")
             self.line(f"const torch::Tensor counters = take_counters(x, stream, {self.plan.counters});")
         self.line("")
-        for step in self.plan.steps:
+        for i, step in enumerate(self.plan.steps):
             if isinstance(step, Product):
                 self.product(step)
             elif isinstance(step, Launch):
-                self.launch(step)
+                self.launch(step, {role: text for (of, role), text in self.by_save.items() if of == i})
             else:
                 kind = type(step).__name__
                 raise GemmNormRuntimeError(f"export: a plan has a step of kind {kind}, which it cannot print")
@@ -361,34 +351,28 @@ class _Body:
         condition = f"if ({step.out}.defined()) " if step.out in self.optional else ""
         self.line(f"{condition}at::mm_out({step.out}, {left}, {right});  // by the library")
 
-    def launch(self, step: Launch) -> None:
+    def launch(self, step: Launch, by_save: dict[str, str]) -> None:
         """A block of statements: the kernel's `Params`, filled by name, and the launch."""
-        name = self.kernels.name(step, self.plan.problem, self.suffix)
-        _, params = type_names(name)
-        own = {role: str(value) for role, value in step.numbers}
+        kernel = self.kernels.kernel(step, self.plan, self.suffix)
+        own = {role: str(value) for role, value in step.numbers} | by_save
         own |= {m.role: self.tensor_map(m) for m in step.maps}
         fields = layout(step, self.plan.problem).fields
         if step.only_for in self.optional:
             self.line(f"if ({step.only_for}.defined()) {{")
         else:
             self.line("{")
-        self.line(f"  {params} p;")
+        self.line(f"  {kernel.params} p;")
         self.lines += wrap(
             "    ", [f"p.{f.name} = {own.get(f.name) or self.argument(f.role)}" for f in fields], ";", ";"
         ).split("\n")
         size = [self.extent(step.grid, step.resident if step.cooperative else 1), str(step.block)]
         if step.shared or step.cooperative:
-            cluster, waits = str(step.cluster), "true" if step.cooperative else "false"
-            if step.cluster > 1 and step.function == "fused_gemm":  # of all tiles of a panel, of any batch
-                tiles, chip = self.extent(Extent(1, step.grid.rows)), self.plan.problem.chip or CHIPS[90]
-                sizes = range(step.cluster, MOST_TOGETHER + 1)
-                most = max(n for n in sizes if step.grid.times <= clusters_at_once(chip.multiprocessors, n))
-                cluster, waits = f"{tiles} <= {most} ? {tiles} : 1", f"{tiles} > {most}"
-            more = [f"{step.shared} /* shared */", f"{cluster} /* cluster */", f"{waits} /* cooperative */"]
+            waits = "true" if step.cooperative else "false"
+            more = [f"{step.shared} /* shared */", f"{step.cluster} /* cluster */", f"{waits} /* cooperative */"]
             head = "    launch_hopper("
         else:
             head, more = "    launch(", []
-        self.lines += wrap(head, [name, *size, *more, "stream", "p"], ");").split("\n")
+        self.lines += wrap(head, [kernel.name, *size, *more, "stream", "p"], ");").split("\n")
         self.line("}")
 
     def tensor_map(self, found: Map) -> str:

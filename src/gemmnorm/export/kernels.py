@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import activations
 from ..errors import GemmNormRuntimeError
-from ..plan import Buffer, Launch, Map, Plan, Problem, Product
-from ..runtime.sources import device_source, entry_source
+from ..plan import ROLES, Buffer, Launch, Map, Plan, Problem, Product, c_types
+from ..plan.gemm import WIDE
+from ..plan.params import MAP, Field, config_text, layout
+from ..plan.split import SPLIT_GEMM_TILE
+from .prune import kernel_text
 
 WIDTH = 116
 
 _KNOWN = {
-    Launch: {"entry", "source", "function", "config", "params", "roles", "absent", "grid", "block", "resident", "shared",
-             "cooperative", "cluster", "maps", "numbers", "only_for"},
+    Launch: {"entry", "source", "parts", "function", "config", "params", "roles", "absent", "grid", "block", "resident",
+             "shared", "cooperative", "cluster", "maps", "numbers", "only_for"},
     Map: {"role", "tensor", "rows", "columns", "exact", "fits"},
     Product: {"out", "left", "right", "transpose_left", "transpose_right"},
     Buffer: {"role", "dtype", "shape"},
@@ -25,34 +29,59 @@ _KNOWN = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A `__global__` function: its name, and that of the struct it takes."""
+
+    name: str
+    params: str
+
+
 class Kernels:
-    """The `__global__` functions of a file, each distinct one once and under a name of its own."""
+    """The `__global__` functions of a file and the structs they take, each distinct one once, by a name of its own."""
 
     def __init__(self) -> None:
         self.files: list[str] = []
-        self.structs: dict[str | None, tuple[str, str]] = {}
-        self.names: dict[str, str] = {}
-        self.entries: list[str] = []
+        self.launches: list[Launch] = []
+        self.activations: dict[str | None, tuple[str, str]] = {}
+        self.structs: dict[tuple[str, str], str] = {}  # device function and fields → name
+        self.kernels: dict[str, Kernel] = {}  # text without its name → kernel
+        self.text_of: dict[str, str] = {}  # name of a struct or a kernel → text, in the order of need
 
-    def name(self, launch: Launch, problem: Problem, suffix: str) -> str:
-        """The name of the kernel that `launch` calls."""
+    def kernel(self, launch: Launch, plan: Plan, suffix: str) -> Kernel:
+        """The kernel that `launch` calls."""
         check_known(launch)
-        if launch.source not in self.files:
-            self.files.append(launch.source)
+        self.launches.append(launch)
+        self.files += [name for name in (launch.source, *launch.parts) if name not in self.files]
         if launch.activates:
-            struct = self._activation(problem.activation)
+            struct = self._activation(plan.problem.activation)
             config = tuple((name, struct if name == "Activation" else value) for name, value in launch.config)
             launch = replace(launch, config=config)
-        text = entry_source(launch, problem)
-        if text not in self.names:
-            self.names[text] = name = self._free_name(launch.entry + suffix, problem)
-            self.entries.append(entry_source(replace(launch, entry=name), problem))
-        return self.names[text]
+        params = self._params(launch, plan.problem)
+        text = _entry_text("", params, launch)
+        if text not in self.kernels:
+            name = self._free_name(launch.entry + suffix, plan)
+            self.text_of[name] = _entry_text(name, params, launch)
+            self.kernels[text] = Kernel(name, params)
+        return self.kernels[text]
 
-    def _free_name(self, name: str, problem: Problem) -> str:
-        taken = set(self.names.values())
-        if name in taken and not problem.training:
+    def _params(self, launch: Launch, problem: Problem) -> str:
+        """The name of the struct that holds a launch's parameters; launches with the same fields share it."""
+        key = launch.function, _params_text("", launch, problem)
+        if key not in self.structs:
+            base = _camel(launch.function)
+            n = sum(function == launch.function for function, _ in self.structs)
+            name = f"{base}{n + 1 if n else ''}Params"
+            self.structs[key] = name
+            self.text_of[name] = _params_text(name, launch, problem)
+        return self.structs[key]
+
+    def _free_name(self, name: str, plan: Plan) -> str:
+        taken = {kernel.name for kernel in self.kernels.values()}
+        if name in taken and not plan.problem.training:
             name += "_evaluation"
+        if name in taken and plan.phase == "backward":
+            name += "_backward"
         base, n = name, 1
         while name in taken:
             n += 1
@@ -61,19 +90,98 @@ class Kernels:
 
     def _activation(self, activation: str | None) -> str:
         """The name of the struct that computes `activation`: Identity, Relu, LeakyRelu, …"""
-        if activation not in self.structs:
+        if activation not in self.activations:
             base = "Identity" if activation is None else _camel(activations.parse(activation)[0].name)
-            taken, name, n = {name for name, _ in self.structs.values()}, base, 1
+            taken, name, n = {name for name, _ in self.activations.values()}, base, 1
             while name in taken:
                 n += 1
                 name = f"{base}{n}"
             text = activations.cuda_struct(activation).replace("struct Activation", f"struct {name}")
-            self.structs[activation] = (name, text)
-        return self.structs[activation][0]
+            self.activations[activation] = (name, text)
+        return self.activations[activation][0]
 
     def text(self) -> str:
-        structs = (text for _, text in self.structs.values())
-        return "\n".join([device_source(self.files), *structs, *self.entries])
+        """The kernel sources as far as they are needed, activations, structs and `__global__` functions."""
+        own = "\n".join([*(text for _, text in self.activations.values()), *self.text_of.values()])
+        shapes = {shape for launch in self.launches for shape in _wgmma(launch)}
+        return kernel_text(self.files, own, _unused(self.launches), shapes) + "\n" + own
+
+
+def _params_text(name: str, launch: Launch, problem: Problem) -> str:
+    """C++ of the struct `name`, the parameters of a kernel.
+
+    Tensor maps need an address: a kernel that has any takes its parameters in constant memory, where the compiler would
+    read every field again after each store. So it copies the others, and refers to the maps (`…View`).
+    """
+    types, fields = c_types(problem), layout(launch, problem).fields
+
+    def line(field: Field) -> str:
+        note = ROLES.get(field.name, ("", field.note))[1]
+        return f"  {field.c_type} {field.name};" + (f"  // {note}" if note else "")
+
+    null = [
+        f"  static constexpr {ROLES[launch.role(field)][0].format(**types)} {field} = nullptr;"
+        for field in launch.absent
+    ]
+    maps = [field for field in fields if field.c_type == MAP]
+    if not maps:
+        return "\n".join([f"struct {name} {{", *map(line, fields), *null, "};\n"])
+    base, view = name.replace("Params", "Fields"), name.replace("Params", "View")
+    copies = ["(p)".join([base, ""]), *(f"{field.name}(p.{field.name})" for field in maps)]
+    return "\n".join([
+        f"struct {base} {{", *(line(field) for field in fields if field.c_type != MAP), *null, "};",
+        f"struct {name} : {base} {{", *map(line, maps), "};",
+        f"struct {view} : {base} {{  // what the kernel works with: copies, and references to the maps",
+        *(f"  const {MAP}& {field.name};" for field in maps),
+        f"  __device__ __forceinline__ explicit {view}(const {name}& p)",
+        wrap("      : ", copies, " {}"), "};\n",
+    ])  # fmt: skip
+
+
+def _entry_text(name: str, params: str, launch: Launch) -> str:
+    """C++ of a kernel: its `Config`, and a call of the device function."""
+    config = f"{_camel(name)}Config"
+    head = f'extern "C" __global__ void __launch_bounds__({launch.block}, {launch.resident}) {name}(\n'
+    call = f"gemmnorm::{launch.function}<{config}>"
+    text = config_text(config, launch) + head
+    if not launch.maps:
+        return f"{text}    const {params} p) {{\n  {call}(p);\n}}\n"
+    view = params.replace("Params", "View")
+    return f"{text}    const __grid_constant__ {params} p) {{\n  {call}({view}(p));\n}}\n"
+
+
+_ELEMENTS = {"gemmnorm::split": "half", "gemmnorm::tf32": "tf32", "gemmnorm::thirds": "bfloat16"}
+
+
+def _wgmma(launch: Launch) -> set[str]:
+    """The shapes of wgmma that a kernel instantiates: width, element."""
+    if launch.function == "split_gemm":
+        return {f"{SPLIT_GEMM_TILE}, half"}
+    if "Operand" not in dict(launch.config):
+        return set()
+    operand = str(launch.member("Operand"))
+    element = _ELEMENTS.get(operand) or str(launch.member("T")).removeprefix("gemmnorm::")
+    width = launch.member("kColumns") if launch.function == "small_panel" else _width(launch)
+    return {f"{width}, {element}"}
+
+
+def _width(launch: Launch) -> str | int:
+    """Of a tile of `fused_gemm`: with swapped operands its rows are the instruction's width."""
+    return launch.member("kTileRows" if launch.member("kTileColumns") == WIDE else "kTileColumns")
+
+
+def _unused(launches: Sequence[Launch]) -> set[str]:
+    """The templates that gemm/types.cuh chooses between, and that none of the launches chooses."""
+    gemms = [launch for launch in launches if launch.function == "fused_gemm"]
+    unused = {"AccumulatorSwapAB", "AccumulatorNormal", "Mainloop", "SplitMainloop"}
+    for gemm in gemms:
+        unused.discard("AccumulatorSwapAB" if gemm.member("kTileColumns") == WIDE else "AccumulatorNormal")
+        unused.discard("SplitMainloop" if gemm.member("Operand") == "gemmnorm::split" else "Mainloop")
+    if any(launch.function == "split_gemm" for launch in launches):
+        unused.discard("SplitMainloop")
+    if any(launch.function == "small_panel" for launch in launches):
+        unused.discard("Mainloop")
+    return unused
 
 
 def _camel(name: str) -> str:
@@ -91,6 +199,11 @@ def wrap(head: str, items: Sequence[str], tail: str, between: str = ",") -> str:
             line, gap = indent, ""
         line += gap + piece
     return "\n".join([*lines, line])
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Prose broken into lines of at most `width` characters."""
+    return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
 
 
 def check_known(item: Any) -> None:
