@@ -75,4 +75,4 @@ def test_the_order_of_the_list_decides_nothing():
     for one in (launch, turned):
         text = params.struct_text("P", one, PROBLEM)
         for field in params.layout(one, PROBLEM).fields:
-            assert f"__builtin_offsetof(P, {field.name}) == {field.offset}" in text
+            assert f"GEMMNORM_OFFSET(P, {field.name}) == {field.offset}" in text

@@ -66,7 +66,7 @@ def struct_text(name: str, launch: Launch, problem: Problem) -> str:
     found, types = layout(launch, problem), c_types(problem)
     lines = [f"  {f.c_type} {f.name};" + (f"  // {f.note}" if f.note else "") for f in found.fields]
     lines += _absent(launch, types)
-    checks = [f"__builtin_offsetof({name}, {f.name}) == {f.offset}" for f in found.fields]
+    checks = [f"GEMMNORM_OFFSET({name}, {f.name}) == {f.offset}" for f in found.fields]
     checks.append(f"sizeof({name}) == {found.size}")
     asserted = " &&\n              ".join(checks)
     return (

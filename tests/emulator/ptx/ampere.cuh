@@ -1,6 +1,8 @@
 // The emulator's side of ptx/ampere.cuh.
 #pragma once
 
+#define GEMMNORM_OFFSET(TYPE, FIELD) __builtin_offsetof(TYPE, FIELD)
+
 namespace gemmnorm {
 
 using u16 = unsigned short;

@@ -2,6 +2,13 @@
 // PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
+// The byte offset of a field, as a constant. NVRTC before 13.1 has no __builtin_offsetof, and none has the header.
+#ifdef __CUDACC_RTC__
+#define GEMMNORM_OFFSET(TYPE, FIELD) __INTADDR__(&static_cast<TYPE*>(nullptr)->FIELD)
+#else
+#define GEMMNORM_OFFSET(TYPE, FIELD) __builtin_offsetof(TYPE, FIELD)
+#endif
+
 namespace gemmnorm {
 
 using u16 = unsigned short;
