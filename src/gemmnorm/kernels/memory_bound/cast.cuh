@@ -47,14 +47,12 @@ __device__ __forceinline__ void cast_rows(const Params& p) {
   using T = typename Config::T;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const int block = blockIdx.x, blocks = gridDim.x, columns = min(p.chunks_converted * kCastColumns, p.in_features);
-  if (block < p.weight_rows) {
-    const i64 first = static_cast<i64>(p.weight_rows - 1 - block) * p.in_features;
-    cast_row<T, kThreads, 8>(p.wide_weight + first, p.cast_weight + first, columns, threadIdx.x);
-  } else {
-    const i64 first = static_cast<i64>(blocks - 1 - block) * p.in_features;
-    cast_row<T, kThreads, 8>(p.wide_x + first, p.cast_x + first, columns, threadIdx.x);
-  }
+  const int block = blockIdx.x, columns = min(p.chunks_converted * kCastColumns, p.in_features);
+  const bool of_weight = block < p.weight_rows;
+  const int row = (of_weight ? p.weight_rows : static_cast<int>(gridDim.x)) - 1 - block;
+  const float* from = (of_weight ? p.wide_weight : p.wide_x) + static_cast<i64>(row) * p.in_features;
+  T* to = (of_weight ? p.cast_weight : p.cast_x) + static_cast<i64>(row) * p.in_features;
+  cast_row<T, kThreads, 8>(from, to, columns, threadIdx.x);
 }
 
 }  // namespace gemmnorm
