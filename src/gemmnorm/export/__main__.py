@@ -1,4 +1,4 @@
-"""`python -m gemmnorm.export examples`: write examples/model_new anew, after the kernels or the exporter have changed."""
+"""`python -m gemmnorm.export examples` writes examples/model_new anew, after a change to kernels or exporter."""
 
 from __future__ import annotations
 

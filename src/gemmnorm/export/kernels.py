@@ -102,9 +102,13 @@ class Kernels:
 
     def text(self) -> str:
         """The kernel sources as far as they are needed, activations, structs and `__global__` functions."""
-        own = "\n".join([*(text for _, text in self.activations.values()), *self.text_of.values()])
+        own = self.own_text()
         shapes = {shape for launch in self.launches for shape in _wgmma(launch)}
         return kernel_text(self.files, own, _unused(self.launches), shapes) + "\n" + own
+
+    def own_text(self) -> str:
+        """What is printed here: activations, structs and `__global__` functions."""
+        return "\n".join([*(text for _, text in self.activations.values()), *self.text_of.values()])
 
 
 def _params_text(name: str, launch: Launch, problem: Problem) -> str:
