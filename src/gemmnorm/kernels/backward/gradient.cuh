@@ -8,8 +8,8 @@
 
 namespace gemmnorm {
 
-// group_sum = Σg and group_dot = Σ g·(a - mean) of one group and TX·N features a block; in evaluation Σ g·(z' - running_mean)
-// with z' = s·(a + b), and for the scale group_linear = Σ g·(a + b).
+// group_sum = Σg and group_dot = Σ g·(a - mean) of one group and TX·N features a block; in evaluation group_dot is
+// Σ g·(s·(a + b) - running_mean), and for the scale there is group_linear = Σ g·(a + b).
 // `offset` [groups, features] or null is what the forward subtracted from a group of rows before it stored the product.
 template <class Config, class Params>
 __device__ __forceinline__ void gradient_sums(const Params& p) {

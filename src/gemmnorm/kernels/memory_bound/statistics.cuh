@@ -16,6 +16,18 @@ __device__ __forceinline__ float deviation_from(float mean, float a, float s, fl
   return FOLD ? a - mean : (a + b) * s - (mean + b) * s;
 }
 
+// Calls `add(i, element)` for the elements that a thread has loaded of a group: N of every row.
+template <class Tile, class T, int N, class Add>
+__device__ __forceinline__ void visit_loaded(const Tile& tile, const Vec<T, N> (&a)[Tile::kSteps], const Add& add) {
+#pragma unroll
+  for (int r = 0; r < Tile::kSteps; ++r) {
+    if (r * Tile::kLanes + tile.lane < tile.rows) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) add(i, a[r].value(i));
+    }
+  }
+}
+
 // group_mean and group_m2 of one group and TX·N features a block. Reads the product once, into registers.
 template <class Config, class Params>
 __device__ __forceinline__ void column_statistics(const Params& p) {
@@ -33,18 +45,8 @@ __device__ __forceinline__ void column_statistics(const Params& p) {
 #pragma unroll
   for (int r = 0; r < Tile::kSteps; ++r)
     a[r] = load<T, N>(p.product + tile.at(min(r * Tile::kLanes + tile.lane, tile.rows - 1)));
-  // Calls `add(i, element)` for all that the thread has loaded.
-  const auto visit = [&](const auto& add) {
-#pragma unroll
-    for (int r = 0; r < Tile::kSteps; ++r) {
-      if (r * Tile::kLanes + tile.lane < tile.rows) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) add(i, a[r].value(i));
-      }
-    }
-  };
   float mean[N] = {}, m2[N] = {}, s[N], b[N];
-  visit([&](int i, float value) { mean[i] += value; });
+  visit_loaded(tile, a, [&](int i, float value) { mean[i] += value; });
   sum_over_lanes<N, TX>(mean, shared);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -52,7 +54,7 @@ __device__ __forceinline__ void column_statistics(const Params& p) {
     s[i] = FOLD ? 1.0f : scale_of(p.scale, p.scale_stride, p.scale_value, tile.column + i);
     b[i] = FOLD ? 0.0f : value_or(p.bias, tile.column + i, 0.0f);
   }
-  visit([&](int i, float value) {
+  visit_loaded(tile, a, [&](int i, float value) {
     const float deviation = deviation_from<FOLD>(mean[i], value, s[i], b[i]);
     m2[i] += deviation * deviation;
   });
