@@ -23,8 +23,8 @@ struct GemmShared {
   alignas(1024) unsigned char weight[G::kStages][G::kPlanes][G::TN * kRowBytes];
   alignas(1024) unsigned char staging[2][G::kStaged ? G::Shape::kStagingBytes : 1024];
   typename G::Conversion::Shared conversion;
-  typename G::Scaling::Shared scaling;
-  typename G::Epilogue::Shared epilogue;
+  alignas(16) typename G::Scaling::Shared scaling;  // read two floats at a time
+  alignas(16) typename G::Epilogue::Shared epilogue;  // likewise
   Pipeline<G::kStages> ring;
   u64 warps_left;  // of the block, but for the producer's
 };
