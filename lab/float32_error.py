@@ -1,4 +1,4 @@
-"""Errors of float32-accurate products on Hopper's tensor cores, simulated on a CPU: docs/float32.md is made of these.
+"""Errors of float32-accurate products on Hopper's tensor cores, simulated on a CPU: lab/README.md has the tables.
 
     python lab/float32_error.py                 # every table: a minute and a half on one core
     python lab/float32_error.py --inner 512     # one length of K: seconds

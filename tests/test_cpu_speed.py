@@ -1,6 +1,6 @@
 """Without a GPU a fused model is as fast as the original. The bound is lenient, because test machines are shared.
 
-`benchmarks/cpu.py` prints the figures (docs/design.md holds them); the aim is 1.05.
+`benchmarks/cpu.py` prints the figures (lab/README.md holds them); the aim is 1.05.
 """
 
 from __future__ import annotations
