@@ -18,6 +18,7 @@ from gemmnorm import plan
 from gemmnorm.errors import GemmNormValueError
 from gemmnorm.export import host, kernels, method, prune
 from gemmnorm.export.batches import plan_site
+from gemmnorm.export.fold import fold
 from gemmnorm.export.host import cuda_text
 from gemmnorm.plan import small as small_panels
 from gemmnorm.runtime.sources import KERNELS, device_source
@@ -340,6 +341,30 @@ def test_pruning_loses_nothing_that_it_keeps(name):
     inside = re.sub(r"\n\n(?:// [^\n]*\n)+(?=\n)", "\n", inside)  # a comment that stands alone describes nothing
     kept = source.kept_text()[len(source.head) :]
     assert [line for line in kept.splitlines() if line] == [line for line in inside.splitlines() if line]
+
+
+@pytest.mark.parametrize(
+    ("source", "folded"),
+    [
+        ("  if (kYes) a();\n  b();\n", "  a();\n  b();\n"),
+        ("  if constexpr (kNo) {\n    a();\n  }\n  b();\n", "  b();\n"),
+        ("  if (kNo)\n    a();  // why\n  b();\n", "  b();\n"),
+        ("  if constexpr (kNo) {\n    a();\n  } else {\n#pragma unroll\n    b();\n  }\n", "#pragma unroll\n  b();\n"),
+        ("  if (x) a();\n  else if (kNo) b();\n  else c();\n", "  if (x) a();\n  else c();\n"),
+        ("  if (x) a();\n  else if (kNo) b();\n  c();\n", "  if (x) a();\n  c();\n"),
+        ("  if (kYes && x > 0) a();\n", "  if (x > 0) a();\n"),
+        ("  if (kNo && x) for (;;) a();\n  b();\n", "  b();\n"),
+        ("  if (!(kNo && x)) a();\n", "  a();\n"),
+        ("  if (!(x <= 1) || kNo) a();\n", "  if (!(x <= 1)) a();\n"),
+        ("  i = (kYes ? p.a : p.b) + c;\n", "  i = p.a + c;\n"),
+        ("  return kNo ? 1 : f(x, N::y);\n", "  return f(x, N::y);\n"),
+        ("  const int n = f();\n  if (kNo) g(n);\n", ""),
+        ("  const bool b = x && kYes ? c : d;  // unknown\n", "  const bool b = x && kYes ? c : d;  // unknown\n"),
+        ("  // if (kYes) a();\n", "  // if (kYes) a();\n"),
+    ],
+)
+def test_known_branches_are_folded(source, folded):
+    assert fold(source, {"kYes": True, "kNo": False}) == folded
 
 
 def test_a_file_holds_what_its_plans_reach(tmp_path):

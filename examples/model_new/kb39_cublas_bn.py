@@ -355,6 +355,18 @@ __device__ __forceinline__ float deviation_from(float mean, float a, float s, fl
   return FOLD ? a - mean : (a + b) * s - (mean + b) * s;
 }
 
+// Calls `add(i, element)` for the elements that a thread has loaded of a group: N of every row.
+template <class Tile, class T, int N, class Add>
+__device__ __forceinline__ void visit_loaded(const Tile& tile, const Vec<T, N> (&a)[Tile::kSteps], const Add& add) {
+#pragma unroll
+  for (int r = 0; r < Tile::kSteps; ++r) {
+    if (r * Tile::kLanes + tile.lane < tile.rows) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) add(i, a[r].value(i));
+    }
+  }
+}
+
 // group_mean and group_m2 of one group and TX*N features a block. Reads the product once, into registers.
 template <class Config, class Params>
 __device__ __forceinline__ void column_statistics(const Params& p) {
@@ -372,18 +384,8 @@ __device__ __forceinline__ void column_statistics(const Params& p) {
 #pragma unroll
   for (int r = 0; r < Tile::kSteps; ++r)
     a[r] = load<T, N>(p.product + tile.at(min(r * Tile::kLanes + tile.lane, tile.rows - 1)));
-  // Calls `add(i, element)` for all that the thread has loaded.
-  const auto visit = [&](const auto& add) {
-#pragma unroll
-    for (int r = 0; r < Tile::kSteps; ++r) {
-      if (r * Tile::kLanes + tile.lane < tile.rows) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) add(i, a[r].value(i));
-      }
-    }
-  };
   float mean[N] = {}, m2[N] = {}, s[N], b[N];
-  visit([&](int i, float value) { mean[i] += value; });
+  visit_loaded(tile, a, [&](int i, float value) { mean[i] += value; });
   sum_over_lanes<N, TX>(mean, shared);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -391,7 +393,7 @@ __device__ __forceinline__ void column_statistics(const Params& p) {
     s[i] = FOLD ? 1.0f : scale_of(p.scale, p.scale_stride, p.scale_value, tile.column + i);
     b[i] = FOLD ? 0.0f : value_or(p.bias, tile.column + i, 0.0f);
   }
-  visit([&](int i, float value) {
+  visit_loaded(tile, a, [&](int i, float value) {
     const float deviation = deviation_from<FOLD>(mean[i], value, s[i], b[i]);
     m2[i] += deviation * deviation;
   });
@@ -651,10 +653,6 @@ struct ColumnExponents {
 #pragma unroll
     for (int i = 0; i < N; ++i) largest[i] = max(largest[i], scaled_exponent(row[i], x_exponent));
   }
-  __device__ __forceinline__ void merge_into(int* columns) const {
-#pragma unroll
-    for (int i = 0; i < N; ++i) atomicMax(&columns[i], largest[i]);
-  }
 };
 
 // The column sums of one feature in training, and what its gradients depend on beside them.
@@ -683,8 +681,8 @@ __device__ __forceinline__ void store_gradients(const Params& p, int j, const Fe
 // product are read twice. The planner takes them in evaluation, on GPUs before Hopper, where a row is not whole words of 16
 // bytes, and for batches of which the L2 cannot keep a panel.
 
-// group_sum = sum g and group_dot = sum  g*(a - mean) of one group and TX*N features a block; in evaluation sum  g*(z' - running_mean)
-// with z' = s*(a + b), and for the scale group_linear = sum  g*(a + b).
+// group_sum = sum g and group_dot = sum  g*(a - mean) of one group and TX*N features a block; in evaluation group_dot is
+// sum  g*(s*(a + b) - running_mean), and for the scale there is group_linear = sum  g*(a + b).
 // `offset` [groups, features] or null is what the forward subtracted from a group of rows before it stored the product.
 template <class Config, class Params>
 __device__ __forceinline__ void gradient_sums(const Params& p) {
@@ -766,7 +764,6 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
   using Activation = typename Config::Activation;
   constexpr int N = Config::kVector;
   constexpr Form FORM = Config::kForm;
-  constexpr bool kExponents = kHasField<decltype(&Params::column_exponents)>;
   constexpr int kInFlight = Activation::identity && sizeof(T) == sizeof(Y) ? 8 : 4;  // what the registers hold
   using Words = GradientWords<T, Y, N>;
   GroupTile<N, Config::kThreadsX, Config::kGroups, true> tile(p.batch, p.features);
@@ -799,11 +796,9 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
           visit_gradients<Activation>(words, feature, [&](int i, float g, float d) { out[i] = feature[i].of_product(g, d); });
           if (row < tile.rows) {
             store<T, N>(p.grad_product + tile.at(row), out);
-            if constexpr (kExponents) exponents.add(out, p.x_exponents[tile.group * kGroupRows + row]);
           }
         });
   }
-  if constexpr (kExponents) exponents.merge_into(p.column_exponents + tile.column);
 }
 
 }  // namespace gemmnorm
@@ -1000,7 +995,6 @@ struct ProductGradientParams {
   float scale_value;  // the scale where it is a plain number
   int batch;
   int features;
-  static constexpr int* x_exponents = nullptr;
   static constexpr int* column_exponents = nullptr;
 };
 

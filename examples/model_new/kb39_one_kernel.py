@@ -473,14 +473,6 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Four matrices of 8 x 8 elements of 16 bits, turned around on the way from registers to shared memory: lanes 8i to 8i + 7
-// give where the rows of the i-th go: #warp-level-matrix-instructions-stmatrix
-__device__ __forceinline__ void stmatrix_trans(void* row, const u32 (&pairs)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-               "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
-               : "memory");
-}
-
 // bar.sync on a numbered barrier: the `threads` threads that name it wait for each other.
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -504,18 +496,8 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes,
       "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)
       : "memory");
 }
-__device__ __forceinline__ void tma_store(const TensorMap& map, const void* from, int x, int y,
-                                               u64 policy = kEvictNormal) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;" ::"l"(&map),
-      "r"(shared_address(from)), "r"(x), "r"(y), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // All of this thread's copies have read their source.
 __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-// All of this thread's copies are complete and visible to it.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Brings a map closer: #data-movement-and-conversion-instructions-prefetch-prefetchu
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
@@ -596,8 +578,8 @@ struct Tile {
 template <int TM, int TN>
 struct TileShape {
   static constexpr bool kSwapAB = TN == 128;
-  static constexpr int kWidth = kSwapAB ? TM : TN;             // N of the wgmma instruction; its M is 64
-  static constexpr int kMeanRows = kSwapAB ? TM : kGroupRows;  // rows of one partial mean and M2
+  static constexpr int kWidth = TM;  // N of the wgmma instruction; its M is 64
+  static constexpr int kMeanRows = TM;  // rows of one partial mean and M2
   static constexpr int kParts = kWidth / 64;                   // 64 x 64 parts of a consumer's accumulator tile
   static constexpr int kStagingBytes = (TM < 128 ? 128 : TM) * TN;  // of a consumer
   // A consumer's accumulator tile as V passes through its staging buffer in so many store passes, of whole parts each.
@@ -611,10 +593,10 @@ struct TileShape {
 
   // The first row and the first feature of a consumer's part.
   __device__ __forceinline__ static int row(Tile tile, int consumer, int part) {
-    return tile.m * TM + (kSwapAB ? part : consumer) * 64;
+    return tile.m * TM + part * 64;
   }
   __device__ __forceinline__ static int column(Tile tile, int consumer, int part) {
-    return tile.n * TN + (kSwapAB ? consumer : part) * 64;
+    return tile.n * TN + consumer * 64;
   }
 };
 
@@ -923,21 +905,6 @@ __device__ __forceinline__ ColumnStatistics merge_column(const Features<Params>&
 
 constexpr int kPartBytes = 64 * kRowBytes;  // of a box that TMA stores
 
-// Asks TMA, as one thread, to store what a consumer has staged in one store sweep.
-template <class Shape, class V>
-__device__ __forceinline__ void store_staged(const TensorMap& map, const unsigned char* staging, Tile tile, int consumer,
-                                             int store_pass, int batch, u64 policy = kEvictNormal) {
-  constexpr int kParts = Shape::kParts / Shape::template kStorePasses<V>, kBoxColumns = kRowBytes / sizeof(V);
-  for (int i = 0; i < kParts; ++i) {
-    const int part = store_pass * kParts + i, row = Shape::row(tile, consumer, part);
-    if (row >= batch) continue;
-    for (int c = 0; c < 64; c += kBoxColumns)
-      tma_store(map, staging + (c / kBoxColumns * kParts + i) * kPartBytes, Shape::column(tile, consumer, part) + c, row,
-                policy);
-  }
-  tma_store_commit();
-}
-
 // --- gemm/accumulator_swap_ab.cuh ----------------------------------------------------------------------------------
 // A consumer's accumulator tile with A and B swapped (W * x^T): 64 features and all TM rows. A thread has two features, eight
 // apart, and a quarter of the rows, so that what belongs to a feature is in its registers, and a sum over rows takes two
@@ -966,14 +933,9 @@ struct AccumulatorSwapAB {
   template <class V>
   __device__ __forceinline__ int staged_at() const {
     const int warp = feature / 16 % 4;
-    if constexpr (sizeof(V) == 2) {
-      const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-      return row * kRowBytes + (chunk ^ row % 8) * 16;
-    } else {
-      const int row = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
-      const int box = warp / 2 * (Shape::kParts / Shape::template kStorePasses<V>)*kPartBytes;
-      return opaque(box + row * kRowBytes + (chunk ^ row) * 16 + lane / 4 % 4 * 4);
-    }
+    const int row = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
+    const int box = warp / 2 * (Shape::kParts / Shape::template kStorePasses<V>)*kPartBytes;
+    return opaque(box + row * kRowBytes + (chunk ^ row) * 16 + lane / 4 % 4 * 4);
   }
 
   // Over the four lanes that share two features.
@@ -1039,18 +1001,8 @@ struct AccumulatorSwapAB {
       float sum[2] = {};
 #pragma unroll
       for (int o = i; o < i + kOctets; o += 2) {
-        if constexpr (sizeof(T) == 2) {
-          u32 pairs[4];
 #pragma unroll
-          for (int p = 0; p < 4; ++p)
-            pairs[p] = pack(acc[4 * o + 2 * p] - mean[p % 2], acc[4 * o + 2 * p + 1] - mean[p % 2], T{});
-          if (staging) stmatrix_trans(staging + o * 8 * kRowBytes + at, pairs);
-#pragma unroll
-          for (int q = 0; q < 8; ++q) acc[4 * o + q] = opaque(element_of(pairs[q / 2], q % 2, T{}));
-        } else {
-#pragma unroll
-          for (int q = 0; q < 8; ++q) acc[4 * o + q] -= mean[q / 2 % 2];
-        }
+        for (int q = 0; q < 8; ++q) acc[4 * o + q] -= mean[q / 2 % 2];
 #pragma unroll
         for (int q = 0; q < 8; ++q) sum[q / 2 % 2] += acc[4 * o + q] * acc[4 * o + q];
       }
@@ -1080,29 +1032,17 @@ struct AccumulatorSwapAB {
     }
   }
   // The same to where TMA reads them as V: `at` is the lane's place in the first octets of the store sweep.
-  template <class V>
-  __device__ __forceinline__ static void stage_octets(const float (&v)[8], unsigned char* octets, int at) {
-    if constexpr (sizeof(V) == 2) {
-      const u32 pairs[4] = {pack(v[0], v[1], V{}), pack(v[2], v[3], V{}), pack(v[4], v[5], V{}), pack(v[6], v[7], V{})};
-      stmatrix_trans(octets + at, pairs);
-    } else {
-#pragma unroll
-      for (int q = 0; q < 8; ++q)
-        *reinterpret_cast<float*>(octets + (at ^ q / 2 % 2 * 32 ^ q % 2 * 16) + (q / 4 * 8 + q % 2) * kRowBytes) = v[q];
-    }
-  }
   template <bool STAGED>
   __device__ __forceinline__ void store_product(const Accumulators& acc, int store_pass, unsigned char* staging, T* product,
                                                 Tile tile, int batch, int features) const {
-    constexpr int kOctetsOfPass = TM / 8 / (STAGED ? Shape::template kStorePasses<T> : 1);
+    constexpr int kOctetsOfPass = TM / 8 / 1;
     const int at = staged_at<T>();
 #pragma unroll
     for (int i = 0; i < kOctetsOfPass; i += 2) {
       float v[8];
 #pragma unroll
       for (int q = 0; q < 8; ++q) v[q] = acc[4 * (store_pass * kOctetsOfPass + i) + q];
-      if constexpr (STAGED) stage_octets<T>(v, staging + i * 8 * kRowBytes, at);
-      else store_octets(v, i, product, tile, batch, features);
+      store_octets(v, i, product, tile, batch, features);
     }
   }
 
@@ -1131,7 +1071,7 @@ struct AccumulatorSwapAB {
   template <class Activation, bool STAGED, class Shared>
   __device__ __forceinline__ void store_results(const Accumulators& acc, int store_pass, const Shared&, unsigned char* staging,
                                                 Y* y, Tile tile, int batch, int features) const {
-    constexpr int kOctetsOfPass = TM / 8 / (STAGED ? Shape::template kStorePasses<Y> : 1);
+    constexpr int kOctetsOfPass = TM / 8 / 1;
     const int at = staged_at<Y>();
 #pragma unroll
     for (int i = 0; i < kOctetsOfPass; i += 2) {
@@ -1139,8 +1079,7 @@ struct AccumulatorSwapAB {
 #pragma unroll
       for (int q = 0; q < 8; ++q)
         v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * (store_pass * kOctetsOfPass + i) + q] + shift[q / 2 % 2]);
-      if constexpr (STAGED) stage_octets<Y>(v, staging + i * 8 * kRowBytes, at);
-      else store_octets(v, i, y, tile, batch, features);
+      store_octets(v, i, y, tile, batch, features);
     }
   }
 };
@@ -1338,17 +1277,17 @@ struct SplitScaling<G, Params, true> {
 
   __device__ __forceinline__ void load(Tile tile) const {
     constexpr bool kSwapAB = G::Shape::kSwapAB;
-    const int along = (kSwapAB ? tile.m * G::TM : tile.n * G::TN) + thread;
-    const int across = (kSwapAB ? tile.n * G::TN : tile.m * G::TM) + consumer * 64 + thread;
-    const int* exponents_along = kSwapAB ? p.x_exponents : p.weight_exponents;
-    const int* exponents_across = kSwapAB ? p.weight_exponents : p.x_exponents;
+    const int along = (tile.m * G::TM) + thread;
+    const int across = (tile.n * G::TN) + consumer * 64 + thread;
+    const int* exponents_along = p.x_exponents;
+    const int* exponents_across = p.weight_exponents;
     if (thread < G::kWidth) {
-      const PowerOfTwo power = power_of_two(along < (kSwapAB ? p.batch : p.features) ? load_l2(exponents_along + along) : 0);
+      const PowerOfTwo power = power_of_two(along < p.batch ? load_l2(exponents_along + along) : 0);
       shared.powers[consumer][0][thread] = power.first;
       shared.powers[consumer][1][thread] = power.second;
     }
     if (thread < 64)
-      shared.exponents[consumer][thread] = across < (kSwapAB ? p.features : p.batch) ? load_l2(exponents_across + across) : 0;
+      shared.exponents[consumer][thread] = across < p.features ? load_l2(exponents_across + across) : 0;
   }
 
   __device__ __forceinline__ void apply(typename G::Accumulators& acc) const {
@@ -1429,7 +1368,6 @@ struct GemmTypes {
   using Scaling = SplitScaling<GemmTypes, Params, kSplit>;
 
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
-  static constexpr bool kMovesRegisters = kWidth * kPlanes == 256;
   static constexpr int kProducerRegs = Conversion::kProducerRegs, kConsumerRegs = (3 * 168 - kProducerRegs) / 16 * 8;
 
   __device__ __forceinline__ static int steps(const Params& p) { return (p.in_features + kTileK - 1) / kTileK; }
@@ -1450,10 +1388,10 @@ template <class G>
 struct GemmShared {
   alignas(1024) unsigned char x[G::kStages][G::kPlanes][G::TM * kRowBytes];
   alignas(1024) unsigned char weight[G::kStages][G::kPlanes][G::TN * kRowBytes];
-  alignas(1024) unsigned char staging[2][G::kStaged ? G::Shape::kStagingBytes : 1024];
+  alignas(1024) unsigned char staging[2][1024];
   typename G::Conversion::Shared conversion;
-  typename G::Scaling::Shared scaling;
-  typename G::Epilogue::Shared epilogue;
+  alignas(16) typename G::Scaling::Shared scaling;  // read two floats at a time
+  alignas(16) typename G::Epilogue::Shared epilogue;  // likewise
   Pipeline<G::kStages> ring;
   u64 warps_left;  // of the block, but for the producer's
 };
@@ -1491,23 +1429,18 @@ template <class G, class Params, class Shared>
 __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const TileScheduler& scheduler,
                                               const Counters& counters, Shared& shared, int consumer) {
   const auto a = [&](int plane, int stage) {
-    return (G::Shape::kSwapAB ? shared.weight[stage][plane] : shared.x[stage][plane]) + consumer * 64 * kRowBytes;
+    return shared.weight[stage][plane] + consumer * 64 * kRowBytes;
   };
-  const auto b = [&](int plane, int stage) { return G::Shape::kSwapAB ? shared.x[stage][plane] : shared.weight[stage][plane]; };
+  const auto b = [&](int plane, int stage) { return shared.x[stage][plane]; };
   typename G::Epilogue::template Consumer<Shared> epilogue(f, scheduler, counters, shared, consumer);
   PipelineState<G::kStages> state(0);
   typename G::Accumulators acc;
   for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
     epilogue.begin(t);
-    if constexpr (G::kSplit) {
-      const typename G::Scaling scaling(f.p, shared.scaling, consumer);
-      G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
-      scaling.apply(acc);
-    } else {
-      G::Mainloop::run(shared.ring, state, G::steps(f.p), [&](int stage) { return a(0, stage); },
-                       [&](int stage) { return b(0, stage); }, acc);
-    }
-    epilogue.store(t, scheduler.at(G::kSplit ? opaque(t) : t), acc);
+    const typename G::Scaling scaling(f.p, shared.scaling, consumer);
+    G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
+    scaling.apply(acc);
+    epilogue.store(t, scheduler.at(opaque(t)), acc);
   }
   epilogue.end();
 }
@@ -1553,18 +1486,16 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
-    if (G::kMovesRegisters) setmaxnreg_dec<G::kProducerRegs>();
+    setmaxnreg_dec<G::kProducerRegs>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) load_tiles<G>(p, scheduler, shared, conversion);
     if (warp > 0) {
-      if constexpr (G::Conversion::kConverts) {
-        if (warp >= 2) conversion.convert(shared.conversion, warp - 2);
-      }
+      if (warp >= 2) conversion.convert(shared.conversion, warp - 2);
       G::Epilogue::Auxiliary::run(f, scheduler, counters, shared, warp);
       if (kResets) leave(shared.warps_left);
     }
   } else {
-    if (G::kMovesRegisters) setmaxnreg_inc<G::kConsumerRegs>();
+    setmaxnreg_inc<G::kConsumerRegs>();
     consume_tiles<G>(f, scheduler, counters, shared, warpgroup - 1);
     if (kResets) leave(shared.warps_left);
   }
@@ -1607,7 +1538,7 @@ struct StagingBarriers {
 // The shared memory of a training epilogue.
 template <class G>
 struct TrainingShared : StagingBarriers {
-  float sums[2][G::Shape::kSwapAB ? 1 : 4][G::Shape::kSwapAB ? 4 : G::TN];  // per consumer and warp
+  float sums[2][1][4];  // per consumer and warp
   // Per consumer: coefficients of the tile; before that partial statistics, means in `slope` and M2 in `shift`.
   float slope[2][G::TN], shift[2][G::TN];
   float mean[G::TN], squares[G::TN], finished_slope[G::TN], finished_shift[G::TN];  // of all rows, for both consumers
@@ -1634,10 +1565,7 @@ __device__ __forceinline__ void store_staged_tiles(const Features<Params>& f, co
         mbarrier_wait(&shared.epilogue.staged[c], phase);
         __syncwarp();  // nobody waits for this phase any more
         if (threadIdx.x % 32 > 0) continue;
-        if (G::kStaged && d.stores)
-          store_staged<typename G::Shape, typename G::T>(f.p.map_product, shared.staging[c], tile, c, i, f.p.batch, d.policy);
         if (i == 0) on_staged(t, tile);
-        if (G::kStaged) tma_store_wait_read();
         mbarrier_arrive(&shared.epilogue.unstaged[c]);
         if (i == passes - 1) on_stored(t, tile);
       }
@@ -1671,7 +1599,7 @@ struct TrainingConsumer {
   __device__ __forceinline__ void sync() const { named_barrier_sync(1 + consumer, 128); }
   __device__ __forceinline__ void sync_finishers() const {
     constexpr int kBarrier = G::AccumulatorTile::kFinishBarrier;
-    named_barrier_sync(G::Shape::kSwapAB ? kBarrier + consumer : kBarrier, G::AccumulatorTile::kFinishThreads);
+    named_barrier_sync(kBarrier + consumer, G::AccumulatorTile::kFinishThreads);
   }
 
   // Partial statistics of the tile's rows, and the product without their mean to the staging buffer, or straight to memory,
@@ -1685,19 +1613,17 @@ struct TrainingConsumer {
       mbarrier_wait(&shared.epilogue.unstaged[consumer], staging_phase);
       if (stages && kSharesStaging) sync();
     };
-    if (G::kParks && stages) wait_for_staging();
     tile_of_accumulators.template take_squares<KEEPS_PARTIALS>(f, shared.epilogue, tile, acc,
                                                                G::kParks && stages ? staging() : nullptr);
-    if (!(G::kParks && stages)) wait_for_staging();
+    wait_for_staging();
 #pragma unroll
     for (int i = 0; i < G::kStorePasses; ++i) {
       if (i > 0 && !stores) break;
       if (i > 0) mbarrier_wait(&shared.epilogue.unstaged[consumer], staging_phase);
       staging_phase ^= 1;
-      if (!G::kParks && stores)
+      if (stores)
         tile_of_accumulators.template store_product<G::kStaged>(acc, i, staging(), f.p.stored_product, tile, f.p.batch,
                                                                 f.p.features);
-      if (G::kStaged) fence_proxy_async_shared();
       mbarrier_arrive(&shared.epilogue.staged[consumer]);
     }
   }
@@ -1755,7 +1681,6 @@ struct TrainingConsumer {
     }
     sync_finishers();
     tile_of_accumulators.take_coefficients(s);
-    if (G::kStagedY) mbarrier_wait(&s.unstaged[consumer], staging_phase);  // the product has left the staging buffer
     store_results(tile, acc);
     if (finishes) {  // nobody waits for it
       const int j = tile.n * G::TN + c;
@@ -1766,19 +1691,14 @@ struct TrainingConsumer {
   __device__ __forceinline__ void store_results(Tile tile, const Accumulators& acc) {
 #pragma unroll
     for (int i = 0; i < G::kStorePassesY; ++i) {
-      if (G::kStagedY && i > 0 && thread == 0) tma_store_wait_read();
       sync();  // the coefficients are there, the staging buffer is free
       tile_of_accumulators.template store_results<typename G::Activation, G::kStagedY>(
           acc, i, shared.epilogue, staging(), f.p.y, tile, f.p.batch, f.p.features);
-      if (G::kStagedY) fence_proxy_async_shared();
       sync();
-      if (G::kStagedY && thread == 0)
-        store_staged<typename G::Shape, Y>(f.p.map_y, staging(), tile, consumer, i, f.p.batch);
     }
   }
 
   __device__ __forceinline__ void end() const {
-    if (G::kStagedY && thread == 0) tma_store_wait_read();
   }
 };
 
@@ -1869,7 +1789,7 @@ struct PersistentEpilogue {
   static constexpr bool kTrains = true;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
   static constexpr int kMergeWidth = 8, kMergeLanes = 32 / kMergeWidth;  // features that a warp merges at a time, lanes of each
-  static constexpr int kAhead = G::kSplit ? 1 : 4;                       // loads in flight: what registers are left for
+  static constexpr int kAhead = 1;  // loads in flight: what registers are left for
   static constexpr int kRowBytesOfTile = G::TN * sizeof(typename G::T);
   static constexpr int kItemRows = 16384 / kRowBytesOfTile < 64 ? 16384 / kRowBytesOfTile : 64;  // that a warp normalises at a time
 
@@ -1942,10 +1862,6 @@ struct PersistentEpilogue {
       };
       const auto on_stored = [&](int t, Tile tile) {
         if (t >= stored) return;
-        if (G::kStaged) {
-          tma_store_wait();
-          fence_proxy_async_global();
-        }
         signal(counters.complete(tile.n), 1);
       };
       store_staged_tiles<G>(f, scheduler, shared, describe, on_staged, on_stored);
@@ -2019,7 +1935,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
   static constexpr int kWords = kPieceColumns / 128, kAtOnce = 4;
 
   // The first row of the weight that is left, to be split or to be compared.
-  __device__ __forceinline__ int first_of_weight() const { return p.weight_checksums ? 0 : weight_rows; }
+  __device__ __forceinline__ int first_of_weight() const { return weight_rows; }
   // The n-th of the rows that are left: x's, then the weight's.
   __device__ __forceinline__ const float* row_left(int n) const {
     const int left_of_x = p.batch - x_rows;
@@ -2090,10 +2006,6 @@ struct SplitConversion : ConvertedRows<G, Params> {
     for (int n = first_row; n < left; n += stride) {
       const bool of_x = n < left_of_x;
       const int row = of_x ? x_rows + n : first_of_weight() + n - left_of_x;
-      if (!of_x && p.weight_checksums) {
-        compare_row(pieces, row);
-        continue;
-      }
       split_row(pieces, n, row, of_x);
       this->signal_chunk(of_x, row, 0, 1);
     }
@@ -2138,27 +2050,6 @@ struct SplitConversion : ConvertedRows<G, Params> {
       }
     }
   };
-
-  // A row that has changed since it was split goes to the fallback, by the weight itself: nothing is small beside infinity.
-  __device__ __forceinline__ void compare_row(Pieces& pieces, int row) const {
-    const int lane = threadIdx.x % 32;
-    u64 code = 0;
-#pragma unroll 1
-    for (int first = 0; first < p.in_features; first += kPieceColumns) {
-      const float* piece = pieces.wait();
-#pragma unroll 1
-      for (int begin = 0; begin < kWords; begin += kWords / 2) {
-        Vec<float, 4> v[kWords / 2];
-        read_words(piece, p.in_features - first, begin, v);
-#pragma unroll
-        for (int i = 0; i < kWords / 2; ++i) code += checksum(first + ((begin + i) * 32 + lane) * 4, v[i]);
-      }
-      pieces.release();
-    }
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) code += __shfl_xor_sync(~0u, code, bit);
-    if (lane == 0 && code != p.weight_checksums[row]) p.weight_amax[row] = __uint_as_float(0x7F800000u);
-  }
 
   // What is known of a row once all of it has been read.
   struct Sizes {
@@ -2551,19 +2442,14 @@ struct EvaluateEpilogue {
       unsigned char* staging = shared.staging[consumer];
 #pragma unroll
       for (int i = 0; i < G::kStorePassesY; ++i) {
-        if (G::kStagedY && thread == 0) tma_store_wait_read();
         named_barrier_sync(1 + consumer, 128);  // the staging buffer is free
         tile_of_accumulators.template store_results<typename G::Activation, G::kStagedY>(
             acc, i, shared.epilogue, staging, f.p.y, tile, f.p.batch, f.p.features);
         if (i == G::kStorePassesY - 1) mbarrier_arrive(&shared.epilogue.used[buffer]);
-        if (G::kStagedY) fence_proxy_async_shared();
         named_barrier_sync(1 + consumer, 128);
-        if (G::kStagedY && thread == 0)
-          store_staged<typename G::Shape, typename G::Y>(f.p.map_y, staging, tile, consumer, i, f.p.batch);
       }
     }
     __device__ __forceinline__ void end() const {
-      if (G::kStagedY && thread == 0) tma_store_wait_read();
     }
   };
 };
@@ -2584,7 +2470,7 @@ struct Affine {
   float scale, bias;  // not read in the folded form
 
   __device__ __forceinline__ float deviation(float a) const {
-    return FORM == Form::kFolded ? a - centre : (a + bias) * scale - centre;
+    return a - centre;
   }
   __device__ __forceinline__ float operator()(float a) const { return slope * deviation(a) + shift; }
 };
@@ -2596,9 +2482,9 @@ __device__ __forceinline__ Affine<FORM> saved_affine(const Params& p, int j) {
   Affine<FORM> f;
   f.shift = value_or(p.bn_bias, j, 0.0f);
   f.scale = s;
-  f.bias = FORM == Form::kFolded ? 0.0f : value_or(p.bias, j, 0.0f);
+  f.bias = 0.0f;
   f.centre = p.mean[j];
-  f.slope = FORM == Form::kFolded ? gamma * s * p.rstd[j] : gamma * p.rstd[j];
+  f.slope = gamma * s * p.rstd[j];
   return f;
 }
 
@@ -2620,7 +2506,7 @@ struct FeatureGradient : Affine<FORM> {
   }
   // da
   __device__ __forceinline__ float of_product(float g, float deviation) const {
-    if (FORM == Form::kFolded) return this->slope * (g - mean_grad - deviation * slope_grad);
+    return this->slope * (g - mean_grad - deviation * slope_grad);
     return this->slope * this->scale * g;
   }
 };
@@ -2688,8 +2574,8 @@ __device__ __forceinline__ void store_gradients(const Params& p, int j, const Fe
 // product are read twice. The planner takes them in evaluation, on GPUs before Hopper, where a row is not whole words of 16
 // bytes, and for batches of which the L2 cannot keep a panel.
 
-// group_sum = sum g and group_dot = sum  g*(a - mean) of one group and TX*N features a block; in evaluation sum  g*(z' - running_mean)
-// with z' = s*(a + b), and for the scale group_linear = sum  g*(a + b).
+// group_sum = sum g and group_dot = sum  g*(a - mean) of one group and TX*N features a block; in evaluation group_dot is
+// sum  g*(s*(a + b) - running_mean), and for the scale there is group_linear = sum  g*(a + b).
 // `offset` [groups, features] or null is what the forward subtracted from a group of rows before it stored the product.
 template <class Config, class Params>
 __device__ __forceinline__ void gradient_sums(const Params& p) {
@@ -2708,7 +2594,7 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     static_cast<Affine<FORM>&>(feature[i]) = saved_affine<FORM>(p, tile.column + i);
-    if (FORM == Form::kFolded) feature[i].centre -= value_or(p.offset, group_row + i, 0.0f);
+    feature[i].centre -= value_or(p.offset, group_row + i, 0.0f);
   }
   float sum[N] = {}, dot[N] = {}, linear[N] = {};
   tile.template visit_rows<kInFlight>(
@@ -2718,23 +2604,19 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
           visit_gradients<Activation>(words, feature, [&](int i, float g, float deviation) {
             sum[i] += g;
             dot[i] += g * deviation;
-            if (FORM == Form::kRunning) linear[i] += g * (words.product.value(i) + feature[i].bias);
           });
       });
   sum_over_lanes<N, TX>(sum, shared);
   sum_over_lanes<N, TX>(dot, shared);
-  if (FORM == Form::kRunning) sum_over_lanes<N, TX>(linear, shared);
   if (!tile.inside || tile.lane != 0) return;
   store<float, N>(p.group_sum + group_row, sum);
   store<float, N>(p.group_dot + group_row, dot);
-  if (FORM == Form::kRunning) store<float, N>(p.group_linear + group_row, linear);
 }
 
 // The gradients of 16 features' parameters a block, and in training the two numbers per feature that the last kernel needs.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_gradients(const Params& p) {
-  constexpr Form FORM = Config::kForm;
-  constexpr int kSums = FORM == Form::kRunning ? 3 : 2;
+  constexpr int kSums = 2;
   __shared__ float shared[kThreads];
   const GroupMerge merge(p.batch, p.features);
   griddepcontrol_launch_dependents();
@@ -2743,23 +2625,15 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   merge.add_up(sum, shared, [&](float (&sum)[kSums], i64 at, int) {
     sum[0] += p.group_sum[at];
     sum[1] += p.group_dot[at];
-    if constexpr (FORM == Form::kRunning) sum[2] += p.group_linear[at];
   });
   if (!merge.inside() || merge.lane != 0) return;
   const int j = merge.j;
   const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j), gamma = value_or(p.bn_weight, j, 1.0f);
   const FeatureSums f = {sum[0], sum[1], s, p.rstd[j], gamma};
   if constexpr (kHasField<decltype(&Params::column_exponents)>) p.column_exponents[j] = kLeastExponent;
-  if constexpr (FORM == Form::kFolded) {
-    store_gradients(p, j, f);
-    p.mean_grad[j] = f.mean_grad(p.batch);
-    p.slope_grad[j] = f.slope_grad(p.batch);
-  } else {
-    if (p.grad_bn_bias) from_float(f.sum, p.grad_bn_bias[j]);
-    if (p.grad_bn_weight) from_float(f.rstd * f.dot, p.grad_bn_weight[j]);
-    if (p.grad_scale) p.grad_scale[j] = gamma * f.rstd * sum[2];
-    if (p.grad_bias) from_float(gamma * s * f.rstd * f.sum, p.grad_bias[j]);
-  }
+  store_gradients(p, j, f);
+  p.mean_grad[j] = f.mean_grad(p.batch);
+  p.slope_grad[j] = f.slope_grad(p.batch);
 }
 
 // da, in the product's type; for split operands its columns' exponents too. A block has kGroups groups of 64 rows, from the
@@ -2771,7 +2645,6 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
   using Activation = typename Config::Activation;
   constexpr int N = Config::kVector;
   constexpr Form FORM = Config::kForm;
-  constexpr bool kExponents = kHasField<decltype(&Params::column_exponents)>;
   constexpr int kInFlight = Activation::identity && sizeof(T) == sizeof(Y) ? 8 : 4;  // what the registers hold
   using Words = GradientWords<T, Y, N>;
   GroupTile<N, Config::kThreadsX, Config::kGroups, true> tile(p.batch, p.features);
@@ -2785,10 +2658,8 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
   for (int i = 0; i < N; ++i) {
     static_cast<Affine<FORM>&>(feature[i]) = saved_affine<FORM>(p, tile.column + i);
     centre[i] = feature[i].centre;
-    if (FORM == Form::kFolded) {
-      feature[i].mean_grad = p.mean_grad[tile.column + i];
-      feature[i].slope_grad = p.slope_grad[tile.column + i];
-    }
+    feature[i].mean_grad = p.mean_grad[tile.column + i];
+    feature[i].slope_grad = p.slope_grad[tile.column + i];
   }
 #pragma unroll 1
   for (int g = 0; g < Config::kGroups; ++g) {
@@ -2796,7 +2667,7 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
     if (tile.rows == 0) break;
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (FORM == Form::kFolded) feature[i].centre = centre[i] - value_or(p.offset, tile.group_row() + i, 0.0f);
+      feature[i].centre = centre[i] - value_or(p.offset, tile.group_row() + i, 0.0f);
     tile.template visit_rows<kInFlight>(
         [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
         [&](int row, const Words& words) {
@@ -2804,11 +2675,11 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
           visit_gradients<Activation>(words, feature, [&](int i, float g, float d) { out[i] = feature[i].of_product(g, d); });
           if (row < tile.rows) {
             store<T, N>(p.grad_product + tile.at(row), out);
-            if constexpr (kExponents) exponents.add(out, p.x_exponents[tile.group * kGroupRows + row]);
+            exponents.add(out, p.x_exponents[tile.group * kGroupRows + row]);
           }
         });
   }
-  if constexpr (kExponents) exponents.merge_into(p.column_exponents + tile.column);
+  exponents.merge_into(p.column_exponents + tile.column);
 }
 
 // --- backward/split_gradient.cuh -----------------------------------------------------------------------------------
@@ -3011,9 +2882,7 @@ struct FusedGemmFields {
   float eps;
   int x_rows;  // of x, that are made already or begun
   int weight_rows;  // of the weight, likewise
-  int chunks_converted;  // chunks of 2048 columns of these rows, that are cast already
   int group_panels;  // panels that are worked on together
-  int in_registers;  // tiles wait for their panel there
   int stream_x;  // whether the L2 should let go of x first
   int keep_product;  // whether the product has memory of its own
   int batch;
@@ -3024,16 +2893,12 @@ struct FusedGemmFields {
 struct FusedGemmParams : FusedGemmFields {
   gemmnorm::TensorMap map_x;  // [batch, in_features]
   gemmnorm::TensorMap map_weight;  // [features, in_features]
-  gemmnorm::TensorMap map_product;  // [batch, features]
-  gemmnorm::TensorMap map_y;  // [batch, features]
 };
 struct FusedGemmView : FusedGemmFields {  // what the kernel works with: copies, and references to the maps
   const gemmnorm::TensorMap& map_x;
   const gemmnorm::TensorMap& map_weight;
-  const gemmnorm::TensorMap& map_product;
-  const gemmnorm::TensorMap& map_y;
   __device__ __forceinline__ explicit FusedGemmView(const FusedGemmParams& p)
-      : FusedGemmFields(p), map_x(p.map_x), map_weight(p.map_weight), map_product(p.map_product), map_y(p.map_y) {}
+      : FusedGemmFields(p), map_x(p.map_x), map_weight(p.map_weight) {}
 };
 
 struct FusedGemmScaleBnConfig {
@@ -3162,7 +3027,6 @@ struct GradientSumsParams {
   const float* bn_bias;  // [features] or null
   float* group_sum;  // [groups, features]
   float* group_dot;  // [groups, features]
-  float* group_linear;  // [groups, features] or null
   int scale_stride;  // 1 for a vector, 0 for one number
   float scale_value;  // the scale where it is a plain number
   int batch;
@@ -3187,7 +3051,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradien
 struct MergeGradientsParams {
   float* group_sum;  // [groups, features]
   float* group_dot;  // [groups, features]
-  float* group_linear;  // [groups, features] or null
   const float* scale;  // [features] or [1] or null
   float* rstd;  // [features]
   const float* bn_weight;  // [features] or null
@@ -3547,8 +3410,6 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
     FusedGemmParams p;
     p.map_x = tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64);
     p.map_weight = tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64);
-    p.map_product = tensor_map(pointer<float>(product), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, batch, 4096, 64, 32);
-    p.map_y = tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, batch, 4096, 64, 32);
     p.stored_product = pointer<float>(product); p.y = pointer<float>(y); p.bias = pointer<float>(bias);
     p.scale = pointer<float>(scale); p.running_mean = pointer<float>(running_mean);
     p.running_var = pointer<float>(running_var); p.num_batches_tracked = pointer<long long>(num_batches_tracked);
@@ -3560,8 +3421,8 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
     p.weight_exponents = weight_exponents; p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
     p.most = pointer<unsigned int>(counters) + 226; p.fallback_features = fallback_features;
     p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps; p.x_rows = 3584;
-    p.weight_rows = 2048; p.chunks_converted = 1; p.group_panels = 8; p.in_registers = 0; p.stream_x = 0;
-    p.keep_product = save ? 1 : 0; p.batch = batch; p.in_features = 4096; p.features = 4096;
+    p.weight_rows = 2048; p.group_panels = 8; p.stream_x = 0; p.keep_product = save ? 1 : 0; p.batch = batch;
+    p.in_features = 4096; p.features = 4096;
     launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
                   231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
   }
@@ -3620,8 +3481,6 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
     FusedGemmParams p;
     p.map_x = tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, std::min<int64_t>(128, (batch + 7) / 8 * 8), 64);
     p.map_weight = tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64);
-    p.map_product = tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, batch, 4096, 64, 32);
-    p.map_y = tensor_map(pointer<float>(y), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, batch, 4096, 64, 32);
     p.stored_product = pointer<float>(product); p.y = pointer<float>(y); p.bias = pointer<float>(bias);
     p.scale = pointer<float>(scale); p.running_mean = pointer<float>(running_mean);
     p.running_var = pointer<float>(running_var); p.num_batches_tracked = pointer<long long>(num_batches_tracked);
@@ -3633,9 +3492,8 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
     p.converted_weight = split_weight; p.x_exponents = x_exponents; p.weight_exponents = weight_exponents;
     p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum; p.most = pointer<unsigned int>(counters) + 226;
     p.fallback_features = fallback_features; p.scale_stride = scale_stride; p.scale_value = scale_value;
-    p.momentum = momentum; p.eps = eps; p.x_rows = 3584; p.weight_rows = 2048; p.chunks_converted = 1;
-    p.group_panels = 8; p.in_registers = 0; p.stream_x = 0; p.keep_product = 0; p.batch = batch;
-    p.in_features = 4096; p.features = 4096;
+    p.momentum = momentum; p.eps = eps; p.x_rows = 3584; p.weight_rows = 2048; p.group_panels = 8; p.stream_x = 0;
+    p.keep_product = 0; p.batch = batch; p.in_features = 4096; p.features = 4096;
     launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
                   231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
   }
@@ -3705,18 +3563,18 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
     p.grad_y = pointer<float>(grad_y); p.product = pointer<float>(product); p.offset = pointer<float>(group_mean);
     p.bias = pointer<float>(bias); p.scale = pointer<float>(scale); p.mean = pointer<float>(mean);
     p.rstd = pointer<float>(rstd); p.bn_weight = pointer<float>(bn_weight); p.bn_bias = pointer<float>(bn_bias);
-    p.group_sum = group_sum; p.group_dot = group_dot; p.group_linear = nullptr /* group_linear */;
-    p.scale_stride = scale_stride; p.scale_value = scale_value; p.batch = batch; p.features = 4096;
+    p.group_sum = group_sum; p.group_dot = group_dot; p.scale_stride = scale_stride; p.scale_value = scale_value;
+    p.batch = batch; p.features = 4096;
     launch(fused_gemm_scale_bn_gradient_sums, 32 * groups, 256, stream, p);
   }
   {
     MergeGradientsParams p;
-    p.group_sum = group_sum; p.group_dot = group_dot; p.group_linear = nullptr /* group_linear */;
-    p.scale = pointer<float>(scale); p.rstd = pointer<float>(rstd); p.bn_weight = pointer<float>(bn_weight);
-    p.mean_grad = mean_grad; p.slope_grad = slope_grad; p.column_exponents = column_exponents;
-    p.grad_bias = pointer<float>(grad_bias); p.grad_scale = pointer<float>(grad_scale);
-    p.grad_bn_weight = pointer<float>(grad_bn_weight); p.grad_bn_bias = pointer<float>(grad_bn_bias);
-    p.scale_stride = scale_stride; p.scale_value = scale_value; p.eps = eps; p.batch = batch; p.features = 4096;
+    p.group_sum = group_sum; p.group_dot = group_dot; p.scale = pointer<float>(scale);
+    p.rstd = pointer<float>(rstd); p.bn_weight = pointer<float>(bn_weight); p.mean_grad = mean_grad;
+    p.slope_grad = slope_grad; p.column_exponents = column_exponents; p.grad_bias = pointer<float>(grad_bias);
+    p.grad_scale = pointer<float>(grad_scale); p.grad_bn_weight = pointer<float>(grad_bn_weight);
+    p.grad_bn_bias = pointer<float>(grad_bn_bias); p.scale_stride = scale_stride; p.scale_value = scale_value;
+    p.eps = eps; p.batch = batch; p.features = 4096;
     launch(fused_gemm_scale_bn_gradient_merge, 256, 256, stream, p);
   }
   {

@@ -5,7 +5,9 @@ Read in this order:
 - `model_new.py`  the way of an export: load the model, find its chains, choose a strategy, write the file
 - `batches.py`    which plans the file needs, so that it serves every batch size
 - `host.py`       the plans printed as C++ host functions
-- `kernels.py`    the kernels that they launch, as CUDA text
+- `kernels.py`    the kernels that they launch, as CUDA text; what the plans say of the sources
+- `prune.py`      the sources less what these kernels never reach; `fold.py`: branches that are decided
+- `method.py`     the comment on method and accuracy, with the measured figures
 - `generated.py`  the Python around the CUDA text, and the class `ModelNew`
 - `nvcc.py`       does the CUDA text of a written file compile?
 """

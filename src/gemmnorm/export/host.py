@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ..errors import GemmNormRuntimeError
 from ..plan import DTYPE_BYTES, GROUP_ROWS, ROLES, Buffer, Extent, Launch, Map, Plan, Problem, Product, Step, c_types
-from ..plan.params import layout
 from .kernels import Kernels, check_known, wrap
+from .prune import identifiers
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -102,7 +102,10 @@ def cuda_text(sites: Sequence[Site]) -> CudaText:
     Raises:
         GemmNormRuntimeError: a plan holds something that this printer does not know.
     """
-    kernels = Kernels()
+    every = Kernels()
+    for site in sites:
+        _functions(site, every)
+    kernels = Kernels(identifiers(every.sources()))
     functions = [f for site in sites for f in _functions(site, kernels)]
     launches = [launch for site in sites for plan in site.plans for launch in plan.launches]
     files = ["host.cu", *(["hopper.cu"] if any(launch.shared for launch in launches) else [])]
@@ -356,7 +359,7 @@ class _Body:
         kernel = self.kernels.kernel(step, self.plan, self.suffix)
         own = {role: str(value) for role, value in step.numbers} | by_save
         own |= {m.role: self.tensor_map(m) for m in step.maps}
-        fields = layout(step, self.plan.problem).fields
+        fields = self.kernels.fields(step, self.plan.problem)
         if step.only_for in self.optional:
             self.line(f"if ({step.only_for}.defined()) {{")
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,9 +38,14 @@ class Kernel:
 
 
 class Kernels:
-    """The `__global__` functions of a file and the structs they take, each distinct one once, by a name of its own."""
+    """The `__global__` functions of a file and the structs they take, each distinct one once, by a name of its own.
 
-    def __init__(self) -> None:
+    Args:
+        read: identifiers in the kernels; parameters of no such name are left out. None: all parameters are there.
+    """
+
+    def __init__(self, read: Collection[str] | None = None) -> None:
+        self.read = read
         self.files: list[str] = []
         self.launches: list[Launch] = []
         self.activations: dict[str | None, tuple[str, str]] = {}
@@ -67,14 +72,25 @@ class Kernels:
 
     def _params(self, launch: Launch, problem: Problem) -> str:
         """The name of the struct that holds a launch's parameters; launches with the same fields share it."""
-        key = launch.function, _params_text("", launch, problem)
+        key = launch.function, self._params_text("", launch, problem)
         if key not in self.structs:
             base = _camel(launch.function)
             n = sum(function == launch.function for function, _ in self.structs)
             name = f"{base}{n + 1 if n else ''}Params"
             self.structs[key] = name
-            self.text_of[name] = _params_text(name, launch, problem)
+            self.text_of[name] = self._params_text(name, launch, problem)
         return self.structs[key]
+
+    def fields(self, launch: Launch, problem: Problem) -> list[Field]:
+        """The parameters of a launch that its kernel reads."""
+        return [field for field in layout(launch, problem).fields if self._reads(field.name)]
+
+    def _reads(self, name: str) -> bool:
+        return self.read is None or name in self.read
+
+    def _params_text(self, name: str, launch: Launch, problem: Problem) -> str:
+        launch = replace(launch, absent=tuple(filter(self._reads, launch.absent)))
+        return _params_text(name, launch, problem, self.fields(launch, problem))
 
     def _free_name(self, name: str, plan: Plan) -> str:
         taken = {kernel.name for kernel in self.kernels.values()}
@@ -102,22 +118,25 @@ class Kernels:
 
     def text(self) -> str:
         """The kernel sources as far as they are needed, activations, structs and `__global__` functions."""
-        own = self.own_text()
+        return self.sources() + "\n" + self.own_text()
+
+    def sources(self) -> str:
+        """Of the files under kernels/ what the launches reach."""
         shapes = {shape for launch in self.launches for shape in _wgmma(launch)}
-        return kernel_text(self.files, own, _unused(self.launches), shapes) + "\n" + own
+        return kernel_text(self.files, self.own_text(), _unused(self.launches), shapes, facts(self.launches))
 
     def own_text(self) -> str:
         """What is printed here: activations, structs and `__global__` functions."""
         return "\n".join([*(text for _, text in self.activations.values()), *self.text_of.values()])
 
 
-def _params_text(name: str, launch: Launch, problem: Problem) -> str:
+def _params_text(name: str, launch: Launch, problem: Problem, fields: Sequence[Field]) -> str:
     """C++ of the struct `name`, the parameters of a kernel.
 
     Tensor maps need an address: a kernel that has any takes its parameters in constant memory, where the compiler would
     read every field again after each store. So it copies the others, and refers to the maps (`…View`).
     """
-    types, fields = c_types(problem), layout(launch, problem).fields
+    types = c_types(problem)
 
     def line(field: Field) -> str:
         note = ROLES.get(field.name, ("", field.note))[1]
@@ -186,6 +205,61 @@ def _unused(launches: Sequence[Launch]) -> set[str]:
     if any(launch.function == "small_panel" for launch in launches):
         unused.discard("Mainloop")
     return unused
+
+
+def facts(launches: Sequence[Launch]) -> dict[str, dict[str, bool]]:
+    """Folder under kernels/ → conditions in its files that are the same for all kernels of a file."""
+    gemms = [launch for launch in launches if launch.function == "fused_gemm"]
+    forms = [str(launch.member("kForm")) for launch in launches if "kForm" in dict(launch.config)]
+    gradients = [launch for launch in launches if "grad_product" in launch.params and launch.activates]
+    of_forms = [{f"FORM == Form::{form}": given.endswith(form) for form in FORMS} for given in forms]
+    of_gradients = [{"kExponents": "column_exponents" in launch.params} for launch in gradients]
+    form = _common(of_forms)
+    return {
+        "gemm": _common([_gemm_facts(launch) for launch in gemms]),
+        "common": form,
+        "memory_bound": form,
+        "backward": form | _common(of_gradients),
+    }
+
+
+FORMS = ("kScaled", "kFolded", "kRunning")
+_BYTES = {"float": 4, "gemmnorm::half": 2, "gemmnorm::bfloat16": 2}
+
+
+def _gemm_facts(launch: Launch) -> dict[str, bool]:
+    """What gemm/types.cuh makes of a launch's `Config`."""
+    columns = int(launch.member("kTileColumns"))
+    size, size_y = (_BYTES[str(launch.member(letter))] for letter in "TY")
+    split, swaps = launch.member("Operand") == "gemmnorm::split", columns == WIDE
+    staged = not split and (swaps or (size == 2 and columns >= 64))
+    staged_y = staged and (swaps or size_y == 2)
+    found = {
+        "kSplit": split,
+        "kStaged": staged,
+        "kStagedY": staged_y,
+        "kParks": staged and size == 2,
+        "kMovesRegisters": int(_width(launch)) * (2 if split else 1) == 256,
+        "Shape::kSwapAB": swaps,
+        "Conversion::kConverts": launch.member("Conversion<>") != "gemmnorm::NoConversion",
+        "kEvaluates": launch.member("Epilogue<>") == "gemmnorm::EvaluateEpilogue",
+    }
+    found = {f"G::{name}": value for name, value in found.items()} | {"kSwapAB": swaps, "kSplit": split}
+    if staged == staged_y:
+        found["STAGED"] = staged
+    if size == size_y:
+        found |= {f"sizeof({letter}) == 2": size == 2 for letter in "TYV"} | {"sizeof(Y) == sizeof(T)": True}
+    if "weight_checksums" in launch.absent:
+        found["p.weight_checksums"] = False
+    return found
+
+
+def _common(of_launches: Sequence[dict[str, bool]]) -> dict[str, bool]:
+    """What all of them say."""
+    if not of_launches:
+        return {}
+    first, *others = of_launches
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
 def _camel(name: str) -> str:

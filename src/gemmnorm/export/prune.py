@@ -9,10 +9,12 @@ follows from the identifiers in each. Nothing else is touched; comments stay wit
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ..runtime.sources import KERNELS
+from .fold import fold
 
 _NAMESPACE = re.compile(r"^namespace gemmnorm \{\n(.*?)^\}  // namespace gemmnorm\n", re.M | re.S)
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.M)
@@ -81,17 +83,24 @@ def _joined(declarations: Iterable[Declaration]) -> str:
     return "".join(parts)
 
 
-def kernel_text(files: Iterable[str], roots: str, unused: Collection[str] = (), wgmma: Collection[str] = ()) -> str:
+def kernel_text(
+    files: Iterable[str],
+    roots: str,
+    unused: Collection[str] = (),
+    wgmma: Collection[str] = (),
+    facts: Mapping[str, Mapping[str, bool]] = MappingProxyType({}),
+) -> str:
     """The text of `files` (under kernels/) and of what they include, less what `roots` does not reach.
 
     Args:
         roots: C++ that uses the sources: its identifiers are reached.
         unused: templates that reached declarations mention and never instantiate: of these only announcements stay.
         wgmma: the shapes that are instantiated, each as the first two arguments of `GEMMNORM_WGMMA…(N, TYPE, …)`.
+        facts: folder under kernels/ → what is known of the conditions in its files (`fold.py`).
     """
-    sources = list(_in_order(files))
+    sources = list(_in_order(files, facts))
     every = [d for source in sources for d in source.declarations if d.shape is None or d.shape in wgmma]
-    _mark(every, _words(roots), unused)
+    _mark(every, identifiers(roots), unused)
     texts = [text for source in sources if (text := source.kept_text())]
     return "namespace gemmnorm {\n\n" + "\n".join(texts) + "\n}  // namespace gemmnorm\n"
 
@@ -123,7 +132,9 @@ def _mark(every: list[Declaration], reached: set[str], unused: Collection[str]) 
                 reached |= member.words
 
 
-def _in_order(files: Iterable[str]) -> Iterator[SourceFile]:
+def _in_order(
+    files: Iterable[str], facts: Mapping[str, Mapping[str, bool]] = MappingProxyType({})
+) -> Iterator[SourceFile]:
     """The files and all they include, each once, what is included first."""
     seen: set[str] = set()
     macros: dict[str, str] = {}
@@ -135,7 +146,7 @@ def _in_order(files: Iterable[str]) -> Iterator[SourceFile]:
         text = _FOR_TOOLS.sub("", (KERNELS / name).read_text(encoding="utf-8"))
         for included in _INCLUDE.findall(text):
             yield from visit(included)
-        yield _parsed(name, text, macros)
+        yield _parsed(name, fold(text, facts.get(name.split("/")[0], {})), macros)
 
     for name in files:
         yield from visit(name)
@@ -180,7 +191,8 @@ def _code(text: str) -> str:
     return _NOT_CODE.sub(lambda found: '""' if found.group()[0] == '"' else " ", text)
 
 
-def _words(text: str) -> set[str]:
+def identifiers(text: str) -> set[str]:
+    """The words of C++ code, comments and strings left out."""
     return set(_WORD.findall(_code(text)))
 
 
@@ -201,7 +213,7 @@ def _declaration(comment: str, text: str, follows: bool, macros: dict[str, str])
     defines = re.fullmatch(r"(?:template\s*<.*>\s*)?struct \w+;", code.strip(), re.S) is None
     found = Declaration(comment, text, names, words, selects, follows, defines)
     if body_of := re.fullmatch(r"((?:template[^\n]*\n)*struct [^{;]*\{[^\n]*\n)(.*)\};\n", text, re.S):
-        found.text, found.words = body_of.group(1), frozenset(_words(body_of.group(1)))
+        found.text, found.words = body_of.group(1), frozenset(identifiers(body_of.group(1)))
         found.members = [_as_member(member, names) for member in _declarations(body_of.group(2), macros)]
     return found
 
