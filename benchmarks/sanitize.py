@@ -104,7 +104,7 @@ def main() -> None:
                 if not training:
                     y = gemmnorm.prepare(module)(x)
         ways = {
-            f"{launch.function} {'×'.join(launch.constants[5:7])} {launch.constants[9].rpartition('::k')[2]}"
+            f"{launch.function} {dict(launch.config).get('Epilogue<>', '')}"
             for found in plans
             for launch in found.launches
             if launch.function in ("fused_gemm", "small_panel")

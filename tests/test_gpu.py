@@ -135,9 +135,11 @@ def test_every_tile_in_every_way_to_finish(one_tile, name, monkeypatch):
                 check_autocast("one_kernel", batch, 200, 1032, True, True, torch.bfloat16)
                 check_without_gradients(name, batch, 200, 1032, False, autocast=True)
         launches = [launch for found in plans for launch in found.launches if launch.function == "fused_gemm"]
-        assert all(launch.constants[5:7] == tuple(map(str, one_tile)) for launch in launches)
-        seen |= {launch.constants[9].rpartition("::k")[2] for launch in launches}
-    expected = {"OneBlock", "WholePanels", "Persistent", "Evaluate"}
+        assert all((launch.member("kTileRows"), launch.member("kTileColumns")) == one_tile for launch in launches)
+        seen |= {
+            str(launch.member("Epilogue<>")).removeprefix("gemmnorm::").removesuffix("Epilogue") for launch in launches
+        }
+    expected = {"SingleTile", "SingleWave", "Persistent", "Evaluate"}
     expected |= {"Statistics"} if name != "fp32" else set()
     assert seen == expected
 
@@ -149,7 +151,12 @@ def test_one_tile_of_rows_in_several_waves(name):
             check("one_kernel", name, 100, 4096, 10240, True, scale_shape=(10240,))
         else:
             check_autocast("one_kernel", 100, 512, 40960, True, True, torch.bfloat16)
-    blocks = [launch for plan in plans for launch in plan.launches if ("Epilogue<>", "gemmnorm::SingleTileEpilogue") in launch.config]
+    blocks = [
+        launch
+        for plan in plans
+        for launch in plan.launches
+        if ("Epilogue<>", "gemmnorm::SingleTileEpilogue") in launch.config
+    ]
     assert blocks and blocks[0].grid.value(100) == blocks[0].grid.limit
 
 
@@ -250,7 +257,7 @@ def test_mean_far_larger_than_the_deviation(strategy, name, ratio, batch):
         x[:, 0], weight[:, 0] = 1.0, ratio
         exact = F.batch_norm(F.linear(x.double(), weight.double()), None, None, training=True)
         eager = F.batch_norm(F.linear(x, weight), None, None, training=True)
-        with gemmnorm.runtime.recording() as plans:
+        with runtime.recording() as plans:
             got = linear_scale_batch_norm(x, weight, training=True, strategy=strategy)
         if plans[0].strategy != strategy:
             pytest.skip(dict(plans[0].reasons)[strategy])
@@ -265,7 +272,7 @@ def test_split_operands_are_never_worse_than_float32(name):
     for copies in (1, 8):
         x, weight = (t.repeat(1, copies).cuda() for t in test_split.CASES[name][:2])
         exact, eager = test_split.chain(x.double(), weight.double()), test_split.chain(x, weight)
-        with precision("fp32"), gemmnorm.runtime.recording() as plans:
+        with precision("fp32"), runtime.recording() as plans:
             got = test_split.chain(x, weight, strategy="one_kernel")
         if plans[0].strategy != "one_kernel":
             pytest.skip(dict(plans[0].reasons)["one_kernel"])

@@ -241,7 +241,8 @@ import torch, gemmnorm
 torch.manual_seed(0)
 m = gemmnorm.LinearScaleBatchNorm1d(96, 200, activation="relu").cuda()
 x = torch.randn(300, 96, device="cuda", requires_grad=True)
-with gemmnorm.runtime.recording() as plans:
+from gemmnorm.runtime import call as runtime
+with runtime.recording() as plans:
     y = m(x)
 y.square().sum().backward()
 want = torch.relu(torch.nn.functional.batch_norm(m.gemm(x).double() * m.scale, None, None, training=True))

@@ -32,7 +32,7 @@ import torch
 
 from gemmnorm.plan import Chip, Launch, Map, Problem, params
 from gemmnorm.runtime import call as runtime
-from gemmnorm.runtime import driver, sources
+from gemmnorm.runtime import binding, driver, sources
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -179,7 +179,10 @@ def emulated(chip: Chip) -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         runtime.forget()
+        binding.counters.cache_clear()
         try:
             yield
+            # Every kernel leaves the counters as it found them: zero.
+            assert not any(block.any() for block in binding.counters(None)._blocks), "counters were left behind"
         finally:
             runtime.forget()
