@@ -1446,14 +1446,14 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
 }
 
 // As the last thing that the block does: where it is the last block of all, the counters become zero again, and the batch is
-// counted. `used`: the counters' end.
-template <bool COUNTS, class Params>
-__device__ __forceinline__ void reset_counters(const Params& p, const Counters& counters, u32* used) {
+// counted, if `counts`. `used`: the counters' end.
+template <class Params>
+__device__ __forceinline__ void reset_counters(const Params& p, const Counters& counters, u32* used, bool counts) {
   __threadfence();
   if (atomicAdd(counters.done(), 1u) != gridDim.x - 1) return;
   __threadfence();
   for (u32* counter = counters.base; counter < used; ++counter) *counter = 0;
-  if (COUNTS && p.num_batches_tracked) *p.num_batches_tracked += 1;
+  if (counts && p.num_batches_tracked) *p.num_batches_tracked += 1;
 }
 
 template <class Config, class Params>
@@ -1500,11 +1500,11 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     if (kResets) leave(shared.warps_left);
   }
 
-  if (G::Epilogue::counts_alone(p)) {
-    if (p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
-  } else if (kResets && threadIdx.x == 0) {
+  const bool alone = G::Epilogue::counts_alone(p);
+  if (alone && p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
+  if (threadIdx.x == 0) {
     mbarrier_wait(&shared.warps_left, 0);
-    reset_counters<G::Epilogue::kTrains>(p, counters, counters.end() + conversion.counters());
+    reset_counters(p, counters, counters.end() + conversion.counters(), G::Epilogue::kTrains && !alone);
   }
 }
 
