@@ -3,8 +3,8 @@
     python benchmarks/compare.py OLD NEW [--case kb33,kb39] [--samples 25] [--json FILE]
 
 Each checkout runs in a process of its own; the two take turns, case by case and round by round, so that clocks and
-temperature drift for both alike. Per cell the median time of a call in microseconds, host hidden behind queued work, the
-L2 emptied before each sample, and the ratio NEW / OLD.
+temperature drift for both alike. Per cell the median time of a call in microseconds, host hidden behind queued work,
+the L2 emptied before each sample, and the ratio NEW / OLD.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ def build(case, precision, phase):
     grad = None
     if phase == "step":
         x.requires_grad_()
-        grad = torch.randn(rows, features, device="cuda", dtype=torch.float32 if precision == "amp" and scale else dtype)
+        wide = torch.float32 if precision == "amp" else dtype
+        grad = torch.randn(rows, features, device="cuda", dtype=wide if scale else dtype)
 
     def call():
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         if precision != "tf32" and hasattr(torch.backends.cuda.matmul, "fp32_precision"):
             torch.backends.cuda.matmul.fp32_precision = "none"
-        with torch.set_grad_enabled(phase == "step"), torch.autocast("cuda", torch.bfloat16, enabled=precision == "amp"):
+        cast = torch.autocast("cuda", torch.bfloat16, enabled=precision == "amp")
+        with torch.set_grad_enabled(phase == "step"), cast:
             y = module(x)
         if phase == "step":
             for p in (x, *module.parameters()):

@@ -31,8 +31,8 @@ from unittest import mock
 import torch
 
 from gemmnorm.plan import Chip, Launch, Map, Problem, params
-from gemmnorm.runtime import call as runtime
 from gemmnorm.runtime import binding, driver, sources
+from gemmnorm.runtime import call as runtime
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
