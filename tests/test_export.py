@@ -240,7 +240,7 @@ def test_launches_bind_maps_counters_and_numbers(tmp_path):
     for ending in ("_any_batch", "_one_wave"):
         split = host_function(source, f"forward_training{ending}")
         counters = int(re.search(r"take_counters\(x, stream, (\d+)\)", split).group(1))
-        assert split.count(f"pointer<unsigned int>(counters) + {counters - 4}") == 3  # `most` is the last four
+        assert split.count(f"pointer<unsigned int>(counters) + {counters - 4}") == 3  # `amax_state` is the last four
         assert "tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 1024, 128, 64)" in split
         launches = re.findall(r"(launch\w*)\((\w+),", split)
         assert launches == [

@@ -397,7 +397,7 @@ class _Body:
             role = "product"
         elif role == "offset" and self.plan.keeps_offsets:
             role = "group_mean"
-        elif role == "most":
+        elif role == "amax_state":
             return f"{self.argument('counters')} + {self.plan.counters - 4}"
         if role in self.pointers:
             return role

@@ -38,7 +38,7 @@ _SPLIT = (
     "weight_amax",
     "weight_abs_sum",
     "weight_checksums",
-    "most",
+    "amax_state",
     "fallback_features",
 )
 

@@ -271,7 +271,7 @@ def backward(problem: Problem, strategy: str, split: bool = False) -> Plan:
 
 
 def backward_plan(problem: Problem, strategy: str, made: Steps) -> Plan:
-    """The gradient of the product, and two products by the library.
+    """The gradient of the product, and two products by cuBLAS.
 
     The same for every strategy: what a forward saves is the product, and the mean and rstd of each feature.
     """

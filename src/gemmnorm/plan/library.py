@@ -1,4 +1,4 @@
-"""Plans around the library's GEMM: memory-bound kernels that run on every GPU from compute capability 8.0."""
+"""Plans around cuBLAS: memory-bound kernels that run on every GPU from compute capability 8.0."""
 
 from __future__ import annotations
 

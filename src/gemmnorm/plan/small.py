@@ -121,7 +121,7 @@ def small_plan(problem: Problem, strategy: str, found: Shape) -> Plan:
     operands = ("x", "weight") if problem.split and not problem.training else ()
     results = ("stored_product", "num_batches_tracked", "group_mean", "mean", "rstd", "counters")
     absent = (*(() if operands else ("x", "weight")), *(() if problem.training else results))
-    absent += ("merged_slope", "merged_shift", "fallback_features", "most", "weight_amax", "weight_abs_sum")
+    absent += ("merged_slope", "merged_shift", "fallback_features", "amax_state", "weight_amax", "weight_abs_sum")
     half = "T" if size == 2 else None
     launch = Launch(
         "fused_gemm_scale_bn" if problem.training else "fused_gemm_scale_bn_evaluate",

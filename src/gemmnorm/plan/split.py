@@ -23,9 +23,9 @@ PREPARED = ("split_weight", "weight_exponents", "weight_amax", "weight_abs_sum",
 
 def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, checksums: bool = False) -> Launch:
     """The pass that splits the first rows of x and of the weight, with the sizes of rows that a guard wants to know."""
-    known: tuple[str, ...] = ("weight_amax", "weight_abs_sum", "most") if guarded else ()
+    known: tuple[str, ...] = ("weight_amax", "weight_abs_sum", "amax_state") if guarded else ()
     known += ("weight_checksums",) if checksums else ()
-    optional = ("weight_amax", "weight_abs_sum", "most", "weight_checksums")
+    optional = ("weight_amax", "weight_abs_sum", "amax_state", "weight_checksums")
     return Launch(
         "fused_gemm_split_operands",
         "memory_bound/split.cuh",
@@ -75,7 +75,7 @@ def split_operands(problem: Problem) -> tuple[Buffer, ...]:
 
 
 def counters_to_recompute(problem: Problem) -> int:
-    """Numbers that `recompute` needs: one for each 64 features, then `most`."""
+    """Numbers that `recompute` needs: one for each 64 features, then `amax_state`."""
     return -(-problem.out_features // 64) + 4
 
 
@@ -91,7 +91,7 @@ def recompute(problem: Problem) -> Launch:
             ("kTraining", "true" if problem.training else "false"),
             ("Activation", "Activation"),
         ),
-        ("x", "weight", "fallback_features", "most", "stored_product", "y", *VECTORS, "running_mean", "running_var",
+        ("x", "weight", "fallback_features", "amax_state", "stored_product", "y", *VECTORS, "running_mean", "running_var",
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "mean", "rstd", "keep_product",
          "batch", "in_features", "features"),
         Extent(2 * chip.multiprocessors),

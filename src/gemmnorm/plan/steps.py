@@ -44,7 +44,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Product:
-    """A product by the library: out = left · right, either operand transposed. Roles name the tensors."""
+    """A product by cuBLAS: out = left · right, either operand transposed. Roles name the tensors."""
 
     out: str
     left: str
@@ -55,7 +55,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Map:
-    """A tensor map for the copy engine: argument role, the tensor's role, box rows and columns; 128-byte swizzle.
+    """A TMA descriptor: argument role, the tensor's role, box rows and columns; 128-byte swizzle.
 
     Of float32 it rounds to TF32 on the way in, where the tensor cores would truncate, unless it is `exact`. Boxes that
     hang over the last row are slow: one that `fits` has no more rows than the matrix, in eights.
@@ -177,7 +177,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "weight_amax": ("float*", "[features]: largest magnitude of each row of the weight"),
     "weight_abs_sum": ("float*", "[features]: sum of magnitudes of each row"),
     "weight_checksums": ("unsigned long long*", "[features] or null"),
-    "most": ("unsigned int*", "[4], after a number for each 64 features: zero, and left zero"),
+    "amax_state": ("unsigned int*", "[4], after a number for each 64 features: zero, and left zero"),
     "x_rows": ("int", "of x, that are made already or begun"),
     "weight_rows": ("int", "of the weight, likewise"),
     "chunks_converted": ("int", "chunks of 2048 columns of these rows, that are cast already"),
@@ -223,7 +223,7 @@ class Plan:
         steps: products and launches.
         outputs: tensors handed back; workspace: tensors that die with the call.
         aliases: role → role whose memory it shares (y over the product where nothing needs it later).
-        counters: 32-bit numbers that the launches find zero and leave zero; `most` is the last four.
+        counters: 32-bit numbers that the launches find zero and leave zero; `amax_state` is the last four.
         seconds: predicted time; floor: the product alone at the rate of the library.
     """
 
@@ -268,7 +268,7 @@ class Plan:
             if isinstance(step, Product):
                 left = step.left + ("ᵀ" if step.transpose_left else "")
                 right = step.right + ("ᵀ" if step.transpose_right else "")
-                lines.append(f"  {step.out} = {left} · {right} by the library's GEMM")
+                lines.append(f"  {step.out} = {left} · {right} by cuBLAS")
             else:
                 lines.append(f"  {step.entry}: {step.grid.value(p.batch)} blocks of {step.block} threads")
         if self.seconds:

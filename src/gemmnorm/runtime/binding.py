@@ -47,7 +47,7 @@ BORROWED = 1 << 20
 
 @dataclass(frozen=True)
 class _Product:
-    """A product by the library, of tensors by their place in the list."""
+    """A product by cuBLAS, of tensors by their place in the list."""
 
     out: int
     left: int
@@ -195,7 +195,7 @@ class Bound:
         next_number, next_map = count + 1, count + len(constants)
         if chosen.counters:
             slots["counters"] = next_map + len(maps)
-            slots["most"] = slots["counters"] + 1
+            slots["amax_state"] = slots["counters"] + 1
         for step in chosen.steps:
             if isinstance(step, Launch):
                 own = {role: next_number + i for i, (role, _) in enumerate(step.numbers)}

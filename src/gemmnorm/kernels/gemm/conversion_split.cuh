@@ -262,8 +262,8 @@ struct SplitConversion : ConvertedRows<G, Params> {
         p.weight_amax[row] = __uint_as_float(sizes.amax);
         p.weight_abs_sum[row] = sizes.abs_sum;
       } else {
-        atomicMax(&p.most[0], sizes.amax);
-        atomicMax(&p.most[1], __float_as_uint(sizes.abs_sum) & 0x7FFFFFFFu);
+        atomicMax(&p.amax_state[0], sizes.amax);
+        atomicMax(&p.amax_state[1], __float_as_uint(sizes.abs_sum) & 0x7FFFFFFFu);
       }
     }
   }

@@ -19,7 +19,7 @@ struct Counters {
   __device__ __forceinline__ u32* end() const { return base + 2 + 2 * panels; }
 };
 
-// Places in Params::most behind the two maxima of x: blocks that have read them, and the length of the fallback list.
+// Places in Params::amax_state behind the two maxima of x: blocks that have read them, and the length of the fallback list.
 constexpr int kReaders = 2, kFlagged = 3;
 
 // What the last step for one feature reads: all loads are in flight at once.
@@ -60,9 +60,9 @@ struct Features {
   // Whether split operands were not enough for feature j, whose deviation is given; then it joins the fallback list.
   __device__ __forceinline__ bool falls_back(int j, float deviation) const {
     if (!p.fallback_features) return false;
-    const bool lost = split_loses(__uint_as_float(load_acquire(&p.most[0])), __uint_as_float(load_acquire(&p.most[1])),
+    const bool lost = split_loses(__uint_as_float(load_acquire(&p.amax_state[0])), __uint_as_float(load_acquire(&p.amax_state[1])),
                                   p.weight_amax[j], p.weight_abs_sum[j], deviation);
-    if (lost) p.fallback_features[atomicAdd(&p.most[kFlagged], 1u)] = j;
+    if (lost) p.fallback_features[atomicAdd(&p.amax_state[kFlagged], 1u)] = j;
     return lost;
   }
 
@@ -75,9 +75,7 @@ struct Features {
       p.merged_slope[j] = v.slope / sqrtf(variance + p.eps);
       p.merged_shift[j] = v.shift;
     }
-    using Running = decltype(p.running_mean);
-    finish_feature(j, mean, variance, v.s, v.b, batches, later ? Running{} : p.running_mean, p.running_var, v.running_mean,
-                   v.running_var, p.momentum, p.eps, p.mean, p.rstd, p.batch);
+    finish_feature(p, j, {mean, variance, v.s, v.b, v.running_mean, v.running_var, batches, later});
   }
 };
 

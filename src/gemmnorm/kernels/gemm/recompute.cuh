@@ -135,14 +135,14 @@ __device__ __forceinline__ void recompute_features(const Params& p) {
   __shared__ FallbackShared shared;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.most[0] = p.most[1] = 0;  // self-resetting; not read here
-  const int found = static_cast<int>(p.most[kFlagged]);
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.amax_state[0] = p.amax_state[1] = 0;  // self-resetting; not read here
+  const int found = static_cast<int>(p.amax_state[kFlagged]);
   if (found == 0) return;
   __syncthreads();
-  if (threadIdx.x == 0 && atomicAdd(&p.most[kReaders], 1u) == gridDim.x - 1) p.most[kReaders] = p.most[kFlagged] = 0;
+  if (threadIdx.x == 0 && atomicAdd(&p.amax_state[kReaders], 1u) == gridDim.x - 1) p.amax_state[kReaders] = p.amax_state[kFlagged] = 0;
   const int row_tiles = (p.batch + kFallbackRows - 1) / kFallbackRows;
   const int chunks = (found + kFallbackColumns - 1) / kFallbackColumns;
-  u32* const done = p.most - (p.features + kFallbackColumns - 1) / kFallbackColumns;  // tiles of every chunk; self-resetting
+  u32* const done = p.amax_state - (p.features + kFallbackColumns - 1) / kFallbackColumns;  // tiles of every chunk; self-resetting
   for (int item = blockIdx.x; item < chunks * row_tiles; item += gridDim.x) {
     const int chunk = item % chunks, first_row = item / chunks * kFallbackRows;
     const int columns = min(found - chunk * kFallbackColumns, kFallbackColumns);

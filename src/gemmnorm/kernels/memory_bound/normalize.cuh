@@ -2,7 +2,7 @@
 //
 // Reads the product once and writes y once, which may be the product's own memory where both have one type. A block has
 // kGroups groups of 64 rows, so that it reads the coefficients of its features less often. The planner takes it after the
-// product of the library's GEMM, and after a GEMM of this package that only took statistics (gemm_stats_apply).
+// product of cuBLAS, and after a GEMM of this package that only took statistics (gemm_stats_apply).
 #pragma once
 #include "common/affine.cuh"
 #include "memory_bound/group_tile.cuh"

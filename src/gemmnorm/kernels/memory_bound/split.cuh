@@ -44,9 +44,9 @@ __device__ __forceinline__ void split_rows(const Params& p) {
       p.weight_amax[row] = __uint_as_float(amax_bits);
       p.weight_abs_sum[row] = abs_sum;
     }
-    if (!of_weight && p.most) {
-      atomicMax(&p.most[0], amax_bits);
-      atomicMax(&p.most[1], magnitude_bits(abs_sum));
+    if (!of_weight && p.amax_state) {
+      atomicMax(&p.amax_state[0], amax_bits);
+      atomicMax(&p.amax_state[1], magnitude_bits(abs_sum));
     }
   }
   if (of_weight && p.weight_checksums) {

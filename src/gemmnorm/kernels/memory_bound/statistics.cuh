@@ -3,7 +3,7 @@
 // and every sum has a fixed order: the same bits come out of every run.
 //
 // `kFold`: M2 of a; the merge multiplies by s². Otherwise M2 of the scaled tensor (a + b)·s, whose elements exist only in
-// registers. The mean is that of a in both. The planner takes these kernels in training, after the library's GEMM; the
+// registers. The mean is that of a in both. The planner takes these kernels in training, after cuBLAS; the
 // merge also after a GEMM of this package that took the groups' statistics itself (gemm_stats_apply).
 #pragma once
 #include "memory_bound/group_tile.cuh"
@@ -86,19 +86,6 @@ __device__ __forceinline__ void finish_feature(const Params& p, int j, const Fea
   from_float((1.0f - m) * f.running_mean + m * (f.scale * (f.mean + f.bias)), p.running_mean[j]);
   const float unbiased = f.variance * (static_cast<float>(p.batch) / (opaque(p.batch) - 1));  // no register for the factor
   from_float((1.0f - m) * f.running_var + m * unbiased, p.running_var[j]);
-}
-
-// The same, by position.
-template <class R>
-__device__ __forceinline__ void finish_feature(int j, float mean_a, float variance, float s, float b, float batches,
-                                               R* running_mean, R* running_var, float old_mean, float old_var,
-                                               float momentum, float eps, float* mean, float* rstd, int batch) {
-  const struct {
-    R *running_mean, *running_var;
-    float momentum, eps, *mean, *rstd;
-    int batch;
-  } p = {running_mean, running_var, momentum, eps, mean, rstd, batch};
-  finish_feature(p, j, FeatureStatistics{mean_a, variance, s, b, old_mean, old_var, batches});
 }
 
 // mean, rstd and running statistics of 16 features a block, from group_mean and group_m2. num_batches_tracked counts this
