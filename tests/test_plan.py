@@ -80,7 +80,7 @@ def test_launches_are_positive_and_their_roles_known():
             assert step.grid.value(p.problem.batch) > 0
             assert 32 <= step.block <= 1024 and step.block % 32 == 0
             assert {step.role(field) for field in (*step.params, *step.absent)} <= given
-            assert len(set((*step.params, *step.absent))) == len((*step.params, *step.absent))
+            assert len({*step.params, *step.absent}) == len((*step.params, *step.absent))
             assert set(dict(step.roles)) <= set(step.params)
             assert step.resident >= 1
             assert (sources.KERNELS / step.source).is_file()

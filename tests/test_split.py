@@ -181,7 +181,14 @@ def test_what_is_not_finite_propagates_as_in_eager(value: float, training: bool)
 )
 def test_forward_and_backward(epilogue: str, batch: int, in_features: int, out_features: int) -> None:
     check(
-        SMALL_HOPPER, "one_kernel", "fp32", batch, in_features, out_features, epilogue=epilogue, scale_shape=(out_features,)
+        SMALL_HOPPER,
+        "one_kernel",
+        "fp32",
+        batch,
+        in_features,
+        out_features,
+        epilogue=epilogue,
+        scale_shape=(out_features,),
     )
 
 
