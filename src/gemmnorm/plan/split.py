@@ -92,8 +92,8 @@ def recompute(problem: Problem) -> Launch:
             ("Activation", "Activation"),
         ),
         ("x", "weight", "fallback_features", "amax_state", "stored_product", "y", *VECTORS, "running_mean",
-         "running_var", "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "mean", "rstd", "keep_product",
-         "batch", "in_features", "features"),
+         "running_var", "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "mean", "rstd",
+         "keep_product", "batch", "in_features", "features"),
         Extent(2 * chip.multiprocessors),
         numbers=(("keep_product", int(problem.save)),),
     )  # fmt: skip
