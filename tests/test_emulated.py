@@ -256,7 +256,7 @@ def test_the_emulator_reports_what_never_comes(monkeypatch):
         monkeypatch.setattr(driver, "Launcher", lambda launch, p: launcher(replace(launch, cooperative=False), p))
         with pytest.raises(EmulationError, match="waits for a counter in global memory"), torch.no_grad():
             run(module, x, "one_kernel", "SingleWave")
-    binding.counters.cache_clear()  # the kernel had no chance to leave them at zero
+        binding.counters.cache_clear()  # the kernel had no chance to leave them at zero
 
 
 def test_captured_calls_have_counters_of_their_own():

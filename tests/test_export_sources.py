@@ -76,7 +76,7 @@ def test_a_file_holds_what_its_plans_reach(tmp_path):
         "GEMMNORM_WGMMA(128, half,",
         "struct AccumulatorSwapAB {",
         "to_float(half v)",
-        "OperandTraits<split>",
+        "OperandTraits<fp16x2>",
     ):
         assert there in source, there
     for absent in (

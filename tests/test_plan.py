@@ -151,7 +151,7 @@ def test_printing():
     text = str(make_plan(problem, "cublas_folded_bn"))
     first, *rest = text.splitlines()
     assert first == "1024 × 8192 → 8192, bfloat16, training forward: cublas_folded_bn (sm_80)"
-    assert rest[0] == "  product = x · weightᵀ by the library's GEMM"
+    assert rest[0] == "  product = x · weightᵀ by cuBLAS"
     assert "blocks of 256 threads" in text and "predicted" in text and "× the bare GEMM's" in text
     for p in ALL[::97]:
         assert str(p).startswith(f"{p.problem.batch} × {p.problem.in_features} → {p.problem.out_features}")

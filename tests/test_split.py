@@ -222,7 +222,7 @@ def test_features_computed_again_have_their_running_statistics_and_gradients(bat
 def test_the_planner_chooses_it_for_float32_unless_ieee_is_asked_for() -> None:
     problem = plan.Problem(1024, 8192, 8192, chip=plan.chip_for(90))
     chosen = plan.make_plan(problem)
-    assert chosen.strategy == "one_kernel" and chosen.launches[1].member("Operand") == "gemmnorm::split"
+    assert chosen.strategy == "one_kernel" and chosen.launches[1].member("Operand") == "gemmnorm::fp16x2"
     assert "three float16 products" in str(chosen)
     backward = plan.make_plan(replace(problem, save=True), phase="backward")
     assert [launch.only_for for launch in backward.launches][-2:] == ["grad_x", "grad_weight"]

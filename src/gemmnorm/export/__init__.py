@@ -10,6 +10,7 @@ Read in this order:
 - `method.py`     the comment on method and accuracy, with the measured figures
 - `generated.py`  the Python around the CUDA text, and the class `ModelNew`
 - `nvcc.py`       does the CUDA text of a written file compile?
+- `__main__.py`   `python -m gemmnorm.export examples` writes the committed examples anew
 """
 
 from .model_new import EXAMPLES, REFUSED, ExportResult, export, read_model, regenerate, write_replacement

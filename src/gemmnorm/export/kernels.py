@@ -173,7 +173,7 @@ def _entry_text(name: str, params: str, launch: Launch) -> str:
     return f"{text}    const __grid_constant__ {params} p) {{\n  {call}({view}(p));\n}}\n"
 
 
-_ELEMENTS = {"gemmnorm::split": "half", "gemmnorm::tf32": "tf32", "gemmnorm::thirds": "bfloat16"}
+_ELEMENTS = {"gemmnorm::fp16x2": "half", "gemmnorm::tf32": "tf32", "gemmnorm::bf16x3": "bfloat16"}
 
 
 def _wgmma(launch: Launch) -> set[str]:
@@ -199,7 +199,7 @@ def _unused(launches: Sequence[Launch]) -> set[str]:
     unused = {"AccumulatorSwapAB", "AccumulatorNormal", "Mainloop", "SplitMainloop"}
     for gemm in gemms:
         unused.discard("AccumulatorSwapAB" if gemm.member("kTileColumns") == WIDE else "AccumulatorNormal")
-        unused.discard("SplitMainloop" if gemm.member("Operand") == "gemmnorm::split" else "Mainloop")
+        unused.discard("SplitMainloop" if gemm.member("Operand") == "gemmnorm::fp16x2" else "Mainloop")
     if any(launch.function == "split_gemm" for launch in launches):
         unused.discard("SplitMainloop")
     if any(launch.function == "small_panel" for launch in launches):
@@ -231,14 +231,14 @@ def _gemm_facts(launch: Launch) -> dict[str, bool]:
     """What gemm/types.cuh makes of a launch's `Config`."""
     columns = int(launch.member("kTileColumns"))
     size, size_y = (_BYTES[str(launch.member(letter))] for letter in "TY")
-    split, swaps = launch.member("Operand") == "gemmnorm::split", columns == WIDE
+    split, swaps = launch.member("Operand") == "gemmnorm::fp16x2", columns == WIDE
     staged = not split and (swaps or (size == 2 and columns >= 64))
     staged_y = staged and (swaps or size_y == 2)
     found = {
         "kSplit": split,
         "kStaged": staged,
         "kStagedY": staged_y,
-        "kParks": staged and size == 2,
+        "kFitsStaging": staged and size == 2,
         "kMovesRegisters": int(_width(launch)) * (2 if split else 1) == 256,
         "Shape::kSwapAB": swaps,
         "Conversion::kConverts": launch.member("Conversion<>") != "gemmnorm::NoConversion",

@@ -90,18 +90,18 @@ inline float tensor_core_sum(const float* a, const float* b, int count, float ac
 
 template <class T, int N>
 struct Wgmma {
-  template <int A_ACROSS = 0, int B_ACROSS = 0>
+  template <int A_MN = 0, int B_MN = 0>
   static void run(float (&d)[N / 2], u64 a, u64 b, int accumulate) {
     const int thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
     float* to = d;
     const auto product = [=] {
       constexpr int kK = 32 / Element<T>::kSize;
       float low[kK], high[kK], column[kK];
-      read_row<T, A_ACROSS>(a, row, low);
-      read_row<T, A_ACROSS>(a, row + 8, high);
+      read_row<T, A_MN>(a, row, low);
+      read_row<T, A_MN>(a, row + 8, high);
       for (int i = 0; i < N / 8; ++i)
         for (int c = 0; c < 2; ++c) {
-          read_row<T, B_ACROSS>(b, i * 8 + lane % 4 * 2 + c, column);
+          read_row<T, B_MN>(b, i * 8 + lane % 4 * 2 + c, column);
           float &at_low = to[4 * i + c], &at_high = to[4 * i + 2 + c];
           at_low = tensor_core_sum(low, column, kK, accumulate ? at_low : 0.0f);
           at_high = tensor_core_sum(high, column, kK, accumulate ? at_high : 0.0f);

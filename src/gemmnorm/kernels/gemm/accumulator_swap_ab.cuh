@@ -79,7 +79,7 @@ struct AccumulatorSwapAB {
       sum[1] += part[1];
     }
 #pragma unroll
-    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) * (1.0f / TM);
+    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) / TM;
     if (rows < TM) {  // exactly, so that nothing is left of a constant column
       mean[0] = mean[0] * TM / rows;
       mean[1] = mean[1] * TM / rows;

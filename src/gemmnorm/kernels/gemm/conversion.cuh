@@ -17,7 +17,7 @@ struct NoConversion {
     __device__ __forceinline__ void init() {}
   };
   static constexpr bool kConverts = false;
-  static constexpr int kProducerRegs = G::kSplit ? 40 : 104, kStepsOfChunk = 1;
+  static constexpr int kProducerRegs = G::kSplit ? 40 : 104;
 
   __device__ __forceinline__ NoConversion(const Params&, const TileScheduler&, u32*) {}
   __device__ __forceinline__ void wait_for(Tile, int) const {}

@@ -28,7 +28,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
     }
   };
   static constexpr bool kConverts = true;
-  static constexpr int kProducerRegs = 72, kStepsOfChunk = 1 << 30;
+  static constexpr int kProducerRegs = 72;
 
   // A row has one exponent: all of it is one chunk.
   __device__ __forceinline__ SplitConversion(const Params& p, const TileScheduler& scheduler, u32* ready)
@@ -133,10 +133,10 @@ struct SplitConversion : ConvertedRows<G, Params> {
     const int lane = threadIdx.x % 32, stride = kConversionWarps * gridDim.x, warp = kConversionWarps * blockIdx.x + worker;
     for (int band = lane; band < kBands && band * this->band_rows() < p.batch; band += 32) this->wait_for_band(band, 0);
     __syncwarp();  // the maxima of x are known, and what lane 0 has written of the warp's rows
-    for (int j = warp * 32 + lane; j < first_of_weight(); j += stride * 32) f.falls_back(j, f.running_deviation(j));
+    for (int j = warp * 32 + lane; j < first_of_weight(); j += stride * 32) f.add_to_fallback(j, f.running_deviation(j));
     const int before = first_of_weight() - (p.batch - x_rows);  // from where the warp's rows are counted to features
     for (int j = before + warp + lane * stride; j < p.features; j += stride * 32)
-      if (j >= first_of_weight()) f.falls_back(j, f.running_deviation(j));
+      if (j >= first_of_weight()) f.add_to_fallback(j, f.running_deviation(j));
   }
 
   // The pieces of the warp's rows, one after the other.

@@ -15,7 +15,8 @@
 
 namespace gemmnorm {
 
-// Batches up to so many rows: each tile merges the partial statistics of its panel itself, rather than wait for a merge.
+// Batches up to so many rows: a tile that waits in the accumulators merges its panel's partial statistics itself, rather than
+// wait for a merge.
 constexpr int kDirectRows = 8192;
 
 struct StagingBarriers {
@@ -39,8 +40,8 @@ struct TrainingShared : StagingBarriers {
 };
 
 // One warp stores what the consumers stage, tile by tile. `describe(t)` says of a tile: whether its product is stored, how the
-// L2 should treat it; `on_staged(t, tile)` runs when the statistics of a consumer's tile are in memory, `on_stored(t, tile)` when
-// its product is.
+// L2 should treat it; `on_staged(t, tile)` runs when the statistics of a consumer's half are in memory, `on_stored(t, tile)` when
+// its product is: each once per consumer, so that a panel is complete at two signals a tile.
 struct StoreDescription {
   bool stores;
   u64 policy;
@@ -110,16 +111,16 @@ struct TrainingConsumer {
       mbarrier_wait(&shared.epilogue.unstaged[consumer], staging_phase);
       if (stages && kSharesStaging) sync();
     };
-    if (G::kParks && stages) wait_for_staging();
+    if (G::kFitsStaging && stages) wait_for_staging();
     tile_of_accumulators.template take_squares<KEEPS_PARTIALS>(f, shared.epilogue, tile, acc,
-                                                               G::kParks && stages ? staging() : nullptr);
-    if (!(G::kParks && stages)) wait_for_staging();
+                                                               G::kFitsStaging && stages ? staging() : nullptr);
+    if (!(G::kFitsStaging && stages)) wait_for_staging();
 #pragma unroll
     for (int i = 0; i < G::kStorePasses; ++i) {
       if (i > 0 && !stores) break;
       if (i > 0) mbarrier_wait(&shared.epilogue.unstaged[consumer], staging_phase);
       staging_phase ^= 1;
-      if (!G::kParks && stores)
+      if (!G::kFitsStaging && stores)
         tile_of_accumulators.template store_product<G::kStaged>(acc, i, staging(), f.p.stored_product, tile, f.p.batch,
                                                                 f.p.features);
       if (G::kStaged) fence_proxy_async_shared();
@@ -142,10 +143,11 @@ struct TrainingConsumer {
   }
 
   // y of a tile that waited in the accumulators. Up to kDirectRows rows, or without merging warps, the tile merges its panel's
-  // partial statistics itself. `before`: tiles of a number below leave the accumulators, and others merge for them.
+  // partial statistics itself. `stored`: tiles
+  // numbered below it leave the accumulators before their panel is merged, and others merge for them.
   template <bool OTHERS_MERGE>
   __device__ __forceinline__ void finish_panel_tile(Tile tile, const Accumulators& acc, const FeatureValues& v,
-                                                    const Counters& counters, int before) {
+                                                    const Counters& counters, int stored) {
     const int j = tile.n * G::TN + finished(), existing = min(j, f.p.features - 1);
     const bool direct = !OTHERS_MERGE || f.p.batch <= kDirectRows;
     wait_for_panel(counters, tile.n, direct);
@@ -154,7 +156,7 @@ struct TrainingConsumer {
     if (direct) {
       const ColumnStatistics merged = merge_column<4>(f, opaque(thread % kLanes), kLanes, existing);
       known = {merged.mean, 1.0f / sqrtf(v.s * v.s * merged.m2 / f.p.batch + f.p.eps), merged.m2};
-      const bool merged_here = !OTHERS_MERGE || !scheduler.begins_before(tile.n, before);
+      const bool merged_here = !OTHERS_MERGE || !scheduler.begins_before(tile.n, stored);
       finishes = j < f.p.features && thread % kLanes == 0 && tile.m == 0 && merged_here;
     } else {
       known.mean = load_l2(f.p.mean + existing);
@@ -172,6 +174,8 @@ struct TrainingConsumer {
                                               const FeatureValues& values, bool finishes) {
     auto& s = shared.epilogue;
     const int c = finished();
+    // Both consumers may read these arrays. Neither overwrites them for its next tile before the other has read them: it waits
+    // for the panel to be complete, the other's half included, or in a single tile for sync_finishers.
     s.squares[c] = known.m2;
     if (thread % kLanes == 0) {
       s.mean[c] = known.mean;

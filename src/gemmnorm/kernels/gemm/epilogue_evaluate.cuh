@@ -1,7 +1,7 @@
 // Epilogue, evaluation: y = φ(slope·a + shift) with the running statistics, straight from the accumulators.
 //
 // Taken for every evaluation. Warp 1 computes the next tile's coefficients while the current one is multiplied, into one of
-// two buffers. Nothing but y goes to memory.
+// two buffers. Of the tiles nothing but y goes to memory.
 #pragma once
 #include "gemm/features.cuh"
 #include "gemm/staging.cuh"

@@ -1,5 +1,5 @@
-// Epilogue, training, one wave of blocks works on all tiles of its panels at once: nothing but y, and the product where it is
-// kept, goes to memory.
+// Epilogue, training, one wave of blocks works on all tiles of its panels at once: of the tiles nothing but y, and the product
+// where it is kept, goes to memory.
 //
 // Taken where the tiles of some panels fill the multiprocessors once, or several times. A tile waits for the statistics of its
 // panel: the last of a block in the accumulators; the others in the staging buffer, where the tile fits it, while the next is
@@ -21,29 +21,29 @@ struct SingleWaveEpilogue {
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
   // Tiles of a number below wait in the staging buffer; the rest, the last of each block, in the accumulators.
-  __device__ __forceinline__ static int staged_tiles(const Params& p, const TileScheduler& scheduler) {
-    return G::kParks && !p.in_registers ? max(scheduler.tiles() - static_cast<int>(gridDim.x), 0) : 0;
+  __device__ __forceinline__ static int tiles_in_staging(const Params& p, const TileScheduler& scheduler) {
+    return G::kFitsStaging && !p.in_registers ? max(scheduler.tiles() - static_cast<int>(gridDim.x), 0) : 0;
   }
 
   struct Auxiliary {
     template <class Smem>
     __device__ __forceinline__ static void run(const Features<Params>& f, const TileScheduler& scheduler,
                                                const Counters& counters, Smem& shared, int warp) {
-      const int staged = staged_tiles(f.p, scheduler);
-      if (warp >= 2) serve(f, scheduler, counters, shared, staged, warp - 2);
-      else if (G::kParks) merge_panels(f, scheduler, counters, staged);
+      const int in_staging = tiles_in_staging(f.p, scheduler);
+      if (warp >= 2) serve(f, scheduler, counters, shared, in_staging, warp - 2);
+      else if (G::kFitsStaging) merge_panels(f, scheduler, counters, in_staging);
     }
 
     // One warp of each block merges its share of a panel's features, for tiles that left the accumulators before.
     __device__ __forceinline__ static void merge_panels(const Features<Params>& f, const TileScheduler& scheduler,
-                                                        const Counters& counters, int staged) {
+                                                        const Counters& counters, int in_staging) {
       int lanes = 1;  // to a feature: as many as leave a feature or more to each block of the panel
       while (lanes < 32 && scheduler.tiles_m * (32 / lanes) > G::TN) lanes *= 2;
       const int lane = threadIdx.x % 32, columns = 32 / lanes;
 #pragma unroll 1
       for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
         const Tile tile = scheduler.at(t);
-        if (!scheduler.begins_before(tile.n, staged) && f.p.batch <= kDirectRows) continue;
+        if (!scheduler.begins_before(tile.n, in_staging) && f.p.batch <= kDirectRows) continue;
 #pragma unroll 1
         for (int c = tile.m * columns; c < G::TN; c += scheduler.tiles_m * columns) {
           const int j = tile.n * G::TN + c + lane / lanes, existing = min(j, f.p.features - 1);
@@ -60,7 +60,7 @@ struct SingleWaveEpilogue {
 
     template <class Smem>
     __device__ __forceinline__ static void serve(const Features<Params>& f, const TileScheduler& scheduler,
-                                                 const Counters& counters, Smem& shared, int staged, int consumer) {
+                                                 const Counters& counters, Smem& shared, int in_staging, int consumer) {
       const int lane = threadIdx.x % 32;
       unsigned char* staging = shared.staging[consumer];
       u64* unstaged = &shared.epilogue.unstaged[consumer];
@@ -68,7 +68,7 @@ struct SingleWaveEpilogue {
 #pragma unroll 1
       for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
         const Tile tile = scheduler.at(t);
-        const bool waits = G::kParks && t < staged;
+        const bool waits = G::kFitsStaging && t < in_staging;
         const int passes = G::kStaged && f.p.keep_product ? G::kStorePasses : 1;
 #pragma unroll 1
         for (int i = 0; i < passes; ++i, phase ^= 1) {
@@ -81,7 +81,7 @@ struct SingleWaveEpilogue {
           if (G::kStaged) tma_store_wait_read();
           if (!waits) mbarrier_arrive(unstaged);
         }
-        if constexpr (G::kParks) {
+        if constexpr (G::kFitsStaging) {
           if (waits) {
             if (lane == 0) wait_until(counters.merged(tile.n), G::TN);
             __syncwarp();
@@ -107,22 +107,22 @@ struct SingleWaveEpilogue {
     using Base::f, Base::scheduler, Base::thread;
     static constexpr bool kEarly = G::TN <= 64;  // registers are left for the feature's values before the main loop
     const Counters& counters;
-    int staged;
+    int in_staging;
     FeatureValues early = {};
 
     __device__ __forceinline__ Consumer(const Features<Params>& f, const TileScheduler& scheduler, const Counters& counters_,
                                         Smem& shared, int consumer)
-        : Base(f, scheduler, shared, consumer), counters(counters_), staged(staged_tiles(f.p, scheduler)) {}
+        : Base(f, scheduler, shared, consumer), counters(counters_), in_staging(tiles_in_staging(f.p, scheduler)) {}
 
     __device__ __forceinline__ void begin(int t) {
       if (kEarly) early = this->values(scheduler.at(t));
     }
     __device__ __forceinline__ void store(int t, Tile tile, typename G::Accumulators& acc) {
-      const bool finishes = t >= staged;
+      const bool finishes = t >= in_staging;
       this->take_statistics(tile, acc, !finishes || f.p.keep_product);
       if (!finishes) return;
       const FeatureValues v = kEarly ? early : this->values(tile);
-      this->template finish_panel_tile<G::kParks>(tile, acc, v, counters, staged);
+      this->template finish_panel_tile<G::kFitsStaging>(tile, acc, v, counters, in_staging);
     }
   };
 };

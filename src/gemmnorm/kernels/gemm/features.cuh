@@ -58,7 +58,7 @@ struct Features {
     return s(j) == 0.0f ? 3e38f : sqrtf(to_float(p.running_var[j]) + p.eps) / fabsf(s(j));
   }
   // Whether split operands were not enough for feature j, whose deviation is given; then it joins the fallback list.
-  __device__ __forceinline__ bool falls_back(int j, float deviation) const {
+  __device__ __forceinline__ bool add_to_fallback(int j, float deviation) const {
     if (!p.fallback_features) return false;
     const bool lost = split_loses(__uint_as_float(load_acquire(&p.amax_state[0])), __uint_as_float(load_acquire(&p.amax_state[1])),
                                   p.weight_amax[j], p.weight_abs_sum[j], deviation);
@@ -70,9 +70,9 @@ struct Features {
   __device__ __forceinline__ void finish(int j, const FeatureValues& v, float mean, float m2) const {
     const float batches = p.num_batches_tracked && p.momentum < 0.0f ? static_cast<float>(*p.num_batches_tracked + 1) : 0.0f;
     const float variance = v.s * v.s * m2 / p.batch;
-    const bool later = falls_back(j, sqrtf(m2 / p.batch));  // the fallback updates the running statistics
+    const bool later = add_to_fallback(j, sqrtf(m2 / p.batch));  // the fallback updates the running statistics
     if (p.merged_slope) {
-      p.merged_slope[j] = v.slope / sqrtf(variance + p.eps);
+      p.merged_slope[j] = v.slope * (1.0f / sqrtf(variance + p.eps));  // as a tile that merges itself has it
       p.merged_shift[j] = v.shift;
     }
     finish_feature(p, j, {mean, variance, v.s, v.b, v.running_mean, v.running_var, batches, later});

@@ -26,13 +26,13 @@ struct GemmShared {
   alignas(16) typename G::Scaling::Shared scaling;  // read two floats at a time
   alignas(16) typename G::Epilogue::Shared epilogue;  // likewise
   Pipeline<G::kStages> ring;
-  u64 warps_left;  // of the block, but for the producer's
+  u64 warps_done;  // completes when all warps but the producer's are done with the counters
 };
 
 // A warp has done all it does with the counters.
-__device__ __forceinline__ void leave(u64& warps_left) {
+__device__ __forceinline__ void signal_warp_done(u64& warps_done) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_left);
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_done);
 }
 
 // One thread loads the operands of the block's tiles.
@@ -114,7 +114,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     shared.ring.init(2);
     shared.epilogue.init();
     shared.conversion.init();
-    mbarrier_init(&shared.warps_left, kGemmThreads / 32 - 1);
+    mbarrier_init(&shared.warps_done, kGemmThreads / 32 - 1);
     fence_mbarrier_init();
     fence_proxy_async_shared();
   }
@@ -132,18 +132,18 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
         if (warp >= 2) conversion.convert(shared.conversion, warp - 2);
       }
       G::Epilogue::Auxiliary::run(f, scheduler, counters, shared, warp);
-      if (kResets) leave(shared.warps_left);
+      if (kResets) signal_warp_done(shared.warps_done);
     }
   } else {
     if (G::kMovesRegisters) setmaxnreg_inc<G::kConsumerRegs>();
     consume_tiles<G>(f, scheduler, counters, shared, warpgroup - 1);
-    if (kResets) leave(shared.warps_left);
+    if (kResets) signal_warp_done(shared.warps_done);
   }
 
   const bool alone = G::Epilogue::counts_alone(p);
   if (alone && p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
   if ((G::Conversion::kConverts || (kResets && !alone)) && threadIdx.x == 0) {
-    mbarrier_wait(&shared.warps_left, 0);
+    mbarrier_wait(&shared.warps_done, 0);
     reset_counters(p, counters, counters.end() + conversion.counters(), G::Epilogue::kTrains && !alone);
   }
 }

@@ -4,8 +4,8 @@
 
 namespace gemmnorm {
 
-struct split;   // float32 as two float16 (fp16x2): high and low; three products for one
-struct thirds;  // float32 as three bfloat16 (bf16x3), split on the way from shared memory; six products for one
+struct fp16x2;  // float32 as two float16 (fp16x2): high and low; three products for one
+struct bf16x3;  // float32 as three bfloat16 (bf16x3), split on the way from shared memory; six products for one
 
 // The type that wgmma multiplies, bytes of an element in shared memory, and planes: an element's parts.
 template <class T>
@@ -19,12 +19,12 @@ struct OperandTraits<tf32> {
   static constexpr int kSize = 4, kPlanes = 1;
 };
 template <>
-struct OperandTraits<split> {
+struct OperandTraits<fp16x2> {
   using Element = half;
   static constexpr int kSize = 2, kPlanes = 2;
 };
 template <>
-struct OperandTraits<thirds> {
+struct OperandTraits<bf16x3> {
   using Element = bfloat16;
   static constexpr int kSize = 4, kPlanes = 3;
 };

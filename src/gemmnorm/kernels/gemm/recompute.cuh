@@ -1,8 +1,8 @@
 // The float32 fallback: features whose fp16x2 operands were not enough, once more in float32 arithmetic. Returns at once
 // where the list is empty.
 //
-// Features are listed by whoever finishes their statistics, or in evaluation by whoever splits the weight
-// (Features::falls_back). Blocks share out tiles of 128 rows by 64 listed features; y holds the product until the last tile
+// A feature is listed where its statistics are finished, or in evaluation where its row of the weight is split
+// (Features::add_to_fallback). Blocks share out tiles of 128 rows by 64 listed features; y holds the product until the last tile
 // of 64 features is there, whose block then normalises them (last-arriver reduction). The planner takes it behind every
 // fused GEMM of split operands.
 #pragma once

@@ -50,7 +50,7 @@ struct GemmTypes {
   static constexpr bool kStagedY = kStaged && (Shape::kSwapAB || sizeof(Y) == 2);
   static constexpr int kStorePasses = kStaged ? Shape::template kStorePasses<T> : 1;
   static constexpr int kStorePassesY = kStagedY ? Shape::template kStorePasses<Y> : 1;
-  static constexpr bool kParks = kStaged && sizeof(T) == 2;  // a whole tile fits the staging buffers, and may wait there
+  static constexpr bool kFitsStaging = kStaged && sizeof(T) == 2;  // a whole tile fits the staging buffers, and may wait there
 
   using Epilogue = typename Config::template Epilogue<GemmTypes, Params>;
   static constexpr bool kEvaluates = Epilogue::kEvaluates;

@@ -62,7 +62,7 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Four matrices of 8 × 8 elements of 16 bits, turned around on the way from registers to shared memory: lanes 8i to 8i + 7
+// Four matrices of 8 × 8 elements of 16 bits, transposed on the way from registers to shared memory: lanes 8i to 8i + 7
 // give where the rows of the i-th go: #warp-level-matrix-instructions-stmatrix
 __device__ __forceinline__ void stmatrix_trans(void* row, const u32 (&pairs)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
@@ -75,7 +75,7 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Copy engine: #data-movement-and-conversion-instructions-cp-async-bulk-tensor. x counts along a row, y the rows.
+// TMA: #data-movement-and-conversion-instructions-cp-async-bulk-tensor. x counts along a row, y the rows.
 // A policy says what the L2 should rather keep: #createpolicy; these are its encodings of whole-access policies.
 constexpr u64 kEvictNormal = 0x1000000000000000ull, kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;
 __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, u64* barrier, int x, int y, u64 policy) {

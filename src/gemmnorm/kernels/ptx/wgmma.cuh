@@ -1,5 +1,5 @@
 // Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] · B[N, 32 bytes]ᵀ, both operands in shared
-// memory, swizzled by 128 bytes, along K or, where they are of two bytes, across it. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
+// memory, swizzled by 128 bytes, K-major or, where they are of two bytes, MN-major. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
 #pragma once
 #include "ptx/hopper.cuh"
 
@@ -13,7 +13,7 @@ __device__ __forceinline__ u64 k_major_descriptor(const void* tile) {
 }
 constexpr int kKMajorStep = 2;  // the next 32 bytes of K, in the descriptor's units of 16 bytes
 
-// The same of a tile that lies across K (MN-major): 64 rows of K, 128 bytes of each; the next 64 rows or columns of the
+// The same of an MN-major tile: 64 rows of K, 128 bytes of each; the next 64 rows or columns of the
 // operand follow after these 8 KiB.
 constexpr int kMnMajorBytes = 64 * 128;
 __device__ __forceinline__ u64 mn_major_descriptor(const void* tile) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Operand type and width → the instruction. `accumulate` 0 starts from zero. A or B may lie across K if of two bytes.
+// Operand type and width → the instruction. `accumulate` 0 starts from zero. A or B may be MN-major if of two bytes.
 template <class T, int N>
 struct Wgmma;
 
@@ -36,11 +36,11 @@ struct Wgmma;
 #define GEMMNORM_WGMMA(N, TYPE, SHAPE, TYPES, REGISTERS, A, B, P, TAIL, ...)                                   \
   template <>                                                                                                \
   struct Wgmma<TYPE, N> {                                                                                    \
-    template <int A_ACROSS = 0, int B_ACROSS = 0>                                                            \
+    template <int A_MN = 0, int B_MN = 0>                                                            \
     static __device__ __forceinline__ void run(float (&d)[N / 2], u64 a, u64 b, int accumulate) {            \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." \
                    TYPES " {" REGISTERS "}, %" A ", %" B ", p, 1, 1" TAIL ";\n}"                               \
-                   : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));            \
+                   : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate), "n"(A_MN), "n"(B_MN));            \
     }                                                                                                        \
   };
 
