@@ -6,7 +6,8 @@ Read in this order:
 - `batches.py`    which plans the file needs, so that it serves every batch size
 - `host.py`       the plans printed as C++ host functions
 - `kernels.py`    the kernels that they launch, as CUDA text; what the plans say of the sources
-- `prune.py`      the sources less what these kernels never reach; `fold.py`: branches that are decided
+- `prune.py`      the sources less what these kernels never reach
+- `fold.py`       branches that all kernels of a file decide alike
 - `method.py`     the comment on method and accuracy, with the measured figures
 - `generated.py`  the Python around the CUDA text, and the class `ModelNew`
 - `nvcc.py`       does the CUDA text of a written file compile?
