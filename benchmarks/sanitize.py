@@ -24,7 +24,7 @@ import torch
 
 import gemmnorm
 from gemmnorm import plan
-from gemmnorm.plan import OWN_GEMM, STRATEGIES, Problem, gradient, split
+from gemmnorm.plan import OWN_GEMM, STRATEGIES, Problem, gradient
 from gemmnorm.runtime import binding
 from gemmnorm.runtime import call as runtime
 
@@ -45,7 +45,6 @@ SIZES = {
 
 def turns() -> None:
     """`persistent_gradient` at small sizes, without the products behind it."""
-    gradient.panel_launch = lambda *_: None
     gradient.IN_FLIGHT = 0
     half, single = torch.bfloat16, torch.float32
     for t, y, batch, features, activation in (
@@ -54,7 +53,8 @@ def turns() -> None:
         names, chip = [str(d).removeprefix("torch.") for d in (t, y, y, y)], runtime.chip(torch.device("cuda", 0))
         arithmetic = "tf32" if t == single else "native"
         problem = Problem(batch, 24, features, *names, arithmetic, activation, save=True, chip=chip)
-        chosen = plan.make_plan(problem, "one_kernel", "backward")
+        with plan.forcing(lambda c: getattr(c.way, "kernel", "") == "persistent_gradient"):
+            chosen = plan.make_plan(problem, "one_kernel", "backward")
         run = binding.Bound(replace(chosen, steps=chosen.launches))
         product, grad_y, vectors = (
             torch.randn(n, features, device="cuda", dtype=d) for n, d in ((batch, t), (batch, y), (4, y))
@@ -71,7 +71,6 @@ def turns() -> None:
 def main() -> None:
     if "--turns" in sys.argv:
         return turns()
-    split.SPLIT_BACKWARD_FLOPS = 0.0  # small products of split operands too
     plain, forward = "--plain" in sys.argv, "--forward" in sys.argv
     names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(SIZES)
     gpu = runtime.chip(torch.device("cuda", 0))

@@ -3,7 +3,8 @@ a single tile for the planner, and the backward of large batches at small sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import emulator
@@ -14,7 +15,9 @@ from torch import Tensor
 import gemmnorm
 from gemmnorm import plan
 from gemmnorm.fuse import call as fused_call
-from gemmnorm.plan import gradient, hopper
+from gemmnorm.plan import gradient
+from gemmnorm.plan.candidates import Candidate, Gradient
+from gemmnorm.plan.gemm import Gemm
 from gemmnorm.runtime import call as runtime
 
 
@@ -58,22 +61,26 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def one_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+def one_tile(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     """The only tile (rows, columns) that the planner has."""
-    monkeypatch.setattr(hopper, "STAGES", {key: n for key, n in hopper.STAGES.items() if key[2:] == request.param})
-    plan.cached_plan.cache_clear()
     runtime.forget()
-    yield request.param
-    monkeypatch.undo()
-    plan.cached_plan.cache_clear()
+    with plan.forcing(lambda c: isinstance(c.way, Gemm) and (c.way.tile.rows, c.way.tile.columns) == request.param):
+        yield request.param
     runtime.forget()
 
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks take turns whatever the batch, with as few panels between sums and gradients as may be."""
-    monkeypatch.setattr(gradient, "panel_launch", lambda *_: None)
     monkeypatch.setattr(gradient, "IN_FLIGHT", 0)
-    plan.cached_plan.cache_clear()
-    yield
-    plan.cached_plan.cache_clear()
+    with plan.forcing(
+        lambda c: c.way.kernel == "persistent_gradient" if isinstance(c.way, Gradient) else c.phase == "forward"
+    ):
+        yield
+
+
+@pytest.fixture
+def forced() -> Iterator[Callable[[Callable[[Candidate], bool]], None]]:
+    """Restricts the candidates of the rest of the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda wanted: stack.enter_context(plan.forcing(wanted))

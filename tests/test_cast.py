@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import ways
 from emulator import COMPILER, emulated
 from gpu_support import poisoned_memory
 from test_emulated import SMALL_HOPPER
 from torch import Tensor
 
 from gemmnorm import linear_scale_batch_norm, plan
-from gemmnorm.plan import Plan, Problem, cast, hopper, small
+from gemmnorm.plan import Plan, Problem, cast, gemm
+from gemmnorm.plan.candidates import Candidate
 from gemmnorm.runtime import call as runtime
 from gemmnorm.runtime import sources
 
@@ -83,7 +85,12 @@ def epilogue(chosen: Plan) -> str:
 def test_the_kernels_cast_as_pytorch_does(
     batch: int, in_features: int, features: int, strategy: str, training: bool, way: str, wide: tuple[str, ...]
 ) -> None:
-    with emulated(SMALL_HOPPER), poisoned_memory():
+    some = batch > 140
+
+    def wanted(c: Candidate) -> bool:
+        return ways.epilogue(way)(c) and isinstance(c.way, gemm.Gemm) and c.way.converts(c.problem) == some
+
+    with plan.forcing(wanted), emulated(SMALL_HOPPER), poisoned_memory():
         operands = tensors(batch, in_features, features)
         chosen = check(operands, strategy, training, torch.bfloat16, wide)
     assert epilogue(chosen) == way
@@ -104,32 +111,31 @@ def test_the_kernels_cast_as_pytorch_does(
     ],
 )
 def test_the_product_begins_with_a_part_of_k(
-    monkeypatch: pytest.MonkeyPatch, batch: int, features: int, training: bool, way: str, wide: tuple[str, ...]
+    batch: int, features: int, training: bool, way: str, wide: tuple[str, ...]
 ) -> None:
     """Two chunks of three are cast before it, the last of 8 columns beside it."""
-    monkeypatch.setattr(hopper, "FEW_ROWS", 0)
-    plan.cached_plan.cache_clear()
-    with emulated(SMALL_HOPPER), poisoned_memory():
+    chunks = 2 if batch == 300 else 3
+
+    def wanted(c: Candidate) -> bool:
+        return ways.epilogue(way)(c) and isinstance(c.way, gemm.Gemm) and c.way.chunks == chunks
+
+    with plan.forcing(wanted), emulated(SMALL_HOPPER), poisoned_memory():
         chosen = check(tensors(batch, 2 * cast.COLUMNS + 8, features), "one_kernel", training, torch.bfloat16, wide)
-    plan.cached_plan.cache_clear()
     assert epilogue(chosen) == way
-    assert dict(chosen.launches[0].numbers)["chunks_converted"] == (2 if batch == 300 else 3)
+    assert dict(chosen.launches[0].numbers)["chunks_converted"] == chunks
 
 
 def test_the_planner_counts_chunks_and_bands_as_the_kernels_do() -> None:
-    planned = ("memory_bound/cast.cuh", "kCastColumns", cast.COLUMNS), ("gemm/conversion.cuh", "kBands", hopper.BANDS)
+    planned = ("memory_bound/cast.cuh", "kCastColumns", cast.COLUMNS), ("gemm/conversion.cuh", "kBands", gemm.BANDS)
     for file, name, value in planned:
         assert f"constexpr int {name} = {value};" in (sources.KERNELS / file).read_text(encoding="utf-8")
 
 
 @needs_compiler
-def test_one_tile_of_rows_in_several_waves_leaves_no_rows_to_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_tile_of_rows_in_several_waves_leaves_no_rows_to_the_product() -> None:
     """A single tile converts none."""
-    monkeypatch.setattr(small, "SHAPES", ())
-    plan.cached_plan.cache_clear()
-    with emulated(SMALL_HOPPER), poisoned_memory():
+    with plan.forcing(ways.fused_gemm), emulated(SMALL_HOPPER), poisoned_memory():
         chosen = check(tensors(20, 72, 1040), "one_kernel", True, torch.bfloat16, BOTH)
-    plan.cached_plan.cache_clear()
     assert epilogue(chosen) == "SingleTile"
 
 

@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import ways
 from emulator import COMPILER, EmulationError, emulated
 from gpu_support import assert_accurate, error, poisoned_memory, precision
 from support import Chain, arguments, step, stir, twin
 from torch import Tensor
 
 from gemmnorm import linear_scale_batch_norm, plan
-from gemmnorm.plan import hopper, params, small
+from gemmnorm.plan import params, small
 from gemmnorm.runtime import binding, driver
 from gemmnorm.runtime import call as runtime
 
@@ -52,7 +53,7 @@ def check(chip, strategy, name, batch, in_features, out_features, training=True,
         x, grad = (torch.randn(batch, n, dtype=dtype) for n in (in_features, out_features))
         exact, eager, ours = twin(module).double(), twin(module), twin(module)
         want, theirs = step(exact, exact, x.double(), grad.double()), step(eager, eager, x, grad)
-        with emulated(chip), poisoned_memory():
+        with plan.forcing(ways.epilogue(epilogue)), emulated(chip), poisoned_memory():
             if epilogue == "Evaluate":  # with gradients the product would be wanted
                 with torch.no_grad():
                     y = run(ours, x, strategy, epilogue)
@@ -98,8 +99,8 @@ def test_one_kernel(epilogue, name, batch, in_features, out_features):
     indirect=["one_tile"],
 )
 @pytest.mark.parametrize("waits_in", ["registers", "shared memory"])
-def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, features, monkeypatch):
-    monkeypatch.setattr(hopper, "LONG_TILE", 1 << 30 if waits_in == "registers" else 0)
+def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, features, forced):
+    forced(ways.in_registers(waits_in == "registers"))
     chip = plan.chip_for(90, blocks)
     options = {"scale_shape": (features,), "activation": "silu"}
     check(chip, "one_kernel", "bf16", batch, 72, features, epilogue="SingleWave", **options)
@@ -121,8 +122,8 @@ def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, featur
 @pytest.mark.parametrize(
     ("one_tile", "features"), [((128, 64), 40), ((128, 64), 72), ((256, 128), 136)], indirect=["one_tile"]
 )
-def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(one_tile, features, monkeypatch):
-    monkeypatch.setattr(hopper, "LONG_TILE", 0)
+def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(one_tile, features, forced):
+    forced(ways.in_registers(False))
     check(plan.chip_for(90, 66), "one_kernel", "bf16", 8290, 16, features, epilogue="SingleWave")
 
 

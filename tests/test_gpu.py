@@ -15,7 +15,7 @@ from torch import nn
 
 import gemmnorm
 from gemmnorm import LinearScaleBatchNorm1d, activations, linear_scale_batch_norm
-from gemmnorm.plan import STRATEGIES, hopper, small
+from gemmnorm.plan import STRATEGIES, small
 from gemmnorm.runtime import call as runtime
 
 pytestmark = pytest.mark.gpu
@@ -118,8 +118,6 @@ def test_every_tile_in_every_way_to_finish(one_tile, name, monkeypatch):
         pytest.skip("not Hopper")
     if name == "fp32" and one_tile[0] == 256:
         pytest.skip("of split operands there is no such tile")
-    monkeypatch.setattr(small, "SHAPES", ())
-    monkeypatch.setattr(hopper, "LONG_TILE", 0)
     seen = set()
     for blocks, batch in (132, 60), (132, 100), (132, 200), (12, 700), (12, 4000):
         part = replace(gpu, multiprocessors=min(blocks, gpu.multiprocessors))

@@ -113,12 +113,11 @@ def test_equal_bits_whatever_the_order_of_events(by: str, request: pytest.Fixtur
 
 def test_where_it_serves() -> None:
     problem = Problem(1024, 64, 64, "bfloat16", "bfloat16", save=True)
-    assert gradient.panel_launch(problem, NOT_SPLIT) is not None
-    blocks = {b: gradient.panel_launch(replace(problem, batch=b), NOT_SPLIT) for b in (256, 257, 2048, 4096)}
-    assert [launch.cluster for launch in blocks.values() if launch] == [1, 2, 8, 8]
+    blocks = {b: {s.cluster for s in gradient.shapes(replace(problem, batch=b))} for b in (256, 1024, 2048, 4096, 4097)}
+    assert list(blocks.values()) == [{1, 2, 4, 8}, {2, 4, 8}, {4, 8}, {8}, set()]
     for batch in (4097, 49152):  # more rows than a cluster's shared memory holds, a panel that the L2 does
-        (turns,), _, counters = gradient.launches(replace(problem, batch=batch), NOT_SPLIT)
-        assert turns.function == "persistent_gradient" and turns.cooperative and counters
+        turns = gradient.unit_launch(replace(problem, batch=batch), NOT_SPLIT)
+        assert turns is not None and turns.function == "persistent_gradient" and turns.cooperative
     for other in (
         replace(problem, batch=49153),
         replace(problem, out_features=60),  # no whole words of 16 bytes
@@ -126,7 +125,7 @@ def test_where_it_serves() -> None:
         replace(problem, chip=plan.chip_for(80)),  # no clusters
         replace(problem, chip=plan.chip_for(120)),  # too little shared memory
     ):
-        assert len(gradient.launches(other, NOT_SPLIT)[0]) == 3
+        assert gradient.unit_launch(other, NOT_SPLIT) is None and not tuple(gradient.shapes(other))
 
 
 def test_panels_between_sums_and_gradients() -> None:

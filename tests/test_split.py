@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import ways
 from emulator import COMPILER, emulated
 from gpu_support import poisoned_memory, precision
 from test_emulated import SMALL_HOPPER, check
 from torch import Tensor
 
 from gemmnorm import linear_scale_batch_norm, plan
-from gemmnorm.plan import hopper, split
+from gemmnorm.plan import candidates
 from gemmnorm.runtime import binding
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
@@ -230,12 +231,10 @@ def test_the_planner_chooses_it_for_float32_unless_ieee_is_asked_for() -> None:
 
 
 @pytest.fixture
-def small_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_gradients() -> Iterator[None]:
     """Gradients by split products at sizes that the planner would leave to the library."""
-    monkeypatch.setattr(split, "SPLIT_BACKWARD_FLOPS", 0.0)
-    plan.cached_plan.cache_clear()
-    yield
-    plan.cached_plan.cache_clear()
+    with plan.forcing(ways.split_products):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -337,7 +336,7 @@ def test_rows_whose_exponent_is_guessed_wrong(training: bool, monkeypatch: pytes
         linear_scale_batch_norm(x.to(t), weight.to(t), None, scale.to(t), *(r.to(t) for r in running), **options)
         for t in (torch.float64, torch.float32)
     )
-    monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (tile.rows, tile.columns))
+    monkeypatch.setattr(candidates, "_conversions", ways.least_converted)
     plan.cached_plan.cache_clear()
     with emulated(SMALL_HOPPER), poisoned_memory():
         got = linear_scale_batch_norm(x, weight, None, scale, *running, training=training, strategy="one_kernel")
@@ -352,7 +351,7 @@ def test_evaluation_lists_the_features_whose_rows_are_split_inside(
     grade = 10.0 ** torch.linspace(-6, 6, 136)
     x, weight = torch.randn(batch, 136) * grade, torch.randn(features, 136) / grade
     running = torch.zeros(features), torch.ones(features)
-    monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (tile.rows, tile.columns))
+    monkeypatch.setattr(candidates, "_conversions", ways.least_converted)
     plan.cached_plan.cache_clear()
     with emulated(SMALL_HOPPER), poisoned_memory():
         linear_scale_batch_norm(x, weight, None, None, *running, strategy="one_kernel")
@@ -374,7 +373,7 @@ def test_a_row_that_begins_with_zeros_and_is_small(monkeypatch: pytest.MonkeyPat
         )
         for t in (torch.float64, torch.float32)
     )
-    monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (tile.rows, tile.columns))
+    monkeypatch.setattr(candidates, "_conversions", ways.least_converted)
     plan.cached_plan.cache_clear()
     with emulated(SMALL_HOPPER), poisoned_memory():
         got = linear_scale_batch_norm(x, weight, None, None, *running, eps=1e-20, strategy="one_kernel")
@@ -388,7 +387,7 @@ def test_rows_that_are_counted_together_are_split_in_time(training: bool, monkey
     batch, features = 128 * 66 + 5, 136
     x, weight = torch.randn(batch, 64), torch.randn(features, 64)
     running = torch.zeros(features), torch.full((features,), 64.0)
-    monkeypatch.setattr(hopper, "_rows_ahead", lambda problem, tile, panels: (tile.rows, tile.columns))
+    monkeypatch.setattr(candidates, "_conversions", ways.least_converted)
     plan.cached_plan.cache_clear()
     with emulated(SMALL_HOPPER), poisoned_memory():
         got = linear_scale_batch_norm(x, weight, None, None, *running, training=training, strategy="one_kernel")

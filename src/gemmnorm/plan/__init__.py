@@ -6,7 +6,17 @@ counts as constants and the batch as an argument.
 """
 
 from .cast import CAST
-from .choice import STRATEGIES, applicable, cached_plan, check_strategy, make_plan, preference, set_strategy
+from .choice import (
+    STRATEGIES,
+    applicable,
+    cached_plan,
+    check_strategy,
+    forcing,
+    make_plan,
+    preference,
+    ranking,
+    set_strategy,
+)
 from .library import GROUP_ROWS
 from .problem import C_TYPES, CHIPS, DTYPE_BYTES, Chip, Problem, c_types, chip_for, target, type_members
 from .split import PREPARED, prepare
@@ -36,9 +46,11 @@ __all__ = [
     "cached_plan",
     "check_strategy",
     "chip_for",
+    "forcing",
     "make_plan",
     "preference",
     "prepare",
+    "ranking",
     "set_strategy",
     "target",
     "type_members",

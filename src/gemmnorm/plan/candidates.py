@@ -8,10 +8,11 @@ what is merely slow is a candidate like any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from . import cast, gradient, library, small, split
+from . import cast, cost, gradient, library, small, split
 from .gemm import STAGES, WIDE, Gemm, Tile, gemm_plan, refusal
 from .problem import CHIPS, DTYPE_BYTES, Problem
 from .small import clusters_at_once
@@ -49,12 +50,42 @@ class Candidate:
     refusal: str | None = None
 
     @property
+    def choices(self) -> str:
+        """All but the strategy, in a few words."""
+        return " ".join(_words(self.problem, self.way))
+
+    @property
     def name(self) -> str:
         """All choices in a few words: unique among the candidates of a problem."""
-        return " ".join((self.strategy, *_words(self.problem, self.way)))
+        return f"{self.strategy} {self.choices}".rstrip()
+
+    def counted(self) -> tuple[Callable[[Mapping[str, Any], cost.Constants], dict[str, Any]], cost.Counted]:
+        """The form of its terms, and what they multiply."""
+        problem, way = self.problem, self.way
+        if isinstance(way, Gradient) or self.phase == "backward":
+            return cost.backward_terms, cost.count_backward(problem, way)
+        if isinstance(way, Gemm):
+            return cost.gemm_terms, cost.count_gemm(problem, way)
+        if isinstance(way, small.Shape):
+            blocks = (problem.chip or CHIPS[90]).multiprocessors
+            return cost.small_terms, cost.count_small(problem, way, way.resident * clusters_at_once(blocks, way.blocks))
+        return cost.library_terms, cost.count_library(problem)
+
+    def terms(self) -> dict[str, float]:
+        """The parts of the predicted time, µs."""
+        form, counted = self.counted()
+        return form(counted, cost.constants(self.problem))
+
+    def cost(self) -> float:
+        """The predicted time, µs."""
+        return sum(self.terms().values())
 
     def plan(self) -> Plan:
-        """The plan of these choices."""
+        """The plan of these choices, with its predicted time."""
+        floor = cost.product_seconds(self.problem) * (2 if self.phase == "backward" else 1)
+        return replace(self._plan(), seconds=self.cost() * 1e-6, floor=floor)
+
+    def _plan(self) -> Plan:
         assert self.refusal is None
         problem, strategy, way = self.problem, self.strategy, self.way
         if isinstance(way, Gradient):

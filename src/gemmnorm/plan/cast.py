@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from .cost import cast_seconds
 from .library import ROWS
 from .problem import Problem, type_members
 from .split import ALL_ROWS
@@ -86,8 +85,4 @@ def with_operands(chosen: Plan, x_rows: int, weight_rows: int, chunk_count: int)
         steps=(cast_rows(problem, x_rows, weight_rows, chunk_count), *chosen.steps),
         outputs=(*chosen.outputs, *kept),
         workspace=(*chosen.workspace, *lost),
-        seconds=chosen.seconds
-        + cast_seconds(
-            problem, min(x_rows, problem.batch), weight_rows, min(chunk_count * COLUMNS, problem.in_features)
-        ),
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..errors import GemmNormValueError
-from . import cast, gradient, hopper, library, small, split
+from . import tables
+from .candidates import Candidate, candidates, variants
+from .gemm import Gemm, refusal
 from .problem import C_TYPES, Problem
 from .steps import OWN_GEMM, Plan
 
@@ -70,46 +72,80 @@ def applicable(problem: Problem) -> dict[str, str | None]:
     return {
         "cublas_bn": kernels,
         "cublas_folded_bn": kernels,
-        "gemm_stats_apply": kernels or hopper.refusal(problem, "gemm_stats_apply"),
-        "one_kernel": kernels or hopper.refusal(problem, "one_kernel"),
+        "gemm_stats_apply": kernels or refusal(problem, "gemm_stats_apply"),
+        "one_kernel": kernels or refusal(problem, "one_kernel"),
         "reference": None,
     }
 
 
-# What the planner prefers, first the best, unless `hopper.better_served` knows better.
-_PREFERENCE = ("one_kernel", "cublas_folded_bn", "cublas_bn", "reference")
+_forced: Callable[[Candidate], bool] | None = None
+
+
+@contextlib.contextmanager
+def forcing(wanted: Callable[[Candidate], bool]) -> Iterator[None]:
+    """Choose among the candidates that `wanted` names, wherever any of those can serve: for tests and measurements."""
+    global _forced
+    previous = _forced
+    _forced = wanted if previous is None else lambda c: previous(c) and wanted(c)
+    cached_plan.cache_clear()
+    try:
+        yield
+    finally:
+        _forced = previous
+        cached_plan.cache_clear()
+
+
+def ranking(problem: Problem, phase: str = "forward", strategy: str | None = None) -> list[tuple[float, Candidate]]:
+    """The candidates that can serve, of one strategy or of all, with their predicted µs: the best first.
+
+    The measured best of an exceptional problem comes first of all, whatever is predicted (docs/planner.md).
+    """
+    every = [c for c in candidates(problem, phase) if c.refusal is None]
+    if phase == "backward":  # the same for every strategy, but that split operands belong to the own product
+        own = strategy in OWN_GEMM
+        every = [
+            replace(c, strategy=strategy or c.strategy) for c in every if own or not getattr(c.way, "split", False)
+        ]
+    elif strategy == "gemm_stats_apply" and not problem.training:  # without statistics it is `fused_gemm` alone
+        every = [replace(c, strategy=strategy) for c in every if isinstance(c.way, Gemm)]
+    elif strategy is not None:
+        every = [c for c in every if c.strategy == strategy]
+    if _forced is not None:
+        every = [c for c in every if _forced(c)] or every
+    # Where two cost the same, the first: `cublas_bn` only serves where it is asked for.
+    ranked = sorted(((c.cost(), c) for c in every), key=lambda pair: (pair[1].strategy == "cublas_bn", pair[0]))
+    known = _forced is None and tables.measured_best(problem, phase)
+    if known:
+        listed = [c for _, c in ranked] + [c for c in variants(problem) if strategy in (None, c.strategy)]
+        best = [c for c in listed if c.choices == known or c.name == known]
+        ranked = [(c.cost(), c) for c in best] + [pair for pair in ranked if pair[1] not in best]
+    return ranked
 
 
 def preference(problem: Problem, strategy: str | None) -> tuple[str, ...]:
     """The strategies in the order in which they are tried: the one asked for, then the planner's own."""
-    better = _better_than_one_kernel(problem)
-    return ((strategy,) if strategy else ()) + ((better[0],) if better else ()) + _PREFERENCE
-
-
-def _better_than_one_kernel(problem: Problem) -> tuple[str, str] | None:
-    """What the planner prefers to `one_kernel` where that could serve, and why."""
-    if applicable(problem)["one_kernel"]:
-        return None
-    return (small if small.shape(problem) else hopper).better_served(problem)
+    if applicable(problem)["cublas_bn"] is not None:
+        return ("reference",)
+    best_first = dict.fromkeys(candidate.strategy for _, candidate in ranking(problem))
+    return (*((strategy,) if strategy else ()), *best_first, "reference")
 
 
 def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forward") -> Plan:
     """The plan for `problem`: that of `strategy` where it applies, else the planner's choice, with the reasons."""
     verdicts = applicable(problem)
-    chosen = next(name for name in preference(problem, strategy) if verdicts[name] is None)
-    better = _better_than_one_kernel(problem)
-    passed_over = {**verdicts, **({"one_kernel": better[1]} if better else {})}
-    reasons = tuple((name, reason) for name, reason in passed_over.items() if reason is not None and name != chosen)
+    refused = {name: reason for name, reason in verdicts.items() if reason is not None}
+    if strategy is None or strategy in refused:
+        ranked = [] if "cublas_bn" in refused else ranking(problem)
+        chosen = ranked[0][1].strategy if ranked else "reference"
+        if strategy is None:
+            times = {c.strategy: us for us, c in reversed(ranked)}
+            refused |= {name: f"predicted to take {us:.1f} µs" for name, us in times.items() if name in OWN_GEMM}
+    else:
+        chosen = strategy
+    reasons = tuple((name, reason) for name, reason in refused.items() if name != chosen)
     if chosen == "reference":
         return Plan(problem, phase, chosen, reasons=reasons)
-    own = chosen in OWN_GEMM
-    if phase == "forward":
-        build = hopper.forward if own else cast.in_front(library.forward)
-        if chosen == "one_kernel" and small.shape(problem):
-            build = cast.in_front(small.forward)
-    else:
-        build = split.backward if own else gradient.backward
-    return replace(build(problem, chosen), reasons=reasons)
+    return replace(ranking(problem, phase, chosen)[0][1].plan(), reasons=reasons)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,39 +1,402 @@
-"""Predicted times, for `explain`."""
+"""The predicted time of a candidate, as named terms, from its structure and constants that are fitted to measurements.
+
+Two steps, so that `benchmarks/fit_planner.py` can do the second for thousands of candidates at once: `count_*` counts
+what a candidate does (waves, stages of K, bytes), in numbers; `terms` multiplies those by `Constants`, and uses nothing
+but arithmetic. docs/planner.md explains the terms.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from . import tables
 from .problem import CHIPS, DTYPE_BYTES, Problem
 
-
-def gemm_seconds(problem: Problem) -> float:
-    """The product at the library's rate, or at the memory's where that is what limits it."""
-    chip = problem.chip or CHIPS[80]
-    size = DTYPE_BYTES[problem.dtype]
-    traffic = size * (
-        problem.batch * problem.in_features
-        + problem.out_features * problem.in_features
-        + problem.batch * problem.out_features
-    )
-    return max(problem.flops / problem.gemm_rate, traffic / chip.bandwidth) + 3e-6
-
-
-def sweep_seconds(problem: Problem, reads: int, writes: int) -> float:
-    """`reads` reads and `writes` writes of a [B, O] tensor, and 2 µs a launch."""
-    chip = problem.chip or CHIPS[80]
-    elements = problem.batch * problem.out_features
-    traffic = elements * (reads * DTYPE_BYTES[problem.dtype] + writes * DTYPE_BYTES[problem.out_dtype])
-    return traffic / chip.bandwidth + 2e-6 * (reads + writes)
+ROW_BYTES = 128  # of K in one pipeline stage
+L2_BYTES = 30e6  # that an H200 keeps of what all multiprocessors read
+LIBRARY_TILES = (
+    (256, 128),
+    (128, 128),
+    (128, 64),
+    (64, 64),
+    (64, 32),
+    (32, 32),
+)  # of cuBLAS, that the prediction takes the best of
+LIBRARY_SPLITS = (1, 2, 4, 8, 16, 32)  # parts of K, likewise
+SHARPNESS = 4  # of `overlapped`
 
 
-def cast_seconds(problem: Problem, x_rows: int, weight_rows: int, columns: int) -> float:
-    """Reading so many columns of rows of float32 and writing them in half precision, and 2 µs for the launch."""
-    chip = problem.chip or CHIPS[80]
+@dataclass(frozen=True)
+class Constants:
+    """Of one arithmetic on one GPU. Microseconds, and nanoseconds where the name says so."""
+
+    # Launches and memory.
+    launch: float = 2.0  # each launch after the first, its tail included
+    first: float = 3.0  # the first
+    bandwidth: float = 3.9  # TB/s of device memory
+    l2_bandwidth: float = 8.0  # TB/s, of tensors that fit the L2
+    group_ns: float = 20.0  # of merging the statistics of one group of rows
+    # Products by cuBLAS.
+    library_tensor_ns: float = 0.6  # of a stage of K, for each of a tile's columns in 128 rows
+    library_load_ns: float = 0.5  # of a stage of K, for each of a tile's rows and columns
+    library_tile: float = 1.5  # of a tile: prologue and epilogue
+    library_split: float = 1.0  # of sums over parts of K
+    library_vector: float = 3.0  # TB/s of the weight, times the square of its rows, without tensor cores
+    sustained: float = 0.1  # the share by which long products run slower (power)
+    # fused_gemm.
+    tensor_ns: float = 0.6  # of a stage of K, for each column in 128 rows, where tensor cores are what limits it
+    load_ns: float = 0.5  # of a stage of K, for each row and column that is loaded
+    misaligned: float = 0.3  # share by which loading takes longer, where rows are no multiple of 128 bytes
+    overhang_ns: float = 50.0  # of a stage of K whose box of x reaches beyond the last row
+    stage_ns: float = 50.0  # of a stage of K, whatever the tile
+    prologue: float = 2.0  # launch, barriers, filling of the ring
+    tile: float = 0.5  # of every tile, whatever its size
+    epilogue_ns: float = 0.05  # of an element of a tile
+    statistics: float = 0.5  # of a tile in training, here and in small_panel
+    statistics_ns: float = 0.05  # of an element in training
+    swapped: float = 0.5  # of a tile of 64 rows, which is multiplied as W·xᵀ and turned on its way out
+    staged_ns: float = 0.2  # of an element that waits in shared memory, and leaves during the next tile's main loop
+    store_ns: float = 0.1  # of a byte of a tile that is stored
+    normalize_ns: float = 0.1  # of an element that a persistent kernel normalises out of the L2
+    registers_ns: float = 0.1  # of a byte of a tile that is stored from registers rather than shared memory
+    wait: float = 1.5  # of a wave for a panel's statistics, between any blocks
+    cluster_wait: float = 1.0  # likewise, within a cluster
+    row_tile_ns: float = 20.0  # of that, for each tile of rows
+    tail: float = 2.0  # of a persistent kernel: its last panel
+    # Conversion of operands.
+    row_ns: float = 3.0  # of a row that is converted, in a launch of its own
+    inside_row_ns: float = 3.0  # likewise, by the kernel itself
+    inside: float = 1.0  # TB/s of conversion by the kernel itself
+    begin_inside: float = 2.0  # of the barriers that this takes
+    recompute: float = 2.0  # of the launch that looks for features to compute again
+    # small_panel.
+    small_prologue: float = 3.0
+    small_stage_ns: float = 150.0  # of a block's stage of K
+    small_alone_ns: float = 20.0  # of that, for a block that shares K with no other
+    small_column_ns: float = 1.0  # of a stage of K, for each column
+    exchange: float = 0.5  # within a cluster
+    exchange_block_ns: float = 100.0  # of that, for each block
+    small_row_ns: float = 5.0  # of a row of the batch
+    # Backward.
+    gradient: float = 3.0  # of a launch up to the product's gradient, by clusters
+    gradient_row_ns: float = 10.0  # of a row that a warp holds, for each round
+    gradient_turns: float = 5.0  # of persistent_gradient
+    split_stage: float = 0.7  # of a stage of K in a product of split operands
+    split_products: float = 4.0  # of the two launches
+
+
+Counted = dict[str, Any]  # name → number; an array of them where candidates are fitted
+
+
+def arithmetic_of(problem: Problem) -> str:
+    """The name of its constants."""
+    if problem.cast:
+        return "cast"
+    return "half" if DTYPE_BYTES[problem.dtype] == 2 else "float32" if problem.arithmetic != "tf32" else "tf32"
+
+
+@functools.cache
+def _fitted() -> dict[str, Constants]:
+    found = tables.constants()
+    names = {field.name for field in fields(Constants)}
+    return {
+        arithmetic: Constants(**{name: value for name, value in values.items() if name in names})
+        for arithmetic, values in found.items()
+    }
+
+
+def constants(problem: Problem) -> Constants:
+    """Those fitted on an H200; other GPUs are predicted by their own number of multiprocessors alone."""
+    return _fitted()[arithmetic_of(problem)]
+
+
+def overlapped(a: Any, b: Any) -> Any:
+    """The time of two things that run beside each other: about the longer one's."""
+    return (a**SHARPNESS + b**SHARPNESS) ** (1 / SHARPNESS)
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    return (a + b - abs(a - b)) / 2
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+
+def _pass(counted: Counted, nbytes: float, resident: float) -> None:
+    """A pass over so many bytes, of a tensor of `resident` bytes: part of it is still in the L2."""
+    near = min(1.0, L2_BYTES / max(resident, 1.0))
+    counted["launches"] += 1
+    counted["near_bytes"] += near * nbytes
+    counted["far_bytes"] += (1 - near) * nbytes
+
+
+def _empty() -> Counted:
+    return {
+        "launches": 0,
+        "near_bytes": 0.0,
+        "far_bytes": 0.0,
+        "converted_bytes": 0.0,
+        "converted_rows": 0,
+        "groups": 0,
+    }
+
+
+def count_product(problem: Problem, rows: int, columns: int, inner: int) -> Counted:
+    """A product by cuBLAS: for each tile and number of parts of K, waves and stages."""
+    blocks, size = (problem.chip or CHIPS[90]).multiprocessors, DTYPE_BYTES[problem.dtype]
+    steps = -(-inner * size // ROW_BYTES)
+    options = []
+    for tile in LIBRARY_TILES:
+        tiles = -(-rows // tile[0]) * -(-columns // tile[1])
+        for parts in LIBRARY_SPLITS:
+            waves = -(-tiles * parts // blocks)
+            options += [float(waves), float(waves * -(-steps // parts))]
+    nbytes = size * (rows * inner + columns * inner + rows * columns)
+    return {
+        "options": tuple(options),
+        "product_bytes": nbytes,
+        "result_bytes": 4.0 * rows * columns,
+        "vector_bytes": 1.0 * size * inner * rows * rows * columns,
+        "misaligned": float(inner * size % ROW_BYTES > 0),
+    }
+
+
+def _convert(counted: Counted, rows: float, bytes_of_row: float) -> None:
+    """A pass that converts rows."""
+    counted["launches"] += 1
+    counted["converted_rows"] += rows
+    counted["converted_bytes"] += rows * bytes_of_row
+
+
+def _count_cast(problem: Problem, counted: Counted, x_rows: float, weight_rows: float, columns: float) -> None:
+    """The pass that casts operands before a product."""
     rows = x_rows * ("x" in problem.cast) + weight_rows * ("weight" in problem.cast)
-    return 6 * rows * columns / chip.bandwidth + 2e-6
+    if problem.cast:
+        _convert(counted, rows, 6.0 * columns)
 
 
-def split_seconds(problem: Problem) -> float:
-    """float32 by split operands: three half-precision products, after a pass that reads and writes x and the weight."""
-    chip = problem.chip or CHIPS[90]
-    elements = (problem.batch + problem.out_features) * problem.in_features
-    return 3 * problem.flops / chip.tensor_half + 8 * elements / chip.bandwidth + 10e-6
+def count_library(problem: Problem) -> Counted:
+    """`cublas_folded_bn`: the product, statistics, their merge, normalisation."""
+    counted = _empty() | count_product(problem, problem.batch, problem.out_features, problem.in_features)
+    elements, size = problem.batch * problem.out_features, DTYPE_BYTES[problem.dtype]
+    _count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
+    if problem.training:
+        _pass(counted, size * elements, size * elements)
+        counted["launches"] += 1
+        counted["groups"] = -(-problem.batch // 64)
+    _pass(counted, (size + DTYPE_BYTES[problem.out_dtype]) * elements, size * elements)
+    return counted
+
+
+def count_gemm(problem: Problem, gemm: Any) -> Counted:
+    """`fused_gemm` with all that stands before and after it."""
+    tile, counted = gemm.tile, _empty()
+    blocks = (problem.chip or CHIPS[90]).multiprocessors
+    (rows, panels), size = tile.counts(problem), DTYPE_BYTES[problem.dtype]
+    out_size, elements = DTYPE_BYTES[problem.out_dtype], problem.batch * problem.out_features
+    persistent, single = gemm.schedule == "persistent", gemm.schedule == "single-wave"
+    statistics = gemm.schedule == "statistics"
+    waves = -(-panels // gemm.panels) if single else -(-rows * panels // blocks)
+    steps = -(-problem.in_features // tile.k)
+    stored = problem.training and (problem.save or persistent or statistics)
+    of_tile = tile.rows * tile.columns
+    staged = single and tile.waits and not gemm.in_registers
+    # The operands from device memory: x again for every group of panels where the L2 does not keep it.
+    of_x, of_weight = problem.batch * problem.in_features * size, problem.out_features * problem.in_features * size
+    groups = -(-panels // gemm.group_panels)
+    again = (groups - 1) * max(0.0, 1 - L2_BYTES / max(of_x, 1.0))
+    traffic = of_x * (1 + again) + of_weight + elements * ((0 if statistics else out_size) + size * stored)
+    if persistent:  # the product again, once the last tile of its panel is there
+        together = gemm.group_panels * tile.columns * problem.batch * size
+        traffic += elements * size * max(0.0, 1 - L2_BYTES / together)
+    x_rows = min(gemm.x_rows, problem.batch)
+    columns = min(gemm.chunks * 2048, problem.in_features)
+    inside = inside_rows = 0.0
+    if problem.cast:
+        _count_cast(problem, counted, x_rows, gemm.weight_rows, columns)
+        every = problem.batch * ("x" in problem.cast) + problem.out_features * ("weight" in problem.cast)
+        done = columns * (x_rows * ("x" in problem.cast) + gemm.weight_rows * ("weight" in problem.cast))
+        inside, inside_rows = 6.0 * (every * problem.in_features - done), every - done / problem.in_features
+    elif problem.split:
+        weight_rows = 0 if problem.prepared else gemm.weight_rows
+        _convert(counted, x_rows + weight_rows, 8.0 * problem.in_features)
+        every = problem.batch + (0 if problem.prepared else problem.out_features)
+        inside_rows = every - x_rows - weight_rows
+        inside = 8.0 * problem.in_features * inside_rows
+    if statistics:
+        counted["launches"] += 1
+        counted["groups"] = -(-problem.batch // 64)
+        _pass(counted, (size + out_size) * elements, size * elements)
+    return counted | {
+        "waves": waves,
+        "stages": waves * steps,
+        "trained": waves * problem.training,
+        "overhanging": steps * max(1.0, waves / rows) * (problem.training and problem.batch % tile.rows > 0),
+        "statistics": waves * of_tile * problem.training,
+        "staged": (waves - 1) * of_tile * staged,
+        "swapped": float(waves * (tile.rows < 128)),
+        "width": of_tile / 128,
+        "loaded": (tile.rows + tile.columns) * tile.planes,
+        "products": 3 if tile.planes == 2 else 1,
+        "tile_elements": waves * of_tile,
+        "tile_bytes": (1 if staged else waves) * of_tile * ((not statistics) * out_size + size * stored),
+        "normalized": waves * of_tile if persistent else 0,
+        "register_bytes": waves * of_tile * out_size * (gemm.in_registers or (single and not tile.waits)),
+        "grid_waits": (1 if staged else waves) * (single and gemm.cluster == 1),
+        "cluster_waits": float(single and gemm.cluster > 1),
+        "row_tiles": rows * (1 if staged else waves) * single,
+        "persistent": float(persistent),
+        "traffic": traffic,
+        "inside_bytes": inside,
+        "inside_rows": inside_rows,
+        "misaligned": float(not problem.split and problem.in_features * size % ROW_BYTES > 0),
+        "inside": float(inside > 0),
+        "split": float(problem.split),
+    }
+
+
+def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
+    """`small_panel`, of which so many clusters run at once."""
+    counted, size = _empty(), DTYPE_BYTES[problem.dtype]
+    _count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
+    panels = -(-problem.out_features // shape.columns)
+    waves = -(-panels // at_once)
+    steps = -(-problem.in_features * size // ROW_BYTES)
+    nbytes = size * problem.in_features * (problem.batch + problem.out_features)
+    return counted | {
+        "waves": waves,
+        "stages": waves * -(-steps // shape.blocks),
+        "trained": waves * problem.training,
+        "columns": shape.columns,
+        "alone": float(shape.blocks == 1),
+        "exchanges": waves * (shape.blocks > 1),
+        "exchange_blocks": waves * shape.blocks * (shape.blocks > 1),
+        "rows": waves * problem.batch * shape.columns / shape.blocks / 32,
+        "small_bytes": nbytes,
+    }
+
+
+def count_backward(problem: Problem, way: Any) -> Counted:
+    """The gradient of the product, and two products."""
+    counted, size = _empty(), DTYPE_BYTES[problem.dtype]
+    b, i, o = problem.batch, problem.in_features, problem.out_features
+    blocks = (problem.chip or CHIPS[90]).multiprocessors
+    counted |= {"by_x": count_product(problem, b, i, o), "by_weight": count_product(problem, o, i, b)}
+    once = b * o * (size + DTYPE_BYTES[problem.out_dtype])
+    rounds = held = 0.0
+    if way.kernel == "cluster_gradient":
+        panels = -(-o // way.shape.columns)
+        rounds = panels * way.shape.cluster / blocks
+        rounds = float(max(1.0, rounds))
+        held = rounds * way.shape.rows
+    elif way.kernel == "persistent_gradient":
+        _pass(counted, once, once)
+    else:
+        _pass(counted, once, once)
+        counted["launches"] += 1
+        counted["groups"] = -(-b // 64)
+    _pass(counted, once + b * o * size, 1e12 if way.kernel == "cluster_gradient" else once)
+    if way.split:
+        _convert(counted, b + o, 8.0 * i)
+        _convert(counted, b, 12.0 * o)
+    return counted | {
+        "held_rows": held,
+        "turns": float(way.kernel == "persistent_gradient"),
+        "split_products": float(way.split),
+        "cluster": float(way.kernel == "cluster_gradient"),
+        "split_stages": sum(
+            -(-(-(-rows // 128) * -(-i // 128)) // blocks) * -(-inner // 64) for rows, inner in ((b, o), (o, b))
+        ),
+    }
+
+
+# --- what it takes ----------------------------------------------------------------------------------------------------
+
+
+def product_time(n: Mapping[str, Any], c: Constants) -> Any:
+    """Of a product by cuBLAS: its best tile and number of parts of K, or the bytes."""
+    best, at = n["vector_bytes"] / c.library_vector / 1e6, iter(n["options"])
+    load = c.library_load_ns * (1 + c.misaligned * n["misaligned"])
+    for rows, columns in LIBRARY_TILES:
+        stage = overlapped(c.library_tensor_ns * rows * columns / 128, load * (rows + columns)) / 1e3
+        for parts in LIBRARY_SPLITS:
+            waves, stages = next(at), next(at)
+            found = waves * c.library_tile + stages * stage
+            if parts > 1:
+                found = found + c.library_split + parts * n["result_bytes"] / c.l2_bandwidth / 1e6
+            best = _smaller(best, found)
+    return overlapped(_throttled(best, c), n["product_bytes"] / c.bandwidth / 1e6)
+
+
+def _throttled(time: Any, c: Constants) -> Any:
+    """Long products run slower: the clock falls within some hundred microseconds."""
+    return time * (1 + c.sustained * time / (time + 200.0))
+
+
+def _passes(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+    return {
+        "launches": c.launch * n["launches"],
+        "passes": n["near_bytes"] / c.l2_bandwidth / 1e6 + n["far_bytes"] / c.bandwidth / 1e6,
+        "merge": n["groups"] * c.group_ns / 1e3,
+        "conversion": overlapped(n["converted_rows"] * c.row_ns / 1e3, n["converted_bytes"] / c.bandwidth / 1e6),
+    }
+
+
+def library_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+    return {"product": c.first + product_time(n, c), **_passes(n, c)}
+
+
+def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+    load = c.load_ns * n["loaded"] * (1 + c.misaligned * n["misaligned"])
+    stage = overlapped(c.tensor_ns * n["products"] * n["width"], load) + c.stage_ns
+    main = _throttled((n["stages"] * stage + n["overhanging"] * c.overhang_ns) / 1e3, c)
+    main = overlapped(main, n["inside_bytes"] / c.inside / 1e6 + n["inside_rows"] * c.inside_row_ns / 1e3)
+    main = overlapped(main, n["staged"] * c.staged_ns / 1e3)
+    main = overlapped(main, n["normalized"] * c.normalize_ns / 1e3)
+    leaving = n["register_bytes"] * c.registers_ns + n["statistics"] * c.statistics_ns
+    leaving = leaving + n["tile_elements"] * c.epilogue_ns + n["tile_bytes"] * c.store_ns
+    beyond = overlapped(main, n["traffic"] / c.bandwidth / 1e6) - main
+    return {
+        "prologue": c.first + c.prologue,
+        "main loop": main,
+        "memory": beyond,
+        "epilogue": leaving / 1e3 + n["waves"] * c.tile + n["swapped"] * c.swapped + n["trained"] * c.statistics,
+        "wait": n["grid_waits"] * c.wait + n["cluster_waits"] * c.cluster_wait + n["row_tiles"] * c.row_tile_ns / 1e3,
+        "last panel": n["persistent"] * c.tail,
+        "conversion inside": n["inside"] * c.begin_inside,
+        "recomputation": n["split"] * c.recompute,
+        **_passes(n, c),
+    }
+
+
+def small_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+    main = n["stages"] * (c.small_stage_ns + c.small_alone_ns * n["alone"] + c.small_column_ns * n["columns"]) / 1e3
+    return {
+        "prologue": c.first + n["waves"] * c.small_prologue,
+        "main loop": overlapped(main, n["small_bytes"] / c.bandwidth / 1e6),
+        "exchange": n["exchanges"] * c.exchange + n["exchange_blocks"] * c.exchange_block_ns / 1e3,
+        "epilogue": n["rows"] * c.small_row_ns / 1e3 + n["trained"] * c.statistics,
+        **_passes(n, c),
+    }
+
+
+def backward_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+    library = 2 * c.first + product_time(n["by_x"], c) + product_time(n["by_weight"], c)
+    split = c.split_products + _throttled(n["split_stages"] * c.split_stage, c)
+    return {
+        "products": n["split_products"] * split + (1 - n["split_products"]) * library,
+        "gradient": n["cluster"] * c.gradient
+        + n["held_rows"] * c.gradient_row_ns / 1e3
+        + n["turns"] * c.gradient_turns,
+        **_passes(n, c),
+    }
+
+
+def product_seconds(problem: Problem) -> float:
+    """The forward's product alone, by cuBLAS."""
+    c = constants(problem)
+    sizes = problem.batch, problem.out_features, problem.in_features
+    return float(c.first + product_time(count_product(problem, *sizes), c)) * 1e-6

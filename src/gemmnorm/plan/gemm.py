@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import cast, library
-from .cost import gemm_seconds, split_seconds
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .split import ALL_ROWS, PREPARED, ROW_BYTES, counters_to_recompute, recompute, split_operands, split_rows
@@ -163,7 +162,7 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
         "fused_gemm",
         (
             *type_members(problem),
-            ("Operand", "T" if half else "gemmnorm::split" if problem.split else "gemmnorm::tf32"),
+            ("Operand", "T" if half else "gemmnorm::fp16x2" if problem.split else "gemmnorm::tf32"),
             ("kTileRows", tile.rows),
             ("kTileColumns", tile.columns),
             ("kStages", tile.stages),
@@ -258,8 +257,6 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
     found = Plan(
         problem, "forward", strategy, steps, tuple(outputs), tuple(workspace), aliases,
         counters=_counters(problem, gemm),
-        seconds=(split_seconds if problem.split else gemm_seconds)(problem) * (1.06 if problem.training else 1.01),
-        floor=gemm_seconds(problem),
     )  # fmt: skip
     return cast.with_operands(found, gemm.x_rows, gemm.weight_rows, gemm.chunks) if problem.cast else found
 

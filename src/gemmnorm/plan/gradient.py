@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from .cost import gemm_seconds, sweep_seconds
 from .library import GROUP_ROWS, ROWS, VECTORS, form, merge_grid, tiling
 from .problem import CHIPS, DTYPE_BYTES, Chip, Problem, type_members
 from .steps import THREADS, Buffer, Extent, Launch, Plan, Product
@@ -13,9 +12,7 @@ from .steps import THREADS, Buffer, Extent, Launch, Plan, Product
 WARPS = THREADS // 32
 # Lanes of a warp along the features, 16 bytes each: whole lines of 128 bytes, or halves, for more or smaller blocks.
 WIDE, NARROW = 8, 4
-# Rows of a warp, and blocks of a cluster: 8 are allowed on any GPU that has clusters.
-SHAPES = ((16, 1), (32, 1), (32, 2), (32, 4), (32, 8), (64, 8))
-OF_A_WIDER_Y = {(32, 4): (64, 2)}  # instead, where y's gradient takes more bytes than the product
+ROWS_OF_A_WARP, CLUSTERS = (16, 32, 64), (1, 2, 4, 8)  # 8 blocks are allowed on any GPU that has clusters
 # Bytes of the product and y's gradient: read between the sums of some rows and their gradients, while sums are merged;
 # and of a panel at most, of which two and more have to stay in the L2 (an H200 keeps some 30 MiB of what all read).
 IN_FLIGHT, LARGEST_PANEL = 16 * 2**20, 12 * 2**20
@@ -27,30 +24,19 @@ _PARAMETERS = ("grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
 Steps = tuple[tuple[Launch, ...], tuple[Buffer, ...], int]
 
 
-def launches(problem: Problem, split: bool) -> Steps:
-    """The launches, what they need besides the gradients, and how many counters.
-
-    `split`: the gradient's products are of split operands, for which the launches find its columns' exponents.
-    """
-    panel, units = panel_launch(problem, split), unit_launch(problem, split)
-    if panel is not None:
-        return by_panels(problem, panel)
-    return by_units(problem, units) if units is not None else by_three(problem, split)
-
-
 def by_panels(problem: Problem, launch: Launch) -> Steps:
-    """`launches` by clusters."""
+    """The launches up to the product's gradient, their buffers and counters: by clusters."""
     return (launch,), (_product(problem),), 0
 
 
 def by_units(problem: Problem, launch: Launch) -> Steps:
-    """`launches` by blocks that take turns."""
+    """Likewise, by work items in turn."""
     between = (*_between(problem, _unit_rows(problem)), *_vectors(problem, "merged_slope", "merged_shift"))
     return (launch,), (*between, _product(problem)), 2 + 2 * -(-problem.out_features // _unit_columns(problem))
 
 
 def by_three(problem: Problem, split: bool) -> Steps:
-    """`launches` by sums, their merge, and the gradient."""
+    """Likewise, by sums, their merge, and the gradient."""
     return _three_launches(problem, split), (*_between(problem), _product(problem)), 0
 
 
@@ -64,15 +50,8 @@ def _in_one_launch(problem: Problem) -> Chip | None:
     return chip if chip and chip.arch == 90 and problem.training and whole else None
 
 
-def panel_launch(problem: Problem, split: bool) -> Launch | None:
-    """A cluster for each panel of columns, which reads the product and y's gradient once; None if none can."""
-    chip = _in_one_launch(problem)
-    shape = _shape(problem, chip) if chip else None
-    return panel_launch_of(problem, split, shape) if shape else None
-
-
 def panel_launch_of(problem: Problem, split: bool, shape: Shape) -> Launch:
-    """`panel_launch` by clusters of this shape."""
+    """A cluster of this shape for each panel of columns, which reads the product and y's gradient once."""
     chip = problem.chip or CHIPS[90]
     panels, cluster = -(-problem.out_features // shape.columns), shape.cluster
     cheap = (problem.activation or "relu").split("(")[0] in _CHEAP  # few registers
@@ -141,26 +120,13 @@ class Shape:
         return self.columns * (held + 5 * 4 + 2 * WARPS * 2 * 4) + 2 * 8
 
 
-def _shape(problem: Problem, chip: Chip) -> Shape | None:
-    """The smallest that holds the batch, if any does."""
-    sizes = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
-    for rows, cluster in SHAPES:
-        if sizes[0] < sizes[1]:
-            rows, cluster = OF_A_WIDER_Y.get((rows, cluster), (rows, cluster))
-        wide = Shape(WIDE, rows, cluster, *sizes)
-        if wide.batch >= problem.batch:
-            few = cluster * problem.out_features < wide.columns * chip.multiprocessors
-            return replace(wide, lanes=NARROW) if few else wide
-    return None
-
-
 def shapes(problem: Problem) -> Iterator[Shape]:
     """All that hold the batch: for each number of blocks with the fewest rows, by wide and by narrow panels."""
     if _in_one_launch(problem) is None:
         return
     sizes = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
-    for cluster in (1, 2, 4, 8):
-        holding = [n for n in (16, 32, 64) if n * cluster * WARPS >= problem.batch]
+    for cluster in CLUSTERS:
+        holding = [n for n in ROWS_OF_A_WARP if n * cluster * WARPS >= problem.batch]
         for lanes in (WIDE, NARROW):
             shape = Shape(lanes, holding[0] if holding else 0, cluster, *sizes)
             if holding and shape.shared <= SHARED:
@@ -265,11 +231,6 @@ def _vectors(problem: Problem, *roles: str) -> tuple[Buffer, ...]:
     return tuple(Buffer(role, "float32", (Extent(problem.out_features),)) for role in roles)
 
 
-def backward(problem: Problem, strategy: str, split: bool = False) -> Plan:
-    """The plan by the rules of this file; `split` as in `launches`."""
-    return backward_plan(problem, strategy, launches(problem, split))
-
-
 def backward_plan(problem: Problem, strategy: str, made: Steps) -> Plan:
     """The gradient of the product, and two products by cuBLAS.
 
@@ -277,7 +238,6 @@ def backward_plan(problem: Problem, strategy: str, made: Steps) -> Plan:
     """
     features = Extent(problem.out_features)
     steps, workspace, counters = made
-    reads = 4 if len(steps) > 1 else 3 if steps[0].cooperative else 2
     of_x, of_weight = problem.grad_dtypes or (problem.dtype, problem.dtype)
     return Plan(
         problem,
@@ -298,6 +258,4 @@ def backward_plan(problem: Problem, strategy: str, made: Steps) -> Plan:
         ),
         workspace,
         counters=counters,
-        seconds=2 * gemm_seconds(problem) + sweep_seconds(problem, reads, writes=1),
-        floor=2 * gemm_seconds(problem),
     )

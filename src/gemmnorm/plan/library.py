@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .cost import gemm_seconds, sweep_seconds
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .steps import Buffer, Extent, Launch, Plan, Product, Step
 
@@ -141,6 +140,4 @@ def forward(problem: Problem, strategy: str) -> Plan:
         tuple(outputs),
         tuple(workspace),
         tuple(aliases),
-        seconds=gemm_seconds(problem) + sweep_seconds(problem, 2 if problem.training else 1, writes=1),
-        floor=gemm_seconds(problem),
     )

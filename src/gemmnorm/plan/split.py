@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import gradient
-from .cost import split_seconds
 from .library import ROWS, VECTORS
 from .problem import CHIPS, Problem, type_members
 from .steps import Buffer, Extent, Launch, Map, Plan
@@ -14,7 +12,6 @@ ROW_BYTES = 128  # of K in one pipeline stage
 ALL_ROWS = 2**30  # of x, whatever the batch
 SPLIT_COLUMNS = 64  # of K, high and then low
 SPLIT_GEMM_TILE, SPLIT_GEMM_STAGES = 128, 3
-SPLIT_BACKWARD_FLOPS = 4e9  # of one product; below, the passes that split the operands cost more than they save
 
 
 # What is kept of a weight that is split ahead of the calls, beside itself.
@@ -99,20 +96,13 @@ def recompute(problem: Problem) -> Launch:
     )  # fmt: skip
 
 
-def backward(problem: Problem, strategy: str) -> Plan:
-    """The library's plan; of float32 operands with products of split operands where those are large enough to win.
+def split_backward(problem: Problem, plan: Plan) -> Plan:
+    """`plan`, whose launches find the exponents, with its products by split operands.
 
     dx = da·W and dW = daᵀ·x add up along the rows of W and x, which is where their exponents belong: da is multiplied
     by those powers of two before it is split, by rows for one product and by columns for the other. So W and x are
     split as for the forward, and nothing is transposed.
     """
-    if not problem.split or not problem.training or problem.flops < SPLIT_BACKWARD_FLOPS:
-        return gradient.backward(problem, strategy)
-    return split_backward(problem, gradient.backward(problem, strategy, split=True))
-
-
-def split_backward(problem: Problem, plan: Plan) -> Plan:
-    """`plan`, whose launches find the exponents, with its products by split operands."""
     features, padded = Extent(problem.out_features), _padded(problem.out_features)
     split_gradient = Launch(
         "fused_gemm_split_gradient",
@@ -137,9 +127,7 @@ def split_backward(problem: Problem, plan: Plan) -> Plan:
         Buffer("row_exponents", "int32", (ROWS,)),
         Buffer("column_exponents", "int32", (features,)),
     )
-    return replace(
-        plan, steps=steps, workspace=workspace, seconds=plan.seconds - plan.floor + 2 * split_seconds(problem)
-    )
+    return replace(plan, steps=steps, workspace=workspace)
 
 
 def _split_gemm(problem: Problem, out: str, operands: tuple[str, str, str], rows: str, inner: str) -> Launch:

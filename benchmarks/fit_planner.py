@@ -1,0 +1,303 @@
+"""Fits the planner's constants to measured candidates, and lists what they predict too badly (docs/planner.md).
+
+    PYTHONPATH=src:benchmarks python benchmarks/fit_planner.py             the figures of the tables as they are
+    PYTHONPATH=src:benchmarks python benchmarks/fit_planner.py --write     fits, writes plan/tables/
+    PYTHONPATH=src:benchmarks python benchmarks/fit_planner.py --variants  what each variant wins (docs/variants.md)
+
+Levenberg-Marquardt on the logarithms of the constants; an error is the logarithm of predicted over measured time, and
+counts the less the slower a candidate is than the fastest of its problem. A third of the problems is held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import math
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import candidates as measured
+import numpy as np
+
+from gemmnorm.plan import cost, ranking, tables
+from gemmnorm.plan.candidates import Candidate, candidates, variants
+from gemmnorm.plan.problem import Problem
+
+RESULTS = Path(__file__).parent / "results" / "candidates-h200.json.gz"
+REGRET = 1.01  # of a held problem, from where the table has its measured best
+GEMM = "GEMM"  # the product alone, in a row of times
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured problem: its candidates by name, and their microseconds."""
+
+    problem: Problem
+    kind: str
+    phase: str
+    held: bool
+    us: dict[str, float]
+    bare: float
+
+    @property
+    def best(self) -> float:
+        return min(self.us.values())
+
+    @property
+    def fitted(self) -> bool:
+        """Two thirds of the problems; sizes go together."""
+        p = self.problem
+        return zlib.crc32(f"{p.batch} {p.in_features} {p.out_features}".encode()) % 3 > 0
+
+    def candidates(self) -> list[Candidate]:
+        """Those that were measured."""
+        every = (*candidates(self.problem, self.phase), *(variants(self.problem) if self.phase == "forward" else ()))
+        return [c for c in every if c.refusal is None and c.name in self.us]
+
+
+def rows() -> list[Row]:
+    """The committed measurements."""
+    held = {(*sizes[:3], sizes[4]) for sizes in measured.HELD.values()} | {(*sizes, None) for sizes in measured.BROUGHT}
+    found = []
+    for row in json.loads(gzip.decompress(RESULTS.read_bytes()))["rows"]:
+        sizes = row["batch"], row["in"], row["out"]
+        one = measured.case(
+            row["kind"], sizes, row["training"], row["save"], row["vectors"], row["activation"], row["phase"]
+        )
+        us = dict(row["us"])
+        bare = us.pop(GEMM)
+        found.append(Row(one.problem, row["kind"], row["phase"], (*sizes, row["activation"]) in held, us, bare))
+    return found
+
+
+# --- fitting ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """Candidates whose terms are of one form, as arrays."""
+
+    form: Any
+    counted: dict[str, Any]
+    us: np.ndarray
+    weight: np.ndarray
+
+    def errors(self, c: cost.Constants) -> np.ndarray:
+        return self.weight * np.log(sum(self.form(self.counted, c).values()) / self.us)
+
+
+def _stacked(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, first in counted[0].items():
+        if isinstance(first, dict):
+            found[name] = _stacked([c[name] for c in counted])
+        elif isinstance(first, tuple):
+            found[name] = tuple(np.array(column, float) for column in zip(*(c[name] for c in counted), strict=True))
+        else:
+            found[name] = np.array([c[name] for c in counted], float)
+    return found
+
+
+def _bare(counted: dict[str, Any], c: cost.Constants) -> dict[str, Any]:
+    return {"product": c.first + cost.product_time(counted, c)}
+
+
+def batches(chosen: Iterable[Row]) -> dict[str, list[Batch]]:
+    """By arithmetic."""
+    lists: dict[tuple[str, Any], list[tuple[dict[str, Any], float, float]]] = defaultdict(list)
+    for row in chosen:
+        arithmetic = cost.arithmetic_of(row.problem)
+        for candidate in row.candidates():
+            slower = row.us[candidate.name] / row.best
+            if slower < 2.5:
+                form, counted = candidate.counted()
+                lists[arithmetic, form].append((counted, row.us[candidate.name], 0.1 + math.exp(-4 * (slower - 1))))
+        if row.phase == "forward":
+            p = row.problem
+            counted = cost.count_product(p, p.batch, p.out_features, p.in_features)
+            lists[arithmetic, _bare].append((counted, row.bare, 0.5))
+    found = defaultdict(list)
+    for (arithmetic, form), items in lists.items():
+        counted, us, weight = zip(*items, strict=True)
+        # So that the many candidates of one kernel do not outweigh the few of another.
+        scale = np.sqrt(np.array(weight) * min(1.0, 4000 / len(items)))
+        found[arithmetic].append(Batch(form, _stacked(counted), np.array(us), scale))
+    return found
+
+
+def fit(of: Sequence[Batch], start: cost.Constants, rounds: int = 40) -> cost.Constants:
+    """The constants with the least squares; each stays within a factor of 50 of where it began."""
+    names = list(asdict(start))
+    centre = np.log([getattr(start, name) for name in names])
+    at, damping = centre.copy(), 1e-2
+
+    def constants(logs: np.ndarray) -> cost.Constants:
+        return cost.Constants(**dict(zip(names, np.exp(np.clip(logs, centre - 4, centre + 4)).tolist(), strict=True)))
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        found = np.concatenate([batch.errors(constants(logs)) for batch in of])
+        bounded = np.sign(found) * np.sqrt(np.minimum(found**2, 0.3 * np.abs(found)))  # outliers count less
+        return np.concatenate([bounded, 0.3 * (logs - centre)])
+
+    now = errors(at)
+    for _ in range(rounds):
+        slopes = np.empty((len(now), len(names)))
+        for index in range(len(names)):
+            moved = at.copy()
+            moved[index] += 1e-3
+            slopes[:, index] = (errors(moved) - now) / 1e-3
+        normal, gradient = slopes.T @ slopes, slopes.T @ now
+        for _ in range(8):
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -gradient)
+            tried = errors(at + np.clip(step, -0.5, 0.5))
+            if tried @ tried < now @ now:
+                break
+            damping *= 4
+        else:
+            break
+        done = now @ now - tried @ tried < 1e-5 * (now @ now)
+        at, now, damping = at + np.clip(step, -0.5, 0.5), tried, damping / 3
+        if done:
+            break
+    return constants(at)
+
+
+# --- how good it is ---------------------------------------------------------------------------------------------------
+
+
+def predicted(row: Row, of: dict[str, cost.Constants]) -> dict[str, float]:
+    """Microseconds by candidate; groupings that the planner does not list are left out."""
+    c, found = of[cost.arithmetic_of(row.problem)], {}
+    for candidate in candidates(row.problem, row.phase):
+        if candidate.refusal is None and candidate.name in row.us:
+            form, counted = candidate.counted()
+            found[candidate.name] = float(sum(form(counted, c).values()))
+    return found
+
+
+def figures(regrets: Sequence[float]) -> str:
+    ordered = sorted(regrets)
+    mean = math.exp(sum(map(math.log, ordered)) / len(ordered))
+    at = [ordered[int(share * (len(ordered) - 1))] for share in (0.9, 0.99, 1)]
+    return f"{len(ordered):5d} problems: mean {mean:.4f}, 90% {at[0]:.3f}, 99% {at[1]:.3f}, worst {at[2]:.2f}"
+
+
+def report(every: Sequence[Row], times: Sequence[dict[str, float]]) -> None:
+    groups: dict[str, list[float]] = defaultdict(list)
+    near = total = 0
+    for row, found in zip(every, times, strict=True):
+        regret = row.us[min(found, key=found.__getitem__)] / row.best
+        mode = "training" if row.problem.training else "evaluation"
+        for name in (
+            "all", f"{row.kind} {row.phase} {mode}", "fitted" if row.fitted else "held out",
+            *(["held"] if row.held else []),
+        ):  # fmt: skip
+            groups[name].append(regret)
+        total += len(found)
+        near += sum(0.8 <= us / row.us[name] <= 1.25 for name, us in found.items())
+    for name in sorted(groups):
+        print(f"{name:28s} {figures(groups[name])}")
+    print(f"predictions within 25%: {near / total:.1%} of {total}")
+
+
+def exceptions(every: Sequence[Row], times: Sequence[dict[str, float]]) -> list[tuple[str, ...]]:
+    """Lines of the table of measured bests: problems of TARGETS and BROUGHT whose predicted choice is slower."""
+    found: dict[tuple[str, ...], str] = {}
+    for row, predictions in zip(every, times, strict=True):
+        if row.held and row.us[min(predictions, key=predictions.__getitem__)] > REGRET * row.best:
+            name = min(row.us, key=row.us.__getitem__)
+            found.setdefault(tables.key(row.problem, row.phase), name)
+    return [(*key, name) for key, name in sorted(found.items())]
+
+
+def write(of: dict[str, cost.Constants], lines: Sequence[tuple[str, ...]]) -> None:
+    rounded = {arithmetic: asdict(of[arithmetic]) for arithmetic in sorted(of)}
+    document = {"schema": "gemmnorm planner 1", "gpu": "NVIDIA H200", "fitted_to": RESULTS.name, "constants": rounded}
+    tables.CONSTANTS.write_text(json.dumps(document, indent=1) + "\n")
+    with tables.BEST.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([tables.COLUMNS, *lines])
+
+
+def fitted(every: Sequence[Row]) -> dict[str, cost.Constants]:
+    """By arithmetic; that of cast operands, which fewer problems have, begins with half precision's."""
+    of = batches(row for row in every if row.fitted)
+    found: dict[str, cost.Constants] = {}
+    for arithmetic in ("half", "tf32", "float32", "cast"):
+        values = asdict(fit(of[arithmetic], found["half"] if arithmetic == "cast" else cost.Constants()))
+        found[arithmetic] = cost.Constants(**{name: float(f"{value:.4g}") for name, value in values.items()})
+    return found
+
+
+def chosen(row: Row) -> str | None:
+    """What the planner takes, by name; None if that was not measured."""
+    ranked = ranking(row.problem, row.phase, None if row.phase == "forward" else next(iter(row.us)).split()[0])
+    return next((c.name for _, c in ranked if c.name in row.us), None)
+
+
+# --- what variants win ------------------------------------------------------------------------------------------------
+
+
+def variant_of(name: str) -> list[str]:
+    """The variants that a candidate is made of."""
+    if name.startswith("cublas"):
+        return ["cuBLAS product"]
+    if "along K" in name:
+        return ["small_panel", "small_panel " + name.split("one_kernel ")[1]]
+    if "products" in name:
+        kernel = re.sub(r"cluster_gradient .*blocks", "cluster_gradient", name.split(" ", 1)[1])
+        return [kernel]
+    _, tile, schedule, *_ = name.split()
+    found = ["tile " + tile, "schedule " + schedule.strip(",")]
+    found += ["tile waits in registers"] if "in registers" in name else []
+    found += ["cluster for a panel"] if "in clusters" in name else []
+    found += ["conversion inside the kernel"] if "converted before" in name else []
+    return found
+
+
+def variant_table(every: Sequence[Row]) -> str:
+    """For each variant: how often it is the best, and by how much over the best candidate without it."""
+    wins: dict[tuple[str, str], list[tuple[float, Row]]] = defaultdict(list)
+    for row in every:
+        by_name = {name: variant_of(name) for name in row.us}
+        for variant in {v for names in by_name.values() for v in names}:
+            with_it = min(us for name, us in row.us.items() if variant in by_name[name])
+            without = [us for name, us in row.us.items() if variant not in by_name[name]]
+            if without and with_it < min(without):
+                wins[row.kind, variant].append((min(without) / with_it - 1, row))
+    lines = ["| variant | operands | best in | median | largest | there |", "|---|---|---:|---:|---:|---|"]
+    for (kind, variant), found in sorted(wins.items(), key=lambda item: (item[0][1], item[0][0])):
+        ordered = sorted(found, key=lambda pair: pair[0])
+        most, row = ordered[-1]
+        p = row.problem
+        where = f"{p.batch} × {p.in_features} → {p.out_features}, {'training' if p.training else 'evaluation'}"
+        median = ordered[len(ordered) // 2][0]
+        lines.append(f"| {variant} | {kind} | {len(found)} | {median:.0%} | {most:.0%} | {where} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="fit, and write the tables")
+    parser.add_argument("--variants", action="store_true", help="print what each variant wins")
+    options = parser.parse_args()
+    every = rows()
+    if options.variants:
+        print(variant_table(every))
+        return
+    if options.write:
+        of = fitted(every)
+        write(of, exceptions(every, [predicted(row, of) for row in every]))
+    of = {name: cost.Constants(**values) for name, values in tables.constants().items()}
+    print("without the table of measured bests")
+    report(every, [predicted(row, of) for row in every])
+
+
+if __name__ == "__main__":
+    main()

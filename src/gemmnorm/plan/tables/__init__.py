@@ -1,0 +1,50 @@
+"""What was measured, as data: the constants of the cost function, and the best candidates of exceptional problems."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+from pathlib import Path
+
+from ..problem import Problem
+
+HERE = Path(__file__).parent
+CONSTANTS, BEST = HERE / "h200.json", HERE / "h200-measured.csv"
+MULTIPROCESSORS = 132  # of the GPU that was measured
+COLUMNS = (
+    "phase", "dtype", "out_dtype", "arithmetic", "cast", "training", "save", "batch", "in_features", "out_features",
+    "candidate",
+)  # fmt: skip
+
+
+def key(problem: Problem, phase: str) -> tuple[str, ...]:
+    """What a line of the table is found by."""
+    p = problem
+    found = (
+        phase, p.dtype, p.out_dtype, p.arithmetic, "+".join(p.cast), int(p.training), int(p.save), p.batch,
+        p.in_features, p.out_features,
+    )  # fmt: skip
+    return tuple(map(str, found))
+
+
+def constants() -> dict[str, dict[str, float]]:
+    """By arithmetic and name."""
+    found: dict[str, dict[str, float]] = json.loads(CONSTANTS.read_text(encoding="utf-8"))["constants"]
+    return found
+
+
+@functools.cache
+def _best() -> dict[tuple[str, ...], str]:
+    if not BEST.exists():
+        return {}
+    with BEST.open(newline="", encoding="utf-8") as file:
+        return {tuple(row[:-1]): row[-1] for row in list(csv.reader(file))[1:]}
+
+
+def measured_best(problem: Problem, phase: str) -> str | None:
+    """The name of the candidate that was measured to be the best, where the prediction would take a slower one."""
+    chip = problem.chip
+    if chip is None or chip.arch != 90 or chip.multiprocessors != MULTIPROCESSORS or problem.prepared:
+        return None
+    return _best().get(key(problem, phase))

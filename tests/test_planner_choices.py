@@ -1,0 +1,39 @@
+"""What the planner chooses, held against the measurements that it is fitted to (benchmarks/fit_planner.py)."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy")
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import fit_planner
+
+# Kind → bounds of the mean, the 90% and the 99% quantile of the chosen candidate's measured time over the best one's.
+BOUNDS = {
+    "bf16": (1.04, 1.13, 1.50),
+    "fp16": (1.02, 1.06, 1.06),
+    "tf32": (1.035, 1.11, 1.45),
+    "fp32": (1.035, 1.11, 1.60),
+    "amp": (1.05, 1.16, 1.40),
+}
+HELD = 1.02  # of each problem that TARGETS or FACTS name
+
+
+def test_choices_are_close_to_the_measured_best() -> None:
+    regrets = defaultdict(list)
+    for row in fit_planner.rows():
+        name = fit_planner.chosen(row)
+        assert name is not None, row.problem
+        regret = row.us[name] / row.best
+        regrets[row.kind].append(regret)
+        assert not row.held or regret <= HELD, (row.problem, name)
+    for kind, found in regrets.items():
+        ordered, (mean, most, nearly_all) = sorted(found), BOUNDS[kind]
+        assert math.exp(sum(map(math.log, ordered)) / len(ordered)) <= mean, kind
+        assert ordered[int(0.9 * (len(ordered) - 1))] <= most, kind
+        assert ordered[int(0.99 * (len(ordered) - 1))] <= nearly_all, kind

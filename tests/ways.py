@@ -1,0 +1,40 @@
+"""Candidates by what they do, for `plan.forcing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from gemmnorm.plan import Problem, small
+from gemmnorm.plan.candidates import Candidate, Gradient
+from gemmnorm.plan.gemm import EPILOGUES, Gemm
+
+
+def epilogue(name: str | None) -> Callable[[Candidate], bool]:
+    """`fused_gemm` with this epilogue, or anything for None."""
+    wanted = {schedule for schedule, kind in EPILOGUES.items() if name is None or kind == f"{name}Epilogue"}
+    return lambda c: name is None or (isinstance(c.way, Gemm) and c.way.schedule in wanted)
+
+
+def in_registers(wanted: bool) -> Callable[[Candidate], bool]:
+    """Single waves whose tiles wait there for their panel, or in shared memory."""
+    return lambda c: isinstance(c.way, Gemm) and c.way.in_registers == wanted and c.way.schedule == "single-wave"
+
+
+def small_panel(c: Candidate) -> bool:
+    return isinstance(c.way, small.Shape)
+
+
+def fused_gemm(c: Candidate) -> bool:
+    return isinstance(c.way, Gemm)
+
+
+def split_products(c: Candidate) -> bool:
+    """Backwards whose products are of split operands; any forward."""
+    return c.way.split if isinstance(c.way, Gradient) else c.phase == "forward"
+
+
+def least_converted(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
+    """In place of `candidates._conversions`: one tile of rows and one panel before the product."""
+    if gemm.schedule in ("persistent", "evaluate"):
+        yield replace(gemm, x_rows=gemm.tile.rows, weight_rows=gemm.tile.columns)
