@@ -35,8 +35,7 @@ struct RegisterTile {
   static_assert(kGroupRows % ROWS == 0, "a warp's rows lie in one group");
 
   GradientWords<T, Y, N> words[kSteps];
-  int column, rows;  // the thread's first; of the warp
-  i64 first_row;
+  int column, rows, first_row;  // the thread's first column; the warp's rows, and the first of them
   bool inside;
 
   __device__ __forceinline__ int row(int step) const { return step * kLanes + threadIdx.x % 32 / kLanesX; }
@@ -46,12 +45,12 @@ struct RegisterTile {
     column = panel * kColumns + threadIdx.x % kLanesX * N;
     inside = column < features;
     if (!inside) column = 0;
-    first_row = static_cast<i64>(row_block) * kRows + threadIdx.x / 32 * ROWS;
-    rows = static_cast<int>(max(i64{0}, min(i64{ROWS}, batch - first_row)));
+    first_row = row_block * kRows + static_cast<int>(threadIdx.x) / 32 * ROWS;
+    rows = max(0, min(ROWS, batch - first_row));
     if (rows == 0) first_row = 0;
   }
   __device__ __forceinline__ i64 at(int step, int features) const {
-    return (first_row + max(0, min(row(step), rows - 1))) * features + column;
+    return static_cast<i64>(first_row + max(0, min(row(step), rows - 1))) * features + column;
   }
   template <class Params>
   __device__ __forceinline__ void read(const Params& p) {
@@ -171,7 +170,7 @@ struct PersistentGradient {
   __device__ __forceinline__ void read_means() {  // which the forward wrote, in whole words
     const Vec<float, N> mean = load<float, N>(p.mean + tile.column);
     Vec<float, N> offset = {};
-    if (p.offset) offset = load<float, N>(p.offset + tile.first_row / kGroupRows * p.features + tile.column);
+    if (p.offset) offset = load<float, N>(p.offset + static_cast<i64>(tile.first_row / kGroupRows) * p.features + tile.column);
 #pragma unroll
     for (int i = 0; i < N; ++i) feature[i].centre = mean.at[i] - offset.at[i];
   }
