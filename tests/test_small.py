@@ -15,7 +15,7 @@ from support import Chain, step, stir, twin
 from test_emulated import check, run
 
 from gemmnorm import linear_scale_batch_norm, plan
-from gemmnorm.plan import Problem, small
+from gemmnorm.plan import Problem, candidates, small
 from gemmnorm.runtime import call as runtime
 from gemmnorm.runtime import compile_all, driver
 
@@ -236,25 +236,19 @@ def problem(inner: int = 1024, features: int = 512, **more: object) -> Problem:
 
 
 def test_where_it_serves() -> None:
-    def blocks(p: Problem) -> int:
-        (launch, *_) = plan.make_plan(p, "one_kernel").launches
-        return launch.cluster if launch.function == "small_panel" else 0
+    def blocks(p: Problem) -> set[int]:
+        found = (c for c in candidates.candidates(p, "forward") if ways.small_panel(c) and c.refusal is None)
+        return {c.way.blocks for c in found}
 
-    assert blocks(problem()) == 4
-    assert blocks(problem(features=896)) == 4 and blocks(problem(features=904)) == 2  # all clusters at once
-    assert blocks(problem(features=2112)) == 2 and blocks(problem(features=2120)) == 1
-    assert blocks(problem(inner=192)) == 2 and blocks(problem(inner=64)) == 1  # a stage for each
-    assert blocks(problem(features=2120, inner=1088)) == 0  # a block alone would take too long
-    assert blocks(problem(inner=4096)) == 8 and plan.make_plan(problem(inner=8192)).strategy == "one_kernel"
-    assert blocks(problem(dtype="float32", out_dtype="float32", arithmetic="tf32")) == 4
+    assert blocks(problem()) == {1, 2, 4, 8}
+    assert blocks(problem(dtype="float32", out_dtype="float32", arithmetic="tf32"))
     for other in (
         {"batch": 129},
-        {"out_features": 8192},
         {"training": False, "save": True},
         {"training": False, "dtype": "float32", "out_dtype": "float32", "arithmetic": "float32", "prepared": True},
         {"dtype": "float32", "out_dtype": "float32", "arithmetic": "ieee"},
     ):
-        assert blocks(replace(problem(), **other)) == 0
+        assert not blocks(replace(problem(), **other))
     listed = {k.launch.config for k in compile_all.kernels(90) if k.launch.function == "small_panel"}
     for inner, dtype in ((192, "bfloat16"), (1024, "bfloat16"), (1024, "float32")):
         p = problem(inner=inner, dtype=dtype, out_dtype=dtype, linear_dtype=dtype, norm_dtype=dtype)

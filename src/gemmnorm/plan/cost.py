@@ -263,7 +263,7 @@ def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
     counted, size = _empty(), DTYPE_BYTES[problem.dtype]
     _count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
     panels = -(-problem.out_features // shape.columns)
-    waves = -(-panels // at_once)
+    waves = -(-panels // max(at_once, 1))
     steps = -(-problem.in_features * size // ROW_BYTES)
     nbytes = size * problem.in_features * (problem.batch + problem.out_features)
     return counted | {
