@@ -14,7 +14,7 @@ from support import step, twin
 from torch import nn
 
 import gemmnorm
-from gemmnorm import LinearScaleBatchNorm1d, activations, linear_scale_batch_norm
+from gemmnorm import LinearScaleBatchNorm1d, activations, linear_scale_batch_norm, plan
 from gemmnorm.plan import STRATEGIES, small
 from gemmnorm.runtime import call as runtime
 
@@ -137,22 +137,22 @@ def test_every_tile_in_every_way_to_finish(one_tile, name, monkeypatch):
         seen |= {
             str(launch.member("Epilogue<>")).removeprefix("gemmnorm::").removesuffix("Epilogue") for launch in launches
         }
-    expected = {"SingleTile", "SingleWave", "Persistent", "Evaluate"}
-    expected |= {"Statistics"} if name != "fp32" else set()
-    assert seen == expected
+    expected = {"SingleTile", "Evaluate"} | ({"Statistics"} if name != "fp32" else set())
+    assert expected <= seen and seen & {"SingleWave", "Persistent"}  # which of the two, the planner decides
 
 
 @pytest.mark.parametrize("name", ["fp32", "amp"])
 def test_one_tile_of_rows_in_several_waves(name):
-    with runtime.recording() as plans:
+    single_tile = plan.forcing(lambda c: c.phase == "backward" or getattr(c.way, "schedule", "") == "single-tile")
+    with single_tile, runtime.recording() as plans:
         if name == "fp32":
             check("one_kernel", name, 100, 4096, 10240, True, scale_shape=(10240,))
         else:
             check_autocast("one_kernel", 100, 512, 40960, True, True, torch.bfloat16)
     blocks = [
         launch
-        for plan in plans
-        for launch in plan.launches
+        for found in plans
+        for launch in found.launches
         if ("Epilogue<>", "gemmnorm::SingleTileEpilogue") in launch.config
     ]
     assert blocks and blocks[0].grid.value(100) == blocks[0].grid.limit

@@ -21,7 +21,7 @@ BOUNDS = {
     "fp32": (1.035, 1.11, 1.60),
     "amp": (1.05, 1.16, 1.40),
 }
-HELD = 1.02  # of each problem that TARGETS or FACTS name
+HELD = 1.025  # of each problem that TARGETS or FACTS name; float16 takes the lines of bfloat16
 
 
 def test_choices_are_close_to_the_measured_best() -> None:

@@ -346,7 +346,7 @@ struct GroupMerge {
 // and every sum has a fixed order: the same bits come out of every run.
 //
 // `kFold`: M2 of a; the merge multiplies by s^2. Otherwise M2 of the scaled tensor (a + b)*s, whose elements exist only in
-// registers. The mean is that of a in both. The planner takes these kernels in training, after the library's GEMM; the
+// registers. The mean is that of a in both. The planner takes these kernels in training, after cuBLAS; the
 // merge also after a GEMM of this package that took the groups' statistics itself (gemm_stats_apply).
 
 // Deviation from a mean: of a, or of (a + b)*s.
@@ -425,19 +425,6 @@ __device__ __forceinline__ void finish_feature(const Params& p, int j, const Fea
   from_float((1.0f - m) * f.running_mean + m * (f.scale * (f.mean + f.bias)), p.running_mean[j]);
   const float unbiased = f.variance * (static_cast<float>(p.batch) / (opaque(p.batch) - 1));  // no register for the factor
   from_float((1.0f - m) * f.running_var + m * unbiased, p.running_var[j]);
-}
-
-// The same, by position.
-template <class R>
-__device__ __forceinline__ void finish_feature(int j, float mean_a, float variance, float s, float b, float batches,
-                                               R* running_mean, R* running_var, float old_mean, float old_var,
-                                               float momentum, float eps, float* mean, float* rstd, int batch) {
-  const struct {
-    R *running_mean, *running_var;
-    float momentum, eps, *mean, *rstd;
-    int batch;
-  } p = {running_mean, running_var, momentum, eps, mean, rstd, batch};
-  finish_feature(p, j, FeatureStatistics{mean_a, variance, s, b, old_mean, old_var, batches});
 }
 
 // mean, rstd and running statistics of 16 features a block, from group_mean and group_m2. num_batches_tracked counts this
@@ -532,7 +519,7 @@ __device__ __forceinline__ Affine<FORM> saved_affine(const Params& p, int j) {
 //
 // Reads the product once and writes y once, which may be the product's own memory where both have one type. A block has
 // kGroups groups of 64 rows, so that it reads the coefficients of its features less often. The planner takes it after the
-// product of the library's GEMM, and after a GEMM of this package that only took statistics (gemm_stats_apply).
+// product of cuBLAS, and after a GEMM of this package that only took statistics (gemm_stats_apply).
 
 template <class Config, class Params>
 __device__ __forceinline__ void normalize(const Params& p) {

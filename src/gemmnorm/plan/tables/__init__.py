@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from ..problem import Problem
@@ -19,8 +20,9 @@ COLUMNS = (
 
 
 def key(problem: Problem, phase: str) -> tuple[str, ...]:
-    """What a line of the table is found by."""
-    p = problem
+    """What a line of the table is found by. float16 and bfloat16 run at one rate: bfloat16's lines serve both."""
+    p = replace(problem, dtype="bfloat16") if problem.dtype == "float16" else problem
+    p = replace(p, out_dtype="bfloat16") if p.out_dtype == "float16" else p
     found = (
         phase, p.dtype, p.out_dtype, p.arithmetic, "+".join(p.cast), int(p.training), int(p.save), p.batch,
         p.in_features, p.out_features,
