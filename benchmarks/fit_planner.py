@@ -210,7 +210,8 @@ def report(every: Sequence[Row], times: Sequence[dict[str, float]]) -> None:
 def exceptions(every: Sequence[Row], times: Sequence[dict[str, float]]) -> list[tuple[str, ...]]:
     """Lines of the table of measured bests: problems of TARGETS and BROUGHT whose predicted choice is slower."""
     found: dict[tuple[str, ...], str] = {}
-    for row, predictions in zip(every, times, strict=True):
+    pairs = sorted(zip(every, times, strict=True), key=lambda pair: pair[0].problem.save)  # a line serves both
+    for row, predictions in pairs:
         if row.problem.dtype == "float16":  # bfloat16's lines serve both
             continue
         if row.held and row.us[min(predictions, key=predictions.__getitem__)] > REGRET * row.best:

@@ -415,9 +415,9 @@ __device__ __forceinline__ void split_rows(const Params& p) {
       p.weight_amax[row] = __uint_as_float(amax_bits);
       p.weight_abs_sum[row] = abs_sum;
     }
-    if (!of_weight && p.most) {
-      atomicMax(&p.most[0], amax_bits);
-      atomicMax(&p.most[1], magnitude_bits(abs_sum));
+    if (!of_weight && p.amax_state) {
+      atomicMax(&p.amax_state[0], amax_bits);
+      atomicMax(&p.amax_state[1], magnitude_bits(abs_sum));
     }
   }
   if (of_weight && p.weight_checksums) {
@@ -478,7 +478,7 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Copy engine: #data-movement-and-conversion-instructions-cp-async-bulk-tensor. x counts along a row, y the rows.
+// TMA: #data-movement-and-conversion-instructions-cp-async-bulk-tensor. x counts along a row, y the rows.
 // A policy says what the L2 should rather keep: #createpolicy; these are its encodings of whole-access policies.
 constexpr u64 kEvictNormal = 0x1000000000000000ull, kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;
 __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, u64* barrier, int x, int y, u64 policy) {
@@ -739,7 +739,7 @@ struct GroupMerge {
 // and every sum has a fixed order: the same bits come out of every run.
 //
 // `kFold`: M2 of a; the merge multiplies by s^2. Otherwise M2 of the scaled tensor (a + b)*s, whose elements exist only in
-// registers. The mean is that of a in both. The planner takes these kernels in training, after the library's GEMM; the
+// registers. The mean is that of a in both. The planner takes these kernels in training, after cuBLAS; the
 // merge also after a GEMM of this package that took the groups' statistics itself (gemm_stats_apply).
 
 // The batch's statistics of one feature, with what the update of its running statistics needs.
@@ -765,19 +765,6 @@ __device__ __forceinline__ void finish_feature(const Params& p, int j, const Fea
   from_float((1.0f - m) * f.running_var + m * unbiased, p.running_var[j]);
 }
 
-// The same, by position.
-template <class R>
-__device__ __forceinline__ void finish_feature(int j, float mean_a, float variance, float s, float b, float batches,
-                                               R* running_mean, R* running_var, float old_mean, float old_var,
-                                               float momentum, float eps, float* mean, float* rstd, int batch) {
-  const struct {
-    R *running_mean, *running_var;
-    float momentum, eps, *mean, *rstd;
-    int batch;
-  } p = {running_mean, running_var, momentum, eps, mean, rstd, batch};
-  finish_feature(p, j, FeatureStatistics{mean_a, variance, s, b, old_mean, old_var, batches});
-}
-
 // --- gemm/features.cuh ---------------------------------------------------------------------------------------------
 // Everything per feature: the vectors of Params, and what a feature's statistics become.
 
@@ -793,7 +780,7 @@ struct Counters {
   __device__ __forceinline__ u32* end() const { return base + 2 + 2 * panels; }
 };
 
-// Places in Params::most behind the two maxima of x: blocks that have read them, and the length of the fallback list.
+// Places in Params::amax_state behind the two maxima of x: blocks that have read them, and the length of the fallback list.
 constexpr int kReaders = 2, kFlagged = 3;
 
 // What the last step for one feature reads: all loads are in flight at once.
@@ -832,11 +819,11 @@ struct Features {
     return s(j) == 0.0f ? 3e38f : sqrtf(to_float(p.running_var[j]) + p.eps) / fabsf(s(j));
   }
   // Whether split operands were not enough for feature j, whose deviation is given; then it joins the fallback list.
-  __device__ __forceinline__ bool falls_back(int j, float deviation) const {
+  __device__ __forceinline__ bool add_to_fallback(int j, float deviation) const {
     if (!p.fallback_features) return false;
-    const bool lost = split_loses(__uint_as_float(load_acquire(&p.most[0])), __uint_as_float(load_acquire(&p.most[1])),
+    const bool lost = split_loses(__uint_as_float(load_acquire(&p.amax_state[0])), __uint_as_float(load_acquire(&p.amax_state[1])),
                                   p.weight_amax[j], p.weight_abs_sum[j], deviation);
-    if (lost) p.fallback_features[atomicAdd(&p.most[kFlagged], 1u)] = j;
+    if (lost) p.fallback_features[atomicAdd(&p.amax_state[kFlagged], 1u)] = j;
     return lost;
   }
 
@@ -844,14 +831,12 @@ struct Features {
   __device__ __forceinline__ void finish(int j, const FeatureValues& v, float mean, float m2) const {
     const float batches = p.num_batches_tracked && p.momentum < 0.0f ? static_cast<float>(*p.num_batches_tracked + 1) : 0.0f;
     const float variance = v.s * v.s * m2 / p.batch;
-    const bool later = falls_back(j, sqrtf(m2 / p.batch));  // the fallback updates the running statistics
+    const bool later = add_to_fallback(j, sqrtf(m2 / p.batch));  // the fallback updates the running statistics
     if (p.merged_slope) {
-      p.merged_slope[j] = v.slope / sqrtf(variance + p.eps);
+      p.merged_slope[j] = v.slope * (1.0f / sqrtf(variance + p.eps));  // as a tile that merges itself has it
       p.merged_shift[j] = v.shift;
     }
-    using Running = decltype(p.running_mean);
-    finish_feature(j, mean, variance, v.s, v.b, batches, later ? Running{} : p.running_mean, p.running_var, v.running_mean,
-                   v.running_var, p.momentum, p.eps, p.mean, p.rstd, p.batch);
+    finish_feature(p, j, {mean, variance, v.s, v.b, v.running_mean, v.running_var, batches, later});
   }
 };
 
@@ -977,7 +962,7 @@ struct AccumulatorSwapAB {
       sum[1] += part[1];
     }
 #pragma unroll
-    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) * (1.0f / TM);
+    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) / TM;
     if (rows < TM) {  // exactly, so that nothing is left of a constant column
       mean[0] = mean[0] * TM / rows;
       mean[1] = mean[1] * TM / rows;
@@ -1183,7 +1168,7 @@ __device__ __forceinline__ void produce(Pipeline<STAGES>& ring, PipelineState<ST
 
 // --- ptx/wgmma.cuh -------------------------------------------------------------------------------------------------
 // Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] * B[N, 32 bytes]^T, both operands in shared
-// memory, swizzled by 128 bytes, along K or, where they are of two bytes, across it. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
+// memory, swizzled by 128 bytes, K-major or, where they are of two bytes, MN-major. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
 
 // Shared-memory descriptor of a K-major tile whose rows are 128 bytes, 128-byte swizzle, groups of 8 rows 1024 bytes apart.
 __device__ __forceinline__ u64 k_major_descriptor(const void* tile) {
@@ -1191,7 +1176,7 @@ __device__ __forceinline__ u64 k_major_descriptor(const void* tile) {
 }
 constexpr int kKMajorStep = 2;  // the next 32 bytes of K, in the descriptor's units of 16 bytes
 
-// The same of a tile that lies across K (MN-major): 64 rows of K, 128 bytes of each; the next 64 rows or columns of the
+// The same of an MN-major tile: 64 rows of K, 128 bytes of each; the next 64 rows or columns of the
 // operand follow after these 8 KiB.
 constexpr int kMnMajorBytes = 64 * 128;
 __device__ __forceinline__ u64 mn_major_descriptor(const void* tile) {
@@ -1206,17 +1191,17 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Operand type and width -> the instruction. `accumulate` 0 starts from zero. A or B may lie across K if of two bytes.
+// Operand type and width -> the instruction. `accumulate` 0 starts from zero. A or B may be MN-major if of two bytes.
 template <class T, int N>
 struct Wgmma;
 #define GEMMNORM_WGMMA(N, TYPE, SHAPE, TYPES, REGISTERS, A, B, P, TAIL, ...)                                   \
   template <>                                                                                                \
   struct Wgmma<TYPE, N> {                                                                                    \
-    template <int A_ACROSS = 0, int B_ACROSS = 0>                                                            \
+    template <int A_MN = 0, int B_MN = 0>                                                            \
     static __device__ __forceinline__ void run(float (&d)[N / 2], u64 a, u64 b, int accumulate) {            \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." \
                    TYPES " {" REGISTERS "}, %" A ", %" B ", p, 1, 1" TAIL ";\n}"                               \
-                   : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));            \
+                   : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate), "n"(A_MN), "n"(B_MN));            \
     }                                                                                                        \
   };
 
@@ -1240,7 +1225,7 @@ GEMMNORM_WGMMA(128, half, "m64n128k16", "f16.f16", GEMMNORM_REGISTERS_128, "64",
 // --- gemm/operands.cuh ---------------------------------------------------------------------------------------------
 // Operand types of the GEMM: what is multiplied, and how it lies in shared memory.
 
-struct split;   // float32 as two float16 (fp16x2): high and low; three products for one
+struct fp16x2;  // float32 as two float16 (fp16x2): high and low; three products for one
 
 // The type that wgmma multiplies, bytes of an element in shared memory, and planes: an element's parts.
 template <class T>
@@ -1249,7 +1234,7 @@ struct OperandTraits {
   static constexpr int kSize = 2, kPlanes = 1;
 };
 template <>
-struct OperandTraits<split> {
+struct OperandTraits<fp16x2> {
   using Element = half;
   static constexpr int kSize = 2, kPlanes = 2;
 };
@@ -1358,7 +1343,7 @@ struct GemmTypes {
   static constexpr bool kStagedY = kStaged && (Shape::kSwapAB || sizeof(Y) == 2);
   static constexpr int kStorePasses = kStaged ? Shape::template kStorePasses<T> : 1;
   static constexpr int kStorePassesY = kStagedY ? Shape::template kStorePasses<Y> : 1;
-  static constexpr bool kParks = kStaged && sizeof(T) == 2;  // a whole tile fits the staging buffers, and may wait there
+  static constexpr bool kFitsStaging = kStaged && sizeof(T) == 2;  // a whole tile fits the staging buffers, and may wait there
 
   using Epilogue = typename Config::template Epilogue<GemmTypes, Params>;
   static constexpr bool kEvaluates = Epilogue::kEvaluates;
@@ -1393,13 +1378,13 @@ struct GemmShared {
   alignas(16) typename G::Scaling::Shared scaling;  // read two floats at a time
   alignas(16) typename G::Epilogue::Shared epilogue;  // likewise
   Pipeline<G::kStages> ring;
-  u64 warps_left;  // of the block, but for the producer's
+  u64 warps_done;  // completes when all warps but the producer's are done with the counters
 };
 
 // A warp has done all it does with the counters.
-__device__ __forceinline__ void leave(u64& warps_left) {
+__device__ __forceinline__ void signal_warp_done(u64& warps_done) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_left);
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_done);
 }
 
 // One thread loads the operands of the block's tiles.
@@ -1476,7 +1461,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     shared.ring.init(2);
     shared.epilogue.init();
     shared.conversion.init();
-    mbarrier_init(&shared.warps_left, kGemmThreads / 32 - 1);
+    mbarrier_init(&shared.warps_done, kGemmThreads / 32 - 1);
     fence_mbarrier_init();
     fence_proxy_async_shared();
   }
@@ -1492,18 +1477,18 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     if (warp > 0) {
       if (warp >= 2) conversion.convert(shared.conversion, warp - 2);
       G::Epilogue::Auxiliary::run(f, scheduler, counters, shared, warp);
-      if (kResets) leave(shared.warps_left);
+      if (kResets) signal_warp_done(shared.warps_done);
     }
   } else {
     setmaxnreg_inc<G::kConsumerRegs>();
     consume_tiles<G>(f, scheduler, counters, shared, warpgroup - 1);
-    if (kResets) leave(shared.warps_left);
+    if (kResets) signal_warp_done(shared.warps_done);
   }
 
   const bool alone = G::Epilogue::counts_alone(p);
   if (alone && p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
   if (threadIdx.x == 0) {
-    mbarrier_wait(&shared.warps_left, 0);
+    mbarrier_wait(&shared.warps_done, 0);
     reset_counters(p, counters, counters.end() + conversion.counters(), G::Epilogue::kTrains && !alone);
   }
 }
@@ -1521,7 +1506,8 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 // Barriers between the consumers and the warp that stores what they stage: `staged` completes when a consumer's staging buffer
 // is written, `unstaged` when it may be written again.
 
-// Batches up to so many rows: each tile merges the partial statistics of its panel itself, rather than wait for a merge.
+// Batches up to so many rows: a tile that waits in the accumulators merges its panel's partial statistics itself, rather than
+// wait for a merge.
 constexpr int kDirectRows = 8192;
 
 struct StagingBarriers {
@@ -1545,8 +1531,8 @@ struct TrainingShared : StagingBarriers {
 };
 
 // One warp stores what the consumers stage, tile by tile. `describe(t)` says of a tile: whether its product is stored, how the
-// L2 should treat it; `on_staged(t, tile)` runs when the statistics of a consumer's tile are in memory, `on_stored(t, tile)` when
-// its product is.
+// L2 should treat it; `on_staged(t, tile)` runs when the statistics of a consumer's half are in memory, `on_stored(t, tile)` when
+// its product is: each once per consumer, so that a panel is complete at two signals a tile.
 struct StoreDescription {
   bool stores;
   u64 policy;
@@ -1614,7 +1600,7 @@ struct TrainingConsumer {
       if (stages && kSharesStaging) sync();
     };
     tile_of_accumulators.template take_squares<KEEPS_PARTIALS>(f, shared.epilogue, tile, acc,
-                                                               G::kParks && stages ? staging() : nullptr);
+                                                               G::kFitsStaging && stages ? staging() : nullptr);
     wait_for_staging();
 #pragma unroll
     for (int i = 0; i < G::kStorePasses; ++i) {
@@ -1643,10 +1629,11 @@ struct TrainingConsumer {
   }
 
   // y of a tile that waited in the accumulators. Up to kDirectRows rows, or without merging warps, the tile merges its panel's
-  // partial statistics itself. `before`: tiles of a number below leave the accumulators, and others merge for them.
+  // partial statistics itself. `stored`: tiles
+  // numbered below it leave the accumulators before their panel is merged, and others merge for them.
   template <bool OTHERS_MERGE>
   __device__ __forceinline__ void finish_panel_tile(Tile tile, const Accumulators& acc, const FeatureValues& v,
-                                                    const Counters& counters, int before) {
+                                                    const Counters& counters, int stored) {
     const int j = tile.n * G::TN + finished(), existing = min(j, f.p.features - 1);
     const bool direct = !OTHERS_MERGE || f.p.batch <= kDirectRows;
     wait_for_panel(counters, tile.n, direct);
@@ -1655,7 +1642,7 @@ struct TrainingConsumer {
     if (direct) {
       const ColumnStatistics merged = merge_column<4>(f, opaque(thread % kLanes), kLanes, existing);
       known = {merged.mean, 1.0f / sqrtf(v.s * v.s * merged.m2 / f.p.batch + f.p.eps), merged.m2};
-      const bool merged_here = !OTHERS_MERGE || !scheduler.begins_before(tile.n, before);
+      const bool merged_here = !OTHERS_MERGE || !scheduler.begins_before(tile.n, stored);
       finishes = j < f.p.features && thread % kLanes == 0 && tile.m == 0 && merged_here;
     } else {
       known.mean = load_l2(f.p.mean + existing);
@@ -1673,6 +1660,8 @@ struct TrainingConsumer {
                                               const FeatureValues& values, bool finishes) {
     auto& s = shared.epilogue;
     const int c = finished();
+    // Both consumers may read these arrays. Neither overwrites them for its next tile before the other has read them: it waits
+    // for the panel to be complete, the other's half included, or in a single tile for sync_finishers.
     s.squares[c] = known.m2;
     if (thread % kLanes == 0) {
       s.mean[c] = known.mean;
@@ -1917,7 +1906,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
     }
   };
   static constexpr bool kConverts = true;
-  static constexpr int kProducerRegs = 72, kStepsOfChunk = 1 << 30;
+  static constexpr int kProducerRegs = 72;
 
   // A row has one exponent: all of it is one chunk.
   __device__ __forceinline__ SplitConversion(const Params& p, const TileScheduler& scheduler, u32* ready)
@@ -2018,10 +2007,10 @@ struct SplitConversion : ConvertedRows<G, Params> {
     const int lane = threadIdx.x % 32, stride = kConversionWarps * gridDim.x, warp = kConversionWarps * blockIdx.x + worker;
     for (int band = lane; band < kBands && band * this->band_rows() < p.batch; band += 32) this->wait_for_band(band, 0);
     __syncwarp();  // the maxima of x are known, and what lane 0 has written of the warp's rows
-    for (int j = warp * 32 + lane; j < first_of_weight(); j += stride * 32) f.falls_back(j, f.running_deviation(j));
+    for (int j = warp * 32 + lane; j < first_of_weight(); j += stride * 32) f.add_to_fallback(j, f.running_deviation(j));
     const int before = first_of_weight() - (p.batch - x_rows);  // from where the warp's rows are counted to features
     for (int j = before + warp + lane * stride; j < p.features; j += stride * 32)
-      if (j >= first_of_weight()) f.falls_back(j, f.running_deviation(j));
+      if (j >= first_of_weight()) f.add_to_fallback(j, f.running_deviation(j));
   }
 
   // The pieces of the warp's rows, one after the other.
@@ -2126,8 +2115,8 @@ struct SplitConversion : ConvertedRows<G, Params> {
         p.weight_amax[row] = __uint_as_float(sizes.amax);
         p.weight_abs_sum[row] = sizes.abs_sum;
       } else {
-        atomicMax(&p.most[0], sizes.amax);
-        atomicMax(&p.most[1], __float_as_uint(sizes.abs_sum) & 0x7FFFFFFFu);
+        atomicMax(&p.amax_state[0], sizes.amax);
+        atomicMax(&p.amax_state[1], __float_as_uint(sizes.abs_sum) & 0x7FFFFFFFu);
       }
     }
   }
@@ -2195,8 +2184,8 @@ struct SplitMainloop {
 // The float32 fallback: features whose fp16x2 operands were not enough, once more in float32 arithmetic. Returns at once
 // where the list is empty.
 //
-// Features are listed by whoever finishes their statistics, or in evaluation by whoever splits the weight
-// (Features::falls_back). Blocks share out tiles of 128 rows by 64 listed features; y holds the product until the last tile
+// A feature is listed where its statistics are finished, or in evaluation where its row of the weight is split
+// (Features::add_to_fallback). Blocks share out tiles of 128 rows by 64 listed features; y holds the product until the last tile
 // of 64 features is there, whose block then normalises them (last-arriver reduction). The planner takes it behind every
 // fused GEMM of split operands.
 
@@ -2325,14 +2314,14 @@ __device__ __forceinline__ void recompute_features(const Params& p) {
   __shared__ FallbackShared shared;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.most[0] = p.most[1] = 0;  // self-resetting; not read here
-  const int found = static_cast<int>(p.most[kFlagged]);
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.amax_state[0] = p.amax_state[1] = 0;  // self-resetting; not read here
+  const int found = static_cast<int>(p.amax_state[kFlagged]);
   if (found == 0) return;
   __syncthreads();
-  if (threadIdx.x == 0 && atomicAdd(&p.most[kReaders], 1u) == gridDim.x - 1) p.most[kReaders] = p.most[kFlagged] = 0;
+  if (threadIdx.x == 0 && atomicAdd(&p.amax_state[kReaders], 1u) == gridDim.x - 1) p.amax_state[kReaders] = p.amax_state[kFlagged] = 0;
   const int row_tiles = (p.batch + kFallbackRows - 1) / kFallbackRows;
   const int chunks = (found + kFallbackColumns - 1) / kFallbackColumns;
-  u32* const done = p.most - (p.features + kFallbackColumns - 1) / kFallbackColumns;  // tiles of every chunk; self-resetting
+  u32* const done = p.amax_state - (p.features + kFallbackColumns - 1) / kFallbackColumns;  // tiles of every chunk; self-resetting
   for (int item = blockIdx.x; item < chunks * row_tiles; item += gridDim.x) {
     const int chunk = item % chunks, first_row = item / chunks * kFallbackRows;
     const int columns = min(found - chunk * kFallbackColumns, kFallbackColumns);
@@ -2368,7 +2357,7 @@ __device__ __forceinline__ void recompute_features(const Params& p) {
 // Epilogue, evaluation: y = phi(slope*a + shift) with the running statistics, straight from the accumulators.
 //
 // Taken for every evaluation. Warp 1 computes the next tile's coefficients while the current one is multiplied, into one of
-// two buffers. Nothing but y goes to memory.
+// two buffers. Of the tiles nothing but y goes to memory.
 
 // One warp: the coefficients of COLUMNS features from `first` on. `keeps`: also what the backward reads, mean and 1/sigma.
 template <int COLUMNS, class Params>
@@ -2835,7 +2824,7 @@ struct SplitRowsParams {
   int* weight_exponents;  // [features]
   float* weight_amax;  // [features]: largest magnitude of each row of the weight
   float* weight_abs_sum;  // [features]: sum of magnitudes of each row
-  unsigned int* most;  // [4], after a number for each 64 features: zero, and left zero
+  unsigned int* amax_state;  // [4], after a number for each 64 features: zero, and left zero
   int weight_rows;  // of the weight, likewise
   int in_features;
   static constexpr unsigned long long* weight_checksums = nullptr;
@@ -2874,7 +2863,7 @@ struct FusedGemmFields {
   int* weight_exponents;  // [features]
   float* weight_amax;  // [features]: largest magnitude of each row of the weight
   float* weight_abs_sum;  // [features]: sum of magnitudes of each row
-  unsigned int* most;  // [4], after a number for each 64 features: zero, and left zero
+  unsigned int* amax_state;  // [4], after a number for each 64 features: zero, and left zero
   int* fallback_features;  // [features]: a list, in any order, of those to be computed in float32
   int scale_stride;  // 1 for a vector, 0 for one number
   float scale_value;  // the scale where it is a plain number
@@ -2906,7 +2895,7 @@ struct FusedGemmScaleBnConfig {
   using Y = float;
   using L = float;
   using R = float;
-  using Operand = gemmnorm::split;
+  using Operand = gemmnorm::fp16x2;
   static constexpr int kTileRows = 128;
   static constexpr int kTileColumns = 128;
   static constexpr int kStages = 3;
@@ -2926,7 +2915,7 @@ struct RecomputeFeaturesParams {
   const float* x;  // [batch, in_features]
   const float* weight;  // [features, in_features]
   int* fallback_features;  // [features]: a list, in any order, of those to be computed in float32
-  unsigned int* most;  // [4], after a number for each 64 features: zero, and left zero
+  unsigned int* amax_state;  // [4], after a number for each 64 features: zero, and left zero
   float* stored_product;  // [batch, features]
   float* y;  // [batch, features]
   const float* bias;  // [features] or null
@@ -2965,7 +2954,7 @@ struct FusedGemmScaleBnEvaluateConfig {
   using Y = float;
   using L = float;
   using R = float;
-  using Operand = gemmnorm::split;
+  using Operand = gemmnorm::fp16x2;
   static constexpr int kTileRows = 128;
   static constexpr int kTileColumns = 128;
   static constexpr int kStages = 3;
@@ -3003,7 +2992,7 @@ struct SplitRows2Params {
   int in_features;
   static constexpr float* weight_amax = nullptr;
   static constexpr float* weight_abs_sum = nullptr;
-  static constexpr unsigned int* most = nullptr;
+  static constexpr unsigned int* amax_state = nullptr;
   static constexpr unsigned long long* weight_checksums = nullptr;
 };
 
@@ -3402,9 +3391,9 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
     SplitRowsParams p;
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.split_x = split_x; p.split_weight = split_weight;
     p.x_exponents = x_exponents; p.weight_exponents = weight_exponents; p.weight_amax = weight_amax;
-    p.weight_abs_sum = weight_abs_sum; p.most = pointer<unsigned int>(counters) + 226; p.weight_rows = 2048;
+    p.weight_abs_sum = weight_abs_sum; p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 2688;
     p.in_features = 4096;
-    launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2048, 5632), 256, stream, p);
+    launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2688, 11648), 256, stream, p);
   }
   {
     FusedGemmParams p;
@@ -3419,9 +3408,9 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
     p.counters = pointer<unsigned int>(counters); p.source_x = pointer<float>(x); p.converted_x = split_x;
     p.source_weight = pointer<float>(weight); p.converted_weight = split_weight; p.x_exponents = x_exponents;
     p.weight_exponents = weight_exponents; p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
-    p.most = pointer<unsigned int>(counters) + 226; p.fallback_features = fallback_features;
-    p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps; p.x_rows = 3584;
-    p.weight_rows = 2048; p.group_panels = 8; p.stream_x = 0; p.keep_product = save ? 1 : 0; p.batch = batch;
+    p.amax_state = pointer<unsigned int>(counters) + 226; p.fallback_features = fallback_features;
+    p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps; p.x_rows = 8960;
+    p.weight_rows = 2688; p.group_panels = 11; p.stream_x = 0; p.keep_product = save ? 1 : 0; p.batch = batch;
     p.in_features = 4096; p.features = 4096;
     launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
                   231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
@@ -3429,7 +3418,7 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
   {
     RecomputeFeaturesParams p;
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.fallback_features = fallback_features;
-    p.most = pointer<unsigned int>(counters) + 226; p.stored_product = pointer<float>(product);
+    p.amax_state = pointer<unsigned int>(counters) + 226; p.stored_product = pointer<float>(product);
     p.y = pointer<float>(y); p.bias = pointer<float>(bias); p.scale = pointer<float>(scale);
     p.running_mean = pointer<float>(running_mean); p.running_var = pointer<float>(running_var);
     p.num_batches_tracked = pointer<long long>(num_batches_tracked); p.bn_weight = pointer<float>(bn_weight);
@@ -3473,9 +3462,9 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
     SplitRowsParams p;
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.split_x = split_x; p.split_weight = split_weight;
     p.x_exponents = x_exponents; p.weight_exponents = weight_exponents; p.weight_amax = weight_amax;
-    p.weight_abs_sum = weight_abs_sum; p.most = pointer<unsigned int>(counters) + 226; p.weight_rows = 2048;
+    p.weight_abs_sum = weight_abs_sum; p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 1408;
     p.in_features = 4096;
-    launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2048, 5632), 256, stream, p);
+    launch(fused_gemm_split_operands, std::min<int64_t>(batch + 1408, 2944), 256, stream, p);
   }
   {
     FusedGemmParams p;
@@ -3490,17 +3479,18 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
     p.merged_shift = nullptr /* merged_shift */; p.counters = pointer<unsigned int>(counters);
     p.source_x = pointer<float>(x); p.converted_x = split_x; p.source_weight = pointer<float>(weight);
     p.converted_weight = split_weight; p.x_exponents = x_exponents; p.weight_exponents = weight_exponents;
-    p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum; p.most = pointer<unsigned int>(counters) + 226;
-    p.fallback_features = fallback_features; p.scale_stride = scale_stride; p.scale_value = scale_value;
-    p.momentum = momentum; p.eps = eps; p.x_rows = 3584; p.weight_rows = 2048; p.group_panels = 8; p.stream_x = 0;
-    p.keep_product = 0; p.batch = batch; p.in_features = 4096; p.features = 4096;
+    p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
+    p.amax_state = pointer<unsigned int>(counters) + 226; p.fallback_features = fallback_features;
+    p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps; p.x_rows = 1536;
+    p.weight_rows = 1408; p.group_panels = 11; p.stream_x = 0; p.keep_product = 0; p.batch = batch;
+    p.in_features = 4096; p.features = 4096;
     launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
                   231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
   }
   {
     RecomputeFeaturesParams p;
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.fallback_features = fallback_features;
-    p.most = pointer<unsigned int>(counters) + 226; p.stored_product = pointer<float>(product);
+    p.amax_state = pointer<unsigned int>(counters) + 226; p.stored_product = pointer<float>(product);
     p.y = pointer<float>(y); p.bias = pointer<float>(bias); p.scale = pointer<float>(scale);
     p.running_mean = pointer<float>(running_mean); p.running_var = pointer<float>(running_var);
     p.num_batches_tracked = pointer<long long>(num_batches_tracked); p.bn_weight = pointer<float>(bn_weight);
