@@ -22,8 +22,8 @@ COLUMNS = (
 def key(problem: Problem, phase: str) -> tuple[str, ...]:
     """What a line of the table is found by.
 
-    float16 and bfloat16 run at one rate: bfloat16's lines serve both. A forward that keeps the product takes the line of
-    one that does not.
+    float16 and bfloat16 run at one rate: bfloat16's lines serve both. A forward that keeps the product takes the line
+    of one that does not.
     """
     p = replace(problem, dtype="bfloat16") if problem.dtype == "float16" else problem
     p = replace(p, out_dtype="bfloat16") if p.out_dtype == "float16" else p
