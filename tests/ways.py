@@ -18,7 +18,11 @@ def epilogue(name: str | None) -> Callable[[Candidate], bool]:
 
 def in_registers(wanted: bool) -> Callable[[Candidate], bool]:
     """Single waves whose tiles wait there for their panel, or in shared memory."""
-    return lambda c: isinstance(c.way, Gemm) and c.way.in_registers == wanted and c.way.schedule == "single-wave"
+    return lambda c: (
+        isinstance(c.way, Gemm)
+        and (c.way.in_registers == wanted or not c.way.tile.waits)
+        and c.way.schedule == "single-wave"
+    )
 
 
 def small_panel(c: Candidate) -> bool:
