@@ -12,7 +12,9 @@ from gemmnorm.plan.gemm import EPILOGUES, Gemm
 
 def epilogue(name: str | None) -> Callable[[Candidate], bool]:
     """`fused_gemm` with this epilogue, or anything for None."""
-    wanted = {schedule for schedule, kind in EPILOGUES.items() if name is None or kind == f"{name}Epilogue"}
+    wanted = {schedule for schedule, (kind, _) in EPILOGUES.items() if kind == f"{name}Epilogue"}
+    if name == "Normalize":
+        wanted = {"two-pass"}
     return lambda c: name is None or (isinstance(c.way, Gemm) and c.way.schedule in wanted)
 
 

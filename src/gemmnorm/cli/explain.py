@@ -13,7 +13,7 @@ import gemmnorm
 
 from .. import plan
 from ..bench import Document, default_device, new_document
-from ..fuse import analyse, fuse_owners, plans_of, report_of
+from ..fuse import analyse, described, fuse_owners, plans_of, report_of
 from ..plan import Chip, Problem
 from ..runtime.call import chip as chip_of
 from ..userfiles import ModelFileError, load_model_file, progress, run_isolated
@@ -38,7 +38,8 @@ def explain_problem(problem: Problem, *, target: str | None = None, strategy: st
     problem = replace(problem, chip=chip)
     lines = [where, str(gemmnorm.explain(problem, strategy=strategy))]
     if problem.training:
-        lines.append(str(plan.make_plan(replace(problem, save=True), plan.check_strategy(strategy), "backward")))
+        backward = plan.make_plan(replace(problem, save=True), plan.check_strategy(strategy), "backward")
+        lines.append(described(backward))
     return _document(f"{problem.batch} × {problem.in_features} → {problem.out_features}", lines=lines)
 
 
@@ -86,4 +87,4 @@ def child(path: str, target: str | None, strategy: str | None) -> dict[str, Any]
         raise ModelFileError(f"{path}: forward(*get_inputs()) raised {type(error).__name__}: {error}") from error
     chip, where = _chip(target)
     plans = [plan.make_plan(replace(p.problem, chip=chip), plan.check_strategy(strategy)) for p in found]
-    return {"matches": len(report.matches), "lines": [str(report), where, *map(str, plans)]}
+    return {"matches": len(report.matches), "lines": [str(report), where, *map(described, plans)]}

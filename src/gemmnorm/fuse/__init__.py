@@ -17,7 +17,7 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 
 from .analysis import OwnerPlan, analyse
 from .classes import fuse, fuse_owners, restore, unfuse
-from .explain import Explanation, explain, plans_of, warmup
+from .explain import Explanation, described, explain, plans_of, warmup
 from .matching import Chain, Refusal
 from .prepare import prepare, unprepare
 from .report import FuseReport, Match, fuse_report, report_of
@@ -30,6 +30,7 @@ __all__ = [
     "OwnerPlan",
     "Refusal",
     "analyse",
+    "described",
     "explain",
     "fuse",
     "fuse_owners",

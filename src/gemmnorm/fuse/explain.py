@@ -19,10 +19,16 @@ from .classes import fuse_owners, unfuse
 from .report import report_of
 
 
+def described(found: Plan) -> str:
+    """A plan and what it was chosen from, in words."""
+    return "\n".join([str(found), *(f"  {line}" for line in plan.comparison(found))])
+
+
 @dataclass(frozen=True)
 class Explanation:
-    """The plans of a model's chains in the order they run, and what was matched or refused; `str()` is the text.
+    """The plans of a model's chains in the order they run, and what was matched or refused.
 
+    `str()` is the text: after each plan every candidate, with the terms of its predicted time, or why it cannot serve.
     `float32` says how float32 products are computed and which switch decided it, where a plan has any.
     """
 
@@ -31,7 +37,7 @@ class Explanation:
     float32: str = ""
 
     def __str__(self) -> str:
-        return "\n".join([*filter(None, (self.report, self.float32)), *map(str, self.plans)])
+        return "\n".join([*filter(None, (self.report, self.float32)), *map(described, self.plans)])
 
 
 def explain(model_or_problem: nn.Module | Problem, *inputs: Any, strategy: str | None = None) -> Explanation:

@@ -17,6 +17,7 @@ from .choice import (
     ranking,
     set_strategy,
 )
+from .comparison import comparison
 from .library import GROUP_ROWS
 from .problem import C_TYPES, CHIPS, DTYPE_BYTES, Chip, Problem, c_types, chip_for, target, type_members
 from .split import PREPARED, prepare
@@ -46,6 +47,7 @@ __all__ = [
     "cached_plan",
     "check_strategy",
     "chip_for",
+    "comparison",
     "forcing",
     "make_plan",
     "preference",

@@ -7,7 +7,6 @@ what is merely slow is a candidate like any other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,8 @@ from .split import ALL_ROWS
 from .steps import Plan
 
 CLUSTER = 4  # blocks at most: of larger ones fewer run at once than there are multiprocessors for
-TOGETHER = (4, 6, 8, 12, 16, 24)  # panels that are worked on together, as `variants` has them
+GROUP = 8  # panels that are worked on together: 4 to 16 differ by some percent, and a small last group costs most
+TOGETHER = (4, 6, 12, 16, 24)  # panels that are worked on together, as `variants` has them
 SHARES = (0.0, 0.25, 0.5)  # of the rows that later waves need, converted before as well; or all
 
 
@@ -64,6 +64,8 @@ class Candidate:
         problem, way = self.problem, self.way
         if isinstance(way, Gradient) or self.phase == "backward":
             return cost.backward_terms, cost.count_backward(problem, way)
+        if isinstance(way, Gemm) and way.schedule == "two-pass":
+            return cost.two_pass_terms, cost.count_two_passes(problem, way)
         if isinstance(way, Gemm):
             return cost.gemm_terms, cost.count_gemm(problem, way)
         if isinstance(way, small.Shape):
@@ -200,6 +202,7 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
         yield replace(everything, schedule="evaluate")
     elif strategy == "gemm_stats_apply":
         yield replace(everything, schedule="statistics")
+        yield replace(everything, schedule="two-pass")
     elif rows == 1:
         yield replace(everything, schedule="single-tile")
     else:
@@ -213,11 +216,9 @@ def _several_waves(problem: Problem, tile: Tile) -> bool:
 
 
 def _together(problem: Problem, tile: Tile) -> int:
-    """Panels that are worked on together: a wave of tiles that is about as wide as it is high reads least."""
-    blocks = (problem.chip or CHIPS[90]).multiprocessors
+    """Panels that are worked on together, so that the L2 holds what their tiles share: about `GROUP`, no small rest."""
     _, panels = tile.counts(problem)
-    square = max(1, round(math.sqrt(blocks * tile.rows / tile.columns)))
-    return -(-panels // -(-panels // square))  # groups of about the same size
+    return -(-panels // max(1, round(panels / GROUP)))
 
 
 def _dividing(panels: int, most: int) -> int:
@@ -259,7 +260,7 @@ def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
     if rows * gemm.group_panels >= blocks:  # the first wave lies along x within the first group of panels
         first_rows, first_panels = -(-blocks // gemm.group_panels), gemm.group_panels
     else:
-        first_rows, first_panels = rows, min(panels, -(-blocks // (rows * gemm.group_panels)) * gemm.group_panels)
+        first_rows, first_panels = rows, blocks // (rows * gemm.group_panels) * gemm.group_panels
     for share in SHARES if problem.split else SHARES[:1]:
         x_tiles = first_rows + int(share * (rows - first_rows)) if converts_x else rows
         w_tiles = first_panels + int(share * (panels - first_panels)) if converts_weight else panels

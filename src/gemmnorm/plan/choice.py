@@ -137,7 +137,7 @@ def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forwa
     if strategy is None or strategy in refused:
         ranked = [] if "cublas_bn" in refused else ranking(problem)
         chosen = ranked[0][1].strategy if ranked else "reference"
-        if strategy is None:
+        if strategy is None and phase == "forward":
             times = {c.strategy: us for us, c in reversed(ranked)}
             refused |= {name: f"predicted to take {us:.1f} µs" for name, us in times.items() if name in OWN_GEMM}
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from . import tables
@@ -198,10 +198,10 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
     (rows, panels), size = tile.counts(problem), DTYPE_BYTES[problem.dtype]
     out_size, elements = DTYPE_BYTES[problem.out_dtype], problem.batch * problem.out_features
     persistent, single = gemm.schedule == "persistent", gemm.schedule == "single-wave"
-    statistics = gemm.schedule == "statistics"
+    statistics = gemm.schedule in ("statistics", "exact-statistics")
     waves = -(-panels // gemm.panels) if single else -(-rows * panels // blocks)
     steps = -(-problem.in_features // tile.k)
-    stored = problem.training and (problem.save or persistent or statistics)
+    stored = problem.training and (problem.save or persistent or gemm.schedule == "statistics")
     of_tile = tile.rows * tile.columns
     staged = single and tile.waits and not gemm.in_registers
     # The operands from device memory: x again for every group of panels where the L2 does not keep it.
@@ -228,7 +228,8 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
         inside = 8.0 * problem.in_features * inside_rows
     if statistics:
         counted["launches"] += 1
-        counted["groups"] = -(-problem.batch // 64)
+        counted["groups"] = -(-problem.batch // tile.group_rows)
+    if gemm.schedule == "statistics":
         _pass(counted, (size + out_size) * elements, size * elements)
     return counted | {
         "waves": waves,
@@ -255,6 +256,15 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
         "misaligned": float(not problem.split and problem.in_features * size % ROW_BYTES > 0),
         "inside": float(inside > 0),
         "split": float(problem.split),
+    }
+
+
+def count_two_passes(problem: Problem, gemm: Any) -> Counted:
+    """`fused_gemm` for statistics, their merge, and `fused_gemm` once more, as in evaluation."""
+    known = replace(problem, training=False, save=False, cast=())
+    return {
+        "first": count_gemm(problem, replace(gemm, schedule="exact-statistics")),
+        "second": count_gemm(known, replace(gemm, schedule="evaluate")),
     }
 
 
@@ -370,6 +380,12 @@ def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
         "recomputation": n["split"] * c.recompute,
         **_passes(n, c),
     }
+
+
+def two_pass_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+    first, second = gemm_terms(n["first"], c), gemm_terms(n["second"], c)
+    second["prologue"] = second["prologue"] - c.first + c.launch
+    return {name: first[name] + second[name] for name in first}
 
 
 def small_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import cast, library
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
@@ -19,16 +19,27 @@ STAGES = {
 }  # fmt: skip
 LARGE_X = 1e8  # bytes from where reading x again costs more than stored tiles that leave the L2
 MOST_SPLIT_FEATURES = 1 << 24  # times 127 rows of a tile is below 2^31
+ENTRIES = {
+    "evaluate": "fused_gemm_scale_bn_evaluate",
+    "statistics": "fused_gemm_statistics",
+    "exact-statistics": "fused_gemm_statistics",
+    "normalize": "fused_gemm_scale_bn_apply",
+}
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows where the kernel converts; shared memory where it splits them
-# Schedule → the kernel's epilogue, in a file of its own (kernels/gemm/epilogue_<schedule>.cuh).
+# Schedule → the kernel's epilogue, and its file (kernels/gemm/epilogue_<file>.cuh).
 EPILOGUES = {
-    "evaluate": "EvaluateEpilogue",  # the running statistics are known
-    "statistics": "StatisticsEpilogue",  # two more launches merge them and normalise
-    "single-tile": "SingleTileEpilogue",  # a block has all rows of its features
-    "single-wave": "SingleWaveEpilogue",  # all tiles of a panel run at once, and wait for each other on the chip
-    "persistent": "PersistentEpilogue",  # tiles are stored, and normalised out of the L2 when their panel is complete
+    "evaluate": ("EvaluateEpilogue", "evaluate"),  # the running statistics are known
+    "statistics": ("StatisticsEpilogue", "statistics"),  # two more launches merge them and normalise
+    "exact-statistics": ("ExactStatisticsEpilogue", "statistics"),  # a launch merges them, and another multiplies again:
+    "normalize": ("NormalizeEpilogue", "evaluate"),  # the batch's statistics are known
+    "single-tile": ("SingleTileEpilogue", "single_tile"),  # a block has all rows of its features
+    # All tiles of a panel run at once, and wait for each other on the chip.
+    "single-wave": ("SingleWaveEpilogue", "single_wave"),
+    # Tiles are stored, and normalised out of the L2 when their panel is complete.
+    "persistent": ("PersistentEpilogue", "persistent"),
 }
+KNOWN = ("evaluate", "normalize")  # schedules whose statistics are known: of the product nothing goes to memory
 # Fields of the operands that the kernel converts, and of what only split operands have.
 _CONVERTED = ("source_x", "source_weight", "converted_x", "converted_weight")
 _SPLIT = (
@@ -79,6 +90,11 @@ class Tile:
         size += 2 * self.stages * 8 + 5 * 8 + 64  # barriers
         return -(-size // 1024) * 1024
 
+    @property
+    def group_rows(self) -> int:
+        """Rows of one partial mean and M2."""
+        return self.rows if self.columns == WIDE else GROUP_ROWS
+
     def counts(self, problem: Problem) -> tuple[int, int]:
         """Tiles along the batch and along the features."""
         return -(-problem.batch // self.rows), -(-problem.out_features // self.columns)
@@ -108,7 +124,7 @@ class Gemm:
     """Every choice of a `fused_gemm` that the problem leaves open.
 
     Attributes:
-        tile: of a block. schedule: a key of `EPILOGUES`.
+        tile: of a block. schedule: a key of `EPILOGUES`; or "two-pass", which launches two of them.
         group_panels: panels (columns of tiles) that are worked on together, so that the L2 holds what they share.
         panels: that the grid has blocks for; all of them, or in a single wave as many as run at once.
         cluster: blocks; the tiles of a panel where those are a cluster.
@@ -151,13 +167,12 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
     own = own if problem.split else ()
     absent = tuple(field for field in (*_CONVERTED, *_SPLIT) if field not in (*dict(made), *own))
     conversion = ("SplitConversion" if problem.split else "CastConversion") if ahead else "NoConversion"
-    parts = [f"gemm/epilogue_{schedule.replace('-', '_')}.cuh"]
+    epilogue, file = EPILOGUES[schedule]
+    parts = [f"gemm/epilogue_{file}.cuh"]
     parts += [f"gemm/conversion_{'split' if problem.split else 'cast'}.cuh"] if ahead else []
     parts += ["gemm/mainloop_split.cuh"] if problem.split else []
     return Launch(
-        {"evaluate": "fused_gemm_scale_bn_evaluate", "statistics": "fused_gemm_statistics"}.get(
-            schedule, "fused_gemm_scale_bn"
-        ),
+        ENTRIES.get(schedule, "fused_gemm_scale_bn"),
         "gemm/kernel.cuh",
         "fused_gemm",
         (
@@ -167,7 +182,7 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
             ("kTileColumns", tile.columns),
             ("kStages", tile.stages),
             ("kSharedBytes", shared),
-            ("Epilogue<>", f"gemmnorm::{EPILOGUES[schedule]}"),
+            ("Epilogue<>", f"gemmnorm::{epilogue}"),
             ("Conversion<>", f"gemmnorm::{conversion}"),
             ("Activation", "Activation"),
         ),
@@ -182,9 +197,9 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
         cluster=gemm.cluster,
         cooperative=left or schedule == "persistent" or (schedule == "single-wave" and gemm.cluster == 1),
         maps=(
-            Map("map_x", operands[0], tile.rows, tile.k, fits=not problem.training),
+            Map("map_x", operands[0], tile.rows, tile.k, fits=schedule in KNOWN),
             Map("map_weight", operands[1], tile.columns, tile.k),
-            Map("map_product", "product", GROUP_ROWS, boxes if problem.training else boxes_y, exact=True),
+            Map("map_product", "product", GROUP_ROWS, boxes if stores_product(problem, schedule) else boxes_y, exact=True),
             Map("map_y", "y", GROUP_ROWS, boxes_y, exact=True),
         ),
         numbers=(
@@ -218,13 +233,21 @@ def bytes_of_x(problem: Problem) -> int:
     return problem.batch * problem.in_features * DTYPE_BYTES[problem.dtype]
 
 
+def stores_product(problem: Problem, schedule: str) -> bool:
+    """The product has memory of its own type; else its role shares y's, and nothing is stored under it."""
+    return problem.training and (problem.save or schedule not in ("two-pass", "exact-statistics", "normalize"))
+
+
 def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
-    """`one_kernel`: the launch alone. `gemm_stats_apply`: with statistics, then the merge and the normalisation.
+    """`one_kernel`: the launch alone. `gemm_stats_apply`: with statistics, then their merge and the normalisation.
+
+    That reads the product, or in two passes multiplies again.
 
     What converts operands comes before, and of split ones a launch that computes flagged features once more after it.
     """
     features = Extent(problem.out_features)
-    launch = gemm_launch(problem, gemm)
+    two_pass = gemm.schedule == "two-pass"
+    launch = gemm_launch(problem, replace(gemm, schedule="exact-statistics") if two_pass else gemm)
     steps: tuple[Step, ...] = (launch,)
     product = Buffer("product", problem.dtype, (ROWS, features))
     y = Buffer("y", problem.out_dtype, (ROWS, features))
@@ -240,7 +263,7 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
     elif problem.training:
         workspace += [*partial, *vectors]
     if not problem.save:
-        if problem.training and problem.dtype != problem.out_dtype:
+        if stores_product(problem, gemm.schedule) and problem.dtype != problem.out_dtype:
             workspace.append(product)
         else:
             aliases = (("product", "y"),)
@@ -253,7 +276,13 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
         if problem.prepared:
             workspace = [buffer for buffer in workspace if buffer.role not in PREPARED]
     if gemm.schedule == "statistics":
-        steps += (library.merge(problem, fold=True), library.normalize(problem, fold=True, offset="group_mean"))
+        steps += (library.merge(problem, True, gemm.tile.group_rows), library.normalize(problem, fold=True, offset="group_mean"))
+    elif two_pass:
+        again = Gemm(
+            gemm.tile, "normalize", gemm.group_panels, gemm.panels, weight_rows=problem.out_features,
+            chunks=cast.chunks(problem),
+        )  # fmt: skip
+        steps += (library.merge(problem, True, gemm.tile.group_rows), gemm_launch(problem, again))
     found = Plan(
         problem, "forward", strategy, steps, tuple(outputs), tuple(workspace), aliases,
         counters=_counters(problem, gemm),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .library import GROUP_ROWS, ROWS, VECTORS, form, merge_grid, tiling
+from .library import GROUP_ROWS, ROWS, VECTORS, form, merge_columns, merge_grid, tiling
 from .problem import CHIPS, DTYPE_BYTES, Chip, Problem, type_members
 from .steps import THREADS, Buffer, Extent, Launch, Plan, Product
 
@@ -199,7 +199,7 @@ def _three_launches(problem: Problem, split: bool) -> tuple[Launch, ...]:
             "fused_gemm_scale_bn_gradient_merge",
             "backward/gradient.cuh",
             "merge_gradients",
-            (*type_members(problem, "LR"), kind),
+            (*type_members(problem, "LR"), kind, ("kColumns", merge_columns(problem))),
             ("group_sum", "group_dot", "group_linear", "scale", "scale_stride", "scale_value", "rstd", "bn_weight",
              "eps", "mean_grad", "slope_grad", *_exponents(split)[1:], *_PARAMETERS, "batch", "features"),
             merge_grid(problem),

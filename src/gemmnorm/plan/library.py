@@ -8,7 +8,6 @@ from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .steps import Buffer, Extent, Launch, Plan, Product, Step
 
 GROUP_ROWS = 64  # that a row of group_mean and group_m2 stands for, in every strategy
-MERGE_COLUMNS = 16  # features per block of the merging kernels
 ROWS = Extent(1, 1)
 GROUPS = Extent(1, GROUP_ROWS)
 VECTORS = ("bias", "scale", "scale_stride", "scale_value")
@@ -53,9 +52,15 @@ def tiling(problem: Problem, most_groups: int = 1) -> Tiling:
     return Tiling(width, threads, per_block, Extent(panels, GROUP_ROWS * per_block))
 
 
+def merge_columns(problem: Problem) -> int:
+    """Features of a block of the merging kernels: the most, of 16, that still give every multiprocessor a block."""
+    blocks = (problem.chip or CHIPS[80]).multiprocessors
+    return next((n for n in (16, 8) if problem.out_features >= n * blocks), 4)
+
+
 def merge_grid(problem: Problem) -> Extent:
     """The blocks of the merging kernels."""
-    return Extent(-(-problem.out_features // MERGE_COLUMNS))
+    return Extent(-(-problem.out_features // merge_columns(problem)))
 
 
 def _flag(value: bool) -> str:
@@ -68,13 +73,13 @@ def form(problem: Problem, fold: bool = True) -> str:
     return f"gemmnorm::Form::{name}"
 
 
-def merge(problem: Problem, fold: bool) -> Launch:
-    """The merge of all groups into mean and rstd, and the update of the running statistics."""
+def merge(problem: Problem, fold: bool, rows: int = GROUP_ROWS) -> Launch:
+    """The merge of all groups, of so many rows, into mean and rstd, and the update of the running statistics."""
     return Launch(
         "fused_gemm_scale_bn_merge",
         "memory_bound/statistics.cuh",
         "merge_statistics",
-        (*type_members(problem, "LR"), ("kFold", _flag(fold))),
+        (*type_members(problem, "LR"), ("kFold", _flag(fold)), ("kColumns", merge_columns(problem)), ("kRows", rows)),
         ("group_mean", "group_m2", *VECTORS, "running_mean", "running_var", "num_batches_tracked", "momentum", "eps",
          "mean", "rstd", "batch", "features"),
         merge_grid(problem),

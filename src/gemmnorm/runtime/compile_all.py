@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .. import activations, plan
-from ..plan import Launch, Problem
+from ..plan import Launch, Problem, candidates
 from . import driver, sources
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
@@ -44,6 +44,8 @@ _SMALL = (
     (100, 512, 32), (100, 512, 192), (100, 512, 1024), (100, 512, 8192), (256, 8192, 8192), (512, 8192, 8192),
     (64, 16384, 4096), (100, 16384, 4096), (256, 16384, 4096), (5000, 2048, 8192), (3000, 200, 8192),
 )  # fmt: skip
+# Sizes whose every candidate is compiled, whichever the planner takes: one tile of rows, one wave, many.
+_EVERY_CANDIDATE = ((100, 8192, 8192), (1024, 8192, 8192), (65536, 64, 8192))
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,9 @@ def kernels(arch: int, quick: bool = False) -> list[Kernel]:
             if problem.split and chosen.strategy == "one_kernel" and phase == "forward" and not problem.training:
                 ahead = plan.make_plan(replace(problem, prepared=True), strategy, phase)
                 launches = (*launches, *ahead.launches, *plan.prepare(problem).launches)
+            if phase == "forward" and (problem.batch, problem.in_features, problem.out_features) in _EVERY_CANDIDATE:
+                every = (c for c in candidates.candidates(problem) if c.refusal is None and c.strategy == strategy)
+                launches = (*launches, *(launch for c in every for launch in c.plan().launches))
             for launch in launches:
                 same = replace(launch, grid=plan.Extent(1))
                 uses_activation = launch.activates

@@ -50,13 +50,13 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   if (FORM == Form::kRunning) store<float, N>(p.group_linear + group_row, linear);
 }
 
-// The gradients of 16 features' parameters a block, and in training the two numbers per feature that the last kernel needs.
+// The gradients of kColumns features' parameters a block, and in training the two numbers per feature that the last kernel needs.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_gradients(const Params& p) {
   constexpr Form FORM = Config::kForm;
   constexpr int kSums = FORM == Form::kRunning ? 3 : 2;
   __shared__ float shared[kThreads];
-  const GroupMerge merge(p.batch, p.features);
+  const GroupMerge<Config::kColumns, kGroupRows> merge(p.batch, p.features);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   float sum[kSums] = {};

@@ -38,7 +38,7 @@ struct AccumulatorNormal {
   }
 
   // The mean of the group. Out-of-bounds rows are zero in the accumulators.
-  template <bool KEEP, class Shared, class Params>
+  template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, const Accumulators& acc) {
     const int rows = max(f.rows(2 * tile.m + consumer), 1);
     mean = column_sums<TN>(shared.sums[consumer], consumer,
@@ -50,17 +50,17 @@ struct AccumulatorNormal {
     store_partial(f, tile, mean, f.p.group_mean);
   }
 
-  // Subtracts it, rounds to T, and sums up the squares of what is left: M2. Also writes it to `staging`, if not null. KEEP: M2
-  // to shared memory too.
-  template <bool KEEP, class Shared, class Params>
+  // Subtracts it, rounds to T if ROUNDS, and sums up the squares of what is left: M2. Also writes it to `staging`, if not null.
+  // KEEP: M2 to shared memory too.
+  template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_squares(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
     const int rows = f.p.batch - (2 * tile.m + consumer) * kGroupRows;  // or more than the group has, or none
 #pragma unroll
     for (int i = 0; i < TN / 8; ++i) {
       const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
-      rounded_pair(acc[4 * i], acc[4 * i + 1], m, T{});
-      rounded_pair(acc[4 * i + 2], acc[4 * i + 3], m, T{});
+      rounded_pair<ROUNDS>(acc[4 * i], acc[4 * i + 1], m, T{});
+      rounded_pair<ROUNDS>(acc[4 * i + 2], acc[4 * i + 3], m, T{});
       if (i % 8 == 7) compiler_barrier();
     }
     if (rows < kGroupRows) {  // out-of-bounds rows count for nothing
@@ -112,6 +112,18 @@ struct AccumulatorNormal {
     *reinterpret_cast<float2*>(&shared.slope[consumer][2 * thread]) = slope;
     *reinterpret_cast<float2*>(&shared.shift[consumer][2 * thread]) =
         make_float2(slope.x * (mean.x - m.x) + shift.x, slope.y * (mean.y - m.y) + shift.y);
+  }
+
+  // A number for each of the tile's features from the accumulators.
+  __device__ __forceinline__ void subtract(const float* columns, Accumulators& acc) const {
+#pragma unroll
+    for (int i = 0; i < TN / 8; ++i) {
+      const float2 v = *reinterpret_cast<const float2*>(columns + i * 8 + (lane % 4) * 2);
+      acc[4 * i] -= v.x;
+      acc[4 * i + 1] -= v.y;
+      acc[4 * i + 2] -= v.x;
+      acc[4 * i + 3] -= v.y;
+    }
   }
 
   // Evaluation: the tile's coefficients are in this buffer.

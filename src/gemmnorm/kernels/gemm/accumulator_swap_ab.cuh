@@ -47,12 +47,13 @@ struct AccumulatorSwapAB {
   }
 
   // A partial statistic of each feature to `own`, where the block needs it, and to [groups, features]: to the row of the
-  // tile's first kGroupRows rows; to those of the others zero or, of a mean, the same number.
-  template <bool MEAN, class Params>
+  // tile's first kGroupRows rows; to those of the others zero or, of a mean, the same number. ALWAYS: else only where the
+  // product is kept.
+  template <bool MEAN, bool ALWAYS, class Params>
   __device__ __forceinline__ void store_partial(const Features<Params>& f, Tile tile, const float (&v)[2], float* to,
                                                 float* own) const {
     const int part = lane % 4, row = tile.m * TM + part * kGroupRows;
-    if (part * kGroupRows >= TM) return;
+    if (part * kGroupRows >= (ALWAYS || f.p.keep_product ? TM : kGroupRows)) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int column = feature + 8 * c, j = tile.n * TN + column;
@@ -63,7 +64,7 @@ struct AccumulatorSwapAB {
   }
 
   // The means of the tile's rows. Out-of-bounds rows are zero in the accumulators. KEEP: in shared memory too.
-  template <bool KEEP, class Shared, class Params>
+  template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, const Accumulators& acc) {
     const int rows = f.p.batch - tile.m * TM;  // or more than the tile has
     float sum[2] = {};
@@ -84,11 +85,12 @@ struct AccumulatorSwapAB {
       mean[0] = mean[0] * TM / rows;
       mean[1] = mean[1] * TM / rows;
     }
-    store_partial<true>(f, tile, mean, f.p.group_mean, KEEP ? shared.slope[0] : nullptr);
+    store_partial<true, ROUNDS>(f, tile, mean, f.p.group_mean, KEEP ? shared.slope[0] : nullptr);
   }
 
-  // Subtracts them, rounds to T, and sums up the squares of what is left: M2. Also writes it to `staging`, if not null.
-  template <bool KEEP, class Shared, class Params>
+  // Subtracts them, rounds to T if ROUNDS, and sums up the squares of what is left: M2. Also writes it to `staging`, if not
+  // null.
+  template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_squares(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
     const int rows = f.p.batch - tile.m * TM, at = staged_at<T>();
@@ -103,17 +105,17 @@ struct AccumulatorSwapAB {
       float sum[2] = {};
 #pragma unroll
       for (int o = i; o < i + kOctets; o += 2) {
+#pragma unroll
+        for (int q = 0; q < 8; ++q) acc[4 * o + q] -= mean[q / 2 % 2];
         if constexpr (sizeof(T) == 2) {
           u32 pairs[4];
 #pragma unroll
-          for (int p = 0; p < 4; ++p)
-            pairs[p] = pack(acc[4 * o + 2 * p] - mean[p % 2], acc[4 * o + 2 * p + 1] - mean[p % 2], T{});
+          for (int p = 0; p < 4; ++p) pairs[p] = pack(acc[4 * o + 2 * p], acc[4 * o + 2 * p + 1], T{});
           if (staging) stmatrix_trans(staging + o * 8 * kRowBytes + at, pairs);
+          if constexpr (ROUNDS) {
 #pragma unroll
-          for (int q = 0; q < 8; ++q) acc[4 * o + q] = opaque(element_of(pairs[q / 2], q % 2, T{}));
-        } else {
-#pragma unroll
-          for (int q = 0; q < 8; ++q) acc[4 * o + q] -= mean[q / 2 % 2];
+            for (int q = 0; q < 8; ++q) acc[4 * o + q] = opaque(element_of(pairs[q / 2], q % 2, T{}));
+          }
         }
 #pragma unroll
         for (int q = 0; q < 8; ++q) sum[q / 2 % 2] += acc[4 * o + q] * acc[4 * o + q];
@@ -123,7 +125,7 @@ struct AccumulatorSwapAB {
     }
 #pragma unroll
     for (int c = 0; c < 2; ++c) m2[c] = over_lanes(m2[c]);
-    store_partial<false>(f, tile, m2, f.p.group_m2, KEEP ? shared.shift[0] : nullptr);
+    store_partial<false, ROUNDS>(f, tile, m2, f.p.group_m2, KEEP ? shared.shift[0] : nullptr);
   }
 
   // Two octets of rows, straight to memory. Of a whole tile nothing is compared.
@@ -179,6 +181,13 @@ struct AccumulatorSwapAB {
       slope[c] = shared.finished_slope[j];
       shift[c] = slope[c] * (mean[c] - shared.mean[j]) + shared.finished_shift[j];
     }
+  }
+
+  // A number for each of the tile's features from the accumulators.
+  __device__ __forceinline__ void subtract(const float* columns, Accumulators& acc) const {
+    const float v[2] = {columns[feature], columns[feature + 8]};
+#pragma unroll
+    for (int i = 0; i < TM / 2; ++i) acc[i] -= v[i / 2 % 2];
   }
 
   // Evaluation: the tile's coefficients out of shared memory.

@@ -1,14 +1,32 @@
-// Epilogue, evaluation: y = φ(slope·a + shift) with the running statistics, straight from the accumulators.
+// Epilogues where the statistics are known: y = φ(slope·a + shift), straight from the accumulators.
 //
-// Taken for every evaluation. Warp 1 computes the next tile's coefficients while the current one is multiplied, into one of
-// two buffers. Of the tiles nothing but y goes to memory.
+//   EvaluateEpilogue    the running statistics; taken for every evaluation
+//   NormalizeEpilogue   y = φ(slope·(a - mean) + shift) by those of the batch, which launches before have taken (ExactStatisticsEpilogue) and merged; taken in
+//                       training where the product is cheaper to multiply again than to read again
+//
+// Warp 1 computes the next tile's coefficients while the current one is multiplied, into one of two buffers. Of the tiles
+// nothing but y goes to memory.
 #pragma once
 #include "gemm/features.cuh"
 #include "gemm/staging.cuh"
 
 namespace gemmnorm {
 
-// One warp: the coefficients of COLUMNS features from `first` on. `keeps`: also what the backward reads, mean and 1/σ.
+// One warp: the coefficients of COLUMNS features from `first` on, by the batch's statistics. The mean stays apart, so that
+// nothing is left of a constant column.
+template <int COLUMNS, class Params>
+__device__ __forceinline__ void batch_coefficients(const Features<Params>& f, int first, float* slope, float* shift,
+                                                   float* mean) {
+#pragma unroll 2
+  for (int c = threadIdx.x % 32; c < COLUMNS; c += 32) {
+    const int j = min(first + c, f.p.features - 1);
+    slope[c] = f.gamma(j) * f.s(j) * f.p.rstd[j];
+    shift[c] = f.shift(j);
+    mean[c] = f.p.mean[j];
+  }
+}
+
+// Likewise, by the running ones. `keeps`: also what the backward reads, mean and 1/σ.
 template <int COLUMNS, class Params>
 __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& f, int first, bool keeps, float* slope,
                                                         float* shift) {
@@ -25,10 +43,11 @@ __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& 
   }
 }
 
-template <class G, class Params>
-struct EvaluateEpilogue {
+template <class G, class Params, bool OF_BATCH>
+struct KnownStatisticsEpilogue {
   struct Shared {
     float slope[2][G::TN], shift[2][G::TN];  // of two tiles
+    float mean[2][OF_BATCH ? G::TN : 2];
     u64 known[2], used[2];                   // a tile's coefficients are there; they may be overwritten
 
     __device__ __forceinline__ void init() {
@@ -52,7 +71,9 @@ struct EvaluateEpilogue {
         const Tile tile = scheduler.at(t);
         auto& s = shared.epilogue;
         mbarrier_wait(&s.used[state.stage], state.phase);
-        evaluation_coefficients<G::TN>(f, tile.n * G::TN, tile.m == 0, s.slope[state.stage], s.shift[state.stage]);
+        float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
+        if constexpr (OF_BATCH) batch_coefficients<G::TN>(f, tile.n * G::TN, slope, shift, s.mean[state.stage]);
+        else evaluation_coefficients<G::TN>(f, tile.n * G::TN, tile.m == 0, slope, shift);
         mbarrier_arrive(&s.known[state.stage]);
         state.advance();
       }
@@ -76,6 +97,7 @@ struct EvaluateEpilogue {
       const int buffer = state.stage;
       mbarrier_wait(&shared.epilogue.known[buffer], state.phase);
       state.advance();
+      if constexpr (OF_BATCH) tile_of_accumulators.subtract(shared.epilogue.mean[buffer], acc);
       tile_of_accumulators.load_coefficients(shared.epilogue, buffer);
       unsigned char* staging = shared.staging[consumer];
 #pragma unroll
@@ -96,5 +118,10 @@ struct EvaluateEpilogue {
     }
   };
 };
+
+template <class G, class Params>
+struct EvaluateEpilogue : KnownStatisticsEpilogue<G, Params, false> {};
+template <class G, class Params>
+struct NormalizeEpilogue : KnownStatisticsEpilogue<G, Params, true> {};
 
 }  // namespace gemmnorm

@@ -5,18 +5,18 @@
 
 namespace gemmnorm {
 
-// Two neighbouring values less the mean, as T holds them: statistics and results agree with what is stored, so that the
-// rounding of a value that stands out is normalised away as PyTorch's is. Without opaque ptxas finds that these
+// Two neighbouring values less the mean; if ROUNDS as T holds them: statistics and results agree with what is stored, so that
+// the rounding of a value that stands out is normalised away as PyTorch's is. Without opaque ptxas finds that these
 // writes reach the next wgmma, and serialises all of them (C7520).
-template <class T>
+template <bool ROUNDS, class T>
 __device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, T) {
-  const u32 both = pack(a - mean.x, b - mean.y, T{});
-  a = opaque(element_of(both, 0, T{}));
-  b = opaque(element_of(both, 1, T{}));
-}
-__device__ __forceinline__ void rounded_pair(float& a, float& b, float2 mean, float) {
   a -= mean.x;
   b -= mean.y;
+  if constexpr (ROUNDS && sizeof(T) == 2) {
+    const u32 both = pack(a, b, T{});
+    a = opaque(element_of(both, 0, T{}));
+    b = opaque(element_of(both, 1, T{}));
+  }
 }
 
 // Per-column numbers of a thread's next N pairs of columns, all in flight at once.

@@ -77,15 +77,17 @@ __device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared 
   for (int i = 0; i < N; ++i) value[i] = shared[i * TX + tx];
 }
 
-// A block that merges the groups of 16 features: 16 threads, called lanes, share out the groups of a feature.
+// A block that merges the groups of COLUMNS features: its other threads, called lanes, share out the groups of a feature. A
+// group is of ROWS rows; there is a row of numbers for every kGroupRows, of which the first of a group counts.
+template <int COLUMNS, int ROWS>
 struct GroupMerge {
-  static constexpr int kColumns = 16, kLanes = kThreads / kColumns;
+  static constexpr int kColumns = COLUMNS, kLanes = kThreads / kColumns;
 
   int batch, features, groups;
   int j, lane;  // the thread's feature, which may lie beyond the last
 
   __device__ __forceinline__ GroupMerge(int batch_, int features_) : batch(batch_), features(features_) {
-    groups = (batch + kGroupRows - 1) / kGroupRows;
+    groups = (batch + ROWS - 1) / ROWS;
     j = blockIdx.x * kColumns + threadIdx.x % kColumns;
     lane = threadIdx.x / kColumns;
   }
@@ -97,7 +99,7 @@ struct GroupMerge {
     if (inside()) {
 #pragma unroll 4
       for (int g = lane; g < groups; g += kLanes)
-        add(sum, mul_wide(g, features) + j, min(kGroupRows, batch - g * kGroupRows));
+        add(sum, mul_wide(g * (ROWS / kGroupRows), features) + j, min(ROWS, batch - g * ROWS));
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {

@@ -88,13 +88,13 @@ __device__ __forceinline__ void finish_feature(const Params& p, int j, const Fea
   from_float((1.0f - m) * f.running_var + m * unbiased, p.running_var[j]);
 }
 
-// mean, rstd and running statistics of 16 features a block, from group_mean and group_m2. num_batches_tracked counts this
+// mean, rstd and running statistics of kColumns features a block, from group_mean and group_m2. num_batches_tracked counts this
 // batch already.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_statistics(const Params& p) {
   constexpr bool FOLD = Config::kFold;
   __shared__ float shared[kThreads];
-  const GroupMerge merge(p.batch, p.features);
+  const GroupMerge<Config::kColumns, Config::kRows> merge(p.batch, p.features);
   const int j = merge.j;
   const float s = merge.inside() ? scale_of(p.scale, p.scale_stride, p.scale_value, j) : 1.0f;
   const float b = merge.inside() ? value_or(p.bias, j, 0.0f) : 0.0f;

@@ -134,8 +134,8 @@ struct Finisher {
     const float2 group = make_float2(fmaf(upper ? left.second : left.first, share_of_group, centre.x),
                                      fmaf(upper ? right.second : right.first, share_of_group, centre.y));
     const float2 off = make_float2(group.x - centre.x, group.y - centre.y);
-    rounded_pair(d.x, d.y, off, T{});
-    rounded_pair(d.z, d.w, off, T{});
+    rounded_pair<true>(d.x, d.y, off, T{});
+    rounded_pair<true>(d.z, d.w, off, T{});
     store_rows(p.stored_product, q, make_float2(d.x, d.y), make_float2(d.z, d.w));
     if (kRounds) d = minus(d, make_float2(left.mean(share, centre.x) - group.x, right.mean(share, centre.y) - group.y));
   }

@@ -1,0 +1,33 @@
+"""Every candidate of a problem in words: its predicted time and the terms of it, or the reason why it cannot serve."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from .candidates import candidates
+from .choice import applicable, ranking
+from .steps import Plan
+
+LEAST = 0.05  # µs of a term that is worth its words
+
+
+def comparison(plan: Plan) -> list[str]:
+    """Lines of text: the candidates beside `plan`, the best first, then those that cannot serve, by reason.
+
+    A problem in the table of measured bests begins with that candidate, whatever is predicted (docs/planner.md).
+    """
+    problem, phase = plan.problem, plan.phase
+    if applicable(problem)["cublas_bn"] is not None or phase == "prepare":
+        return []
+    strategy = plan.strategy if phase == "backward" else None
+    ranked = [(us, found) for us, found in ranking(problem, phase, strategy) if found.strategy != "cublas_bn"]
+    lines = ["candidates, predicted µs:"]
+    for us, found in ranked:
+        terms = ", ".join(f"{name} {value:.1f}" for name, value in found.terms().items() if value >= LEAST)
+        lines.append(f"  {us:8.1f}  {found.choices if phase == 'backward' else found.name}: {terms}")
+    refused = defaultdict(list)
+    for candidate in candidates(problem, phase):
+        if candidate.refusal is not None:
+            refused[candidate.refusal].append(candidate.name)
+    lines += [f"  cannot serve: {', '.join(names)}: {reason}" for reason, names in refused.items()]
+    return lines
