@@ -5,6 +5,7 @@
 #
 #   tests     pytest -m gpu, with its counts for the result file
 #   sanitize  every kernel at small sizes under memcheck, synccheck, racecheck and initcheck
+#   candidates  every candidate of the planner's, at SIZES or all that CANDIDATES seconds allow
 #   split     float32 by split operands beside the library's float32, errors and times
 #   cases     every strategy at every case, errors and times
 #   bench     the result file: benchmarks/results/h200.json is what it writes
@@ -35,11 +36,17 @@ for stage in "${@:-tests}"; do
       logged tests 25 python3 -m pytest -m gpu -n "${WORKERS:-12}" --junitxml "$out/gpu.xml"
       [ $? -ne 124 ] || rm -f "$out/gpu.xml" # cut off: no counts
       ;;
-    sanitize)
-      for tool in memcheck synccheck racecheck "initcheck --plain"; do
-        read -r name plain <<<"$tool"
-        logged "$name" 6 compute-sanitizer --tool "$name" --report-api-errors no --print-limit 100000 python3 benchmarks/sanitize.py $plain
+    sanitize) # the tools beside each other; racecheck and synccheck on what has an own product
+      for tool in memcheck "synccheck --forward" "racecheck --forward" "racecheck --turns" "initcheck --plain"; do
+        read -r name what <<<"$tool"
+        logged "$name${what:-}" 3 compute-sanitizer --tool "$name" --report-api-errors no --print-limit 100000 \
+          python3 benchmarks/sanitize.py $what &
       done
+      wait
+      ;;
+    candidates)
+      logged candidates 25 python3 benchmarks/candidates.py --out "$out/candidates.json.gz" --budget "${CANDIDATES:-300}" \
+        ${SIZES:+--sizes $SIZES}
       ;;
     split) logged split 30 python3 lab/device_check.py --precision fp32 --case kb33 kb39 projector odd --strategy one_kernel cublas_folded_bn ;;
     cases) logged cases 80 python3 lab/device_check.py --precision bf16 tf32 ;;

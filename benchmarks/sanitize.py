@@ -40,6 +40,12 @@ SIZES = {
     "low tiles": (60, 136, 1096, 6),
     "many groups": (9000, 64, 264, 36),
     "tall": (17000, 64, 520, 132),
+    "neighbours": (1100, 264, 648, 6),  # that load x together
+    "twice": (1100, 72, 264, 6),  # multiplied
+}
+WANTED = {
+    "neighbours": lambda c: getattr(c.way, "multicast", 1) > 1,
+    "twice": lambda c: getattr(c.way, "schedule", "") == "two-pass",
 }
 
 
@@ -93,7 +99,8 @@ def main() -> None:
         module = gemmnorm.LinearScaleBatchNorm1d(inner, features, activation="relu", device="cuda", dtype=dtype)
         module.train(training)
         x = torch.randn(batch, inner, device="cuda", dtype=dtype)
-        with gemmnorm.set_strategy(strategy), runtime.recording() as plans:
+        wanted = plan.forcing(WANTED.get(name, lambda _: True))
+        with gemmnorm.set_strategy(strategy), wanted, runtime.recording() as plans:
             if not forward:
                 with cast:
                     y = module(x)

@@ -27,6 +27,11 @@ def in_registers(wanted: bool) -> Callable[[Candidate], bool]:
     )
 
 
+def sharing(c: Candidate) -> bool:
+    """Blocks load x together."""
+    return isinstance(c.way, Gemm) and c.way.multicast > 1
+
+
 def small_panel(c: Candidate) -> bool:
     return isinstance(c.way, small.Shape)
 

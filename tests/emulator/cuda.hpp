@@ -121,13 +121,15 @@ void wait(const char* what, const Ready& ready) {
   std::abort();
 }
 
+inline bool arrive_at_gate(Gate& gate, unsigned threads) {
+  if (++gate.arrived < threads) return false;
+  gate.arrived = 0;
+  ++gate.opened;
+  return true;
+}
 inline void pass_gate(Gate& gate, unsigned threads, const char* what) {
   const unsigned opened = gate.opened;
-  if (++gate.arrived == threads) {
-    gate.arrived = 0;
-    ++gate.opened;
-    return;
-  }
+  if (arrive_at_gate(gate, threads)) return;
   pause(what, [&gate, opened] { return gate.opened != opened; });
 }
 

@@ -21,6 +21,7 @@ from .steps import Plan
 CLUSTER = 4  # blocks at most: of larger ones fewer run at once than there are multiprocessors for
 GROUP = 8  # panels that are worked on together: 4 to 16 differ by some percent, and a small last group costs most
 TOGETHER = (4, 6, 12, 16, 24)  # panels that are worked on together, as `variants` has them
+SHARING = 2  # blocks that load x together
 SHARES = (0.0, 0.25, 0.5)  # of the rows that later waves need, converted before as well; or all
 
 
@@ -111,6 +112,8 @@ def _words(problem: Problem, way: Gemm | small.Shape | Gradient | None) -> Itera
         yield f"{way.tile.rows}x{way.tile.columns} {way.schedule}, {way.panels} panels by {way.group_panels}"
         if way.cluster > 1:
             yield f"in clusters of {way.cluster}"
+        if way.multicast > 1:
+            yield f"sharing x by {way.multicast}"
         if way.in_registers:
             yield "in registers"
         if way.converts(problem):
@@ -189,8 +192,9 @@ def _gemms(problem: Problem) -> Iterator[Candidate]:
             continue
         for tile in tiles(problem):
             for gemm in _schedules(problem, strategy, tile):
-                for converted in _conversions(problem, gemm):
-                    yield Candidate(problem, "forward", strategy, converted)
+                for shared in _shared(problem, gemm):
+                    for converted in _conversions(problem, shared):
+                        yield Candidate(problem, "forward", strategy, converted)
 
 
 def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
@@ -208,6 +212,21 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
     else:
         yield replace(everything, schedule="persistent")
         yield from _single_waves(problem, everything)
+
+
+def _shared(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
+    """Blocks that load all of x themselves; or two neighbours, which each load half of it for both."""
+    yield gemm
+    rows, panels = gemm.tile.counts(problem, SHARING)
+    if gemm.tile.columns < WIDE or gemm.cluster > 1 or gemm.schedule == "single-tile" or panels == 1:
+        return
+    blocks = (problem.chip or CHIPS[90]).multiprocessors
+    group = -(-gemm.group_panels // SHARING) * SHARING
+    if gemm.schedule == "single-wave":
+        panels = min(-(-gemm.panels // SHARING), blocks // (rows * SHARING)) * SHARING  # at once
+        group = _dividing(panels // SHARING, group // SHARING) * SHARING if panels else 0
+    if panels:
+        yield replace(gemm, panels=panels, group_panels=group, multicast=SHARING)
 
 
 def _several_waves(problem: Problem, tile: Tile) -> bool:
@@ -269,8 +288,8 @@ def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
         found = replace(gemm, x_rows=x_rows, weight_rows=weight_rows)
         if found.converts(problem):
             yield found
-            if problem.cast and x_rows == ALL_ROWS and found.chunks > 1:
-                yield replace(found, chunks=-(-found.chunks // 2))
+        if problem.cast and x_rows == ALL_ROWS and found.chunks > 1:
+            yield replace(found, chunks=-(-found.chunks // 2))
 
 
 def _backwards(problem: Problem) -> Iterator[Candidate]:

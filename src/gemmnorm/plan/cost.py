@@ -195,7 +195,7 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
     """`fused_gemm` with all that stands before and after it."""
     tile, counted = gemm.tile, _empty()
     blocks = (problem.chip or CHIPS[90]).multiprocessors
-    (rows, panels), size = tile.counts(problem), DTYPE_BYTES[problem.dtype]
+    (rows, panels), size = tile.counts(problem, gemm.multicast), DTYPE_BYTES[problem.dtype]
     out_size, elements = DTYPE_BYTES[problem.out_dtype], problem.batch * problem.out_features
     persistent, single = gemm.schedule == "persistent", gemm.schedule == "single-wave"
     statistics = gemm.schedule in ("statistics", "exact-statistics")
@@ -240,7 +240,7 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
         "staged": (waves - 1) * of_tile * staged,
         "swapped": float(waves * (tile.rows < 128)),
         "width": of_tile / 128,
-        "loaded": (tile.rows + tile.columns) * tile.planes,
+        "loaded": (tile.rows / gemm.multicast + tile.columns) * tile.planes,
         "products": 3 if tile.planes == 2 else 1,
         "tile_elements": waves * of_tile,
         "tile_bytes": (1 if staged else waves) * of_tile * ((not statistics) * out_size + size * stored),

@@ -95,9 +95,10 @@ class Tile:
         """Rows of one partial mean and M2."""
         return self.rows if self.columns == WIDE else GROUP_ROWS
 
-    def counts(self, problem: Problem) -> tuple[int, int]:
-        """Tiles along the batch and along the features."""
-        return -(-problem.batch // self.rows), -(-problem.out_features // self.columns)
+    def counts(self, problem: Problem, shared_by: int = 1) -> tuple[int, int]:
+        """Tiles along the batch; along the features, a multiple of `shared_by`."""
+        width = self.columns * shared_by
+        return -(-problem.batch // self.rows), -(-problem.out_features // width) * shared_by
 
 
 def refusal(problem: Problem, strategy: str) -> str | None:
@@ -128,6 +129,7 @@ class Gemm:
         group_panels: panels (columns of tiles) that are worked on together, so that the L2 holds what they share.
         panels: that the grid has blocks for; all of them, or in a single wave as many as run at once.
         cluster: blocks; the tiles of a panel where those are a cluster.
+        multicast: blocks of a cluster, side by side along the features, that load each tile of x once for all of them.
         in_registers: tiles of a single wave wait for their panel in registers, where shared memory has room too.
         x_rows, weight_rows, chunks: of the operands, that a launch before converts; the kernel converts the others
             beside its multiplications. Chunks of `cast.COLUMNS` of K.
@@ -138,6 +140,7 @@ class Gemm:
     group_panels: int
     panels: int
     cluster: int = 1
+    multicast: int = 1
     in_registers: bool = False
     x_rows: int = ALL_ROWS
     weight_rows: int = 0
@@ -182,6 +185,7 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
             ("kTileColumns", tile.columns),
             ("kStages", tile.stages),
             ("kSharedBytes", shared),
+            ("kMulticast", gemm.multicast),
             ("Epilogue<>", f"gemmnorm::{epilogue}"),
             ("Conversion<>", f"gemmnorm::{conversion}"),
             ("Activation", "Activation"),
@@ -190,14 +194,14 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
          "merged_slope", "merged_shift", "counters", *dict(made), *own, "x_rows", "weight_rows", "chunks_converted",
          "group_panels", "in_registers", "stream_x", "keep_product", "batch", "in_features", "features"),
-        Extent(gemm.panels, tile.rows, chip.multiprocessors),
+        Extent(gemm.panels, tile.rows, chip.multiprocessors // gemm.multicast * gemm.multicast),
         block=384,
         resident=1,
         shared=shared,
-        cluster=gemm.cluster,
+        cluster=max(gemm.cluster, gemm.multicast),
         cooperative=left or schedule == "persistent" or (schedule == "single-wave" and gemm.cluster == 1),
         maps=(
-            Map("map_x", operands[0], tile.rows, tile.k, fits=schedule in KNOWN),
+            Map("map_x", operands[0], tile.rows // gemm.multicast, tile.k, fits=schedule in KNOWN and gemm.multicast == 1),
             Map("map_weight", operands[1], tile.columns, tile.k),
             Map("map_product", "product", GROUP_ROWS, boxes if stores_product(problem, schedule) else boxes_y, exact=True),
             Map("map_y", "y", GROUP_ROWS, boxes_y, exact=True),
@@ -278,10 +282,9 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
     if gemm.schedule == "statistics":
         steps += (library.merge(problem, True, gemm.tile.group_rows), library.normalize(problem, fold=True, offset="group_mean"))
     elif two_pass:
-        again = Gemm(
-            gemm.tile, "normalize", gemm.group_panels, gemm.panels, weight_rows=problem.out_features,
-            chunks=cast.chunks(problem),
-        )  # fmt: skip
+        again = replace(
+            gemm, schedule="normalize", x_rows=ALL_ROWS, weight_rows=problem.out_features, chunks=cast.chunks(problem)
+        )
         steps += (library.merge(problem, True, gemm.tile.group_rows), gemm_launch(problem, again))
     found = Plan(
         problem, "forward", strategy, steps, tuple(outputs), tuple(workspace), aliases,
@@ -292,7 +295,7 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
 
 def _counters(problem: Problem, gemm: Gemm) -> int:
     """32-bit numbers that the kernel counts with, and those of the features to compute once more."""
-    _, panels = gemm.tile.counts(problem)
+    _, panels = gemm.tile.counts(problem, gemm.multicast)
     of_panels = COUNTERS + 2 * panels
     ahead = gemm.schedule in ("persistent", "evaluate") if problem.split else gemm.converts(problem)
     if ahead:

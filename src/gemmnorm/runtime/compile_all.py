@@ -134,7 +134,8 @@ def kernels(arch: int, quick: bool = False) -> list[Kernel]:
             if problem.split and chosen.strategy == "one_kernel" and phase == "forward" and not problem.training:
                 ahead = plan.make_plan(replace(problem, prepared=True), strategy, phase)
                 launches = (*launches, *ahead.launches, *plan.prepare(problem).launches)
-            if phase == "forward" and (problem.batch, problem.in_features, problem.out_features) in _EVERY_CANDIDATE:
+            sizes, plain = (problem.batch, problem.in_features, problem.out_features), problem.activation is None
+            if phase == "forward" and sizes in _EVERY_CANDIDATE and plain and problem.dtype != "float16":
                 every = (c for c in candidates.candidates(problem) if c.refusal is None and c.strategy == strategy)
                 launches = (*launches, *(launch for c in every for launch in c.plan().launches))
             for launch in launches:

@@ -177,7 +177,7 @@ def _options(arch: int, **options: Any) -> Any:
 def tensor_map(t: torch.Tensor, found: Map) -> bytes:
     """The TMA descriptor of a contiguous matrix, cut into the boxes of `found`: 128 bytes.
 
-    128-byte swizzle, 256-byte promotion in the L2, zeros out of bounds. It holds an address and sizes, nothing of the
+    128-byte swizzle, promotion in the L2 to 256 bytes where rows are multiples of that, zeros out of bounds. It holds an address and sizes, nothing of the
     contents, and keeps no memory alive.
 
     Raises:
@@ -193,17 +193,19 @@ def tensor_map(t: torch.Tensor, found: Map) -> bytes:
     }[t.dtype]
     rows, columns = t.shape
     box_rows, box_columns = found.box(rows)
+    promotions, row_bytes = cu.CUtensorMapL2promotion, columns * t.element_size()
+    whole = row_bytes % 256 == 0  # else a promoted request would fetch what nobody asks for
     result, encoded = cu.cuTensorMapEncodeTiled(
         kind,
         2,
         t.data_ptr(),
         [cu.cuuint64_t(columns), cu.cuuint64_t(rows)],
-        [cu.cuuint64_t(columns * t.element_size())],
+        [cu.cuuint64_t(row_bytes)],
         [cu.cuuint32_t(box_columns), cu.cuuint32_t(box_rows)],
         [cu.cuuint32_t(1), cu.cuuint32_t(1)],
         cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B if whole else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if int(result) != 0:
