@@ -182,6 +182,34 @@ def test_multiplied_twice(name, one_tile):
             assert torch.allclose(got.double(), wanted.double(), atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("name", "batch", "features", "blocks", "options"),
+    [
+        ("bf16", 100, 72, 1, {"activation": "silu"}),
+        ("fp16", 300, 200, 2, {"bias": False, "momentum": None}),
+        ("fp32", 300, 100, 4, {"scale_shape": (100,), "activation": "silu"}),
+        ("fp32", 2, 36, 1, {"affine": False}),
+        ("bf16", 1300, 264, 8, {"activation": "silu", "scale_shape": ()}),
+    ],
+)
+def test_normalised_by_clusters_that_hold_panels(name, batch, features, blocks, options, forced):
+    forced(lambda c: c.phase == "backward" or (ways.in_panels(c) and c.way.cluster == blocks))
+    with runtime.recording() as plans:
+        check(SMALL_HOPPER, "cublas_folded_bn", name, batch, 24, features, **options)
+    assert [launch.function for launch in plans[0].launches] == ["cluster_normalize"]
+    assert plans[0].launches[0].cluster == blocks
+
+
+@pytest.mark.parametrize("batch", [2, 60, 300])
+def test_panels_held_by_clusters_a_constant_column_is_exactly_beta(batch, forced):
+    forced(ways.in_panels)
+    module = stir(Chain(64, 136, bias=False))
+    with torch.no_grad(), emulated(SMALL_HOPPER), poisoned_memory():
+        module.gemm.weight.fill_(156.25)
+        y = run(module, torch.ones(batch, 64), "cublas_folded_bn")
+    assert torch.equal(y, module.bn.bias.expand(batch, 136))
+
+
 @pytest.mark.parametrize("one_tile", [(256, 128), (64, 128)], indirect=True)
 @pytest.mark.parametrize(
     ("name", "strategy", "epilogue", "batch", "in_features", "out_features"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from gemmnorm.plan import Problem, small
+from gemmnorm.plan import Problem, panels, small
 from gemmnorm.plan.candidates import Candidate, Gradient
 from gemmnorm.plan.gemm import EPILOGUES, Gemm
 
@@ -30,6 +30,11 @@ def in_registers(wanted: bool) -> Callable[[Candidate], bool]:
 def sharing(c: Candidate) -> bool:
     """Blocks load x together."""
     return isinstance(c.way, Gemm) and c.way.multicast > 1
+
+
+def in_panels(c: Candidate) -> bool:
+    """Normalised by clusters that hold panels of columns."""
+    return isinstance(c.way, panels.Shape)
 
 
 def small_panel(c: Candidate) -> bool:

@@ -85,7 +85,12 @@ def plan_site(problem: Problem, strategy: str, suffix: str = "") -> Site:
 
 
 def _forward_cases(problem: Problem, strategy: str, saves: bool) -> tuple[Case, ...]:
-    """One case where the problem's plan serves every batch; else its own, then that of a batch large enough for all."""
+    """One case where the problem's plan serves every batch; else its own, then that of a batch large enough for all.
+
+    A file without a GEMM of our own is for other GPUs too, so it uses nothing that only Hopper has.
+    """
+    if strategy not in OWN_GEMM and problem.chip:
+        problem = replace(problem, chip=replace(problem.chip, arch=80))
 
     def plans(p: Problem) -> dict[bool, Plan]:
         return {save: plan.make_plan(replace(p, save=save), strategy) for save in (False, True)[: 1 + saves]}
@@ -104,10 +109,7 @@ PAYS = 0.97  # of the time by three launches, from where a backward in one launc
 
 
 def _backward_cases(problem: Problem, strategy: str) -> tuple[Case, ...]:
-    """Three launches serve every batch. Where the problem's own plan wins enough it stands before them.
-
-    A file without a GEMM of our own is for other GPUs too, so its backward uses nothing that only Hopper has.
-    """
+    """Three launches serve every batch. Where the problem's own plan wins enough it stands before them."""
     if strategy not in OWN_GEMM and problem.chip:
         problem = replace(problem, chip=replace(problem.chip, arch=80))
     own = plan.make_plan(problem, strategy, "backward")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import cast, cost, gradient, library, small, split
+from . import cast, cost, gradient, library, panels, small, split
 from .gemm import STAGES, WIDE, Gemm, Tile, gemm_plan, refusal
 from .problem import CHIPS, DTYPE_BYTES, Problem
 from .small import clusters_at_once
@@ -40,14 +40,14 @@ class Candidate:
 
     Attributes:
         strategy: of `STRATEGIES`.
-        way: the choices; None for a product by cuBLAS, which leaves none.
+        way: the choices; None for a product by cuBLAS and three launches after it, which leave none.
         refusal: why it cannot serve, or None.
     """
 
     problem: Problem
     phase: str
     strategy: str
-    way: Gemm | small.Shape | Gradient | None = None
+    way: Gemm | small.Shape | panels.Shape | Gradient | None = None
     refusal: str | None = None
 
     @property
@@ -69,6 +69,8 @@ class Candidate:
             return cost.two_pass_terms, cost.count_two_passes(problem, way)
         if isinstance(way, Gemm):
             return cost.gemm_terms, cost.count_gemm(problem, way)
+        if isinstance(way, panels.Shape):
+            return cost.library_terms, cost.count_library(problem, way)
         if isinstance(way, small.Shape):
             blocks = (problem.chip or CHIPS[90]).multiprocessors
             return cost.small_terms, cost.count_small(problem, way, way.resident * clusters_at_once(blocks, way.blocks))
@@ -97,15 +99,19 @@ class Candidate:
             return gemm_plan(problem, strategy, way)
         if isinstance(way, small.Shape):
             return cast.in_front(lambda p, s: small.small_plan(p, s, way))(problem, strategy)
+        if isinstance(way, panels.Shape):
+            return cast.in_front(lambda p, s: library.forward(p, s, way))(problem, strategy)
         return cast.in_front(library.forward)(problem, strategy)
 
 
-def _words(problem: Problem, way: Gemm | small.Shape | Gradient | None) -> Iterator[str]:
+def _words(problem: Problem, way: Gemm | small.Shape | panels.Shape | Gradient | None) -> Iterator[str]:
     if isinstance(way, Gradient):
         yield way.kernel
         if way.shape:
-            yield f"{way.shape.lanes * 16} bytes, {way.shape.rows} rows, {way.shape.cluster} blocks"
+            yield way.shape.words()
         yield "split products" if way.split else "cuBLAS products"
+    elif isinstance(way, panels.Shape):
+        yield f"in one launch, {way.words()}"
     elif isinstance(way, small.Shape):
         yield f"128x{way.columns} by {way.blocks} blocks along K"
     elif isinstance(way, Gemm):
@@ -157,6 +163,8 @@ def _library(problem: Problem) -> Iterator[Candidate]:
     reason = "the weight is there as split operands only" if problem.prepared else None
     for strategy in ("cublas_folded_bn", "cublas_bn"):
         yield Candidate(problem, "forward", strategy, refusal=reason)
+    for shape in library.shapes(problem):
+        yield Candidate(problem, "forward", "cublas_folded_bn", shape, reason)
 
 
 def _small(problem: Problem) -> Iterator[Candidate]:

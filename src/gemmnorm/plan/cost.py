@@ -39,6 +39,8 @@ class Constants:
     bandwidth: float = 3.9  # TB/s of device memory
     l2_bandwidth: float = 8.0  # TB/s, of tensors that fit the L2
     group_ns: float = 20.0  # of merging the statistics of one group of rows
+    normalize: float = 3.0  # of a launch that normalises panels held by clusters
+    normalize_row_ns: float = 10.0  # of a row that a warp holds, for each round
     # Products by cuBLAS.
     library_tensor_ns: float = 0.6  # of a stage of K, for each of a tile's columns in 128 rows
     library_load_ns: float = 0.5  # of a stage of K, for each of a tile's rows and columns
@@ -178,12 +180,14 @@ def _count_cast(problem: Problem, counted: Counted, x_rows: float, weight_rows: 
         _convert(counted, rows, 6.0 * columns)
 
 
-def count_library(problem: Problem) -> Counted:
-    """`cublas_folded_bn`: the product, statistics, their merge, normalisation."""
-    counted = _empty() | count_product(problem, problem.batch, problem.out_features, problem.in_features)
+def count_library(problem: Problem, shape: Any = None) -> Counted:
+    """`cublas_folded_bn`: the product, statistics, their merge, normalisation; or all of those by clusters."""
+    counted = _empty() | {"panels": 0.0, "held_rows": 0.0} | count_product(problem, problem.batch, problem.out_features, problem.in_features)
     elements, size = problem.batch * problem.out_features, DTYPE_BYTES[problem.dtype]
     _count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
-    if problem.training:
+    if shape is not None:
+        counted |= {"panels": 1.0, "held_rows": _rounds(problem, shape) * shape.rows}
+    elif problem.training:
         _pass(counted, size * elements, size * elements)
         counted["launches"] += 1
         counted["groups"] = -(-problem.batch // 64)
@@ -289,6 +293,12 @@ def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
     }
 
 
+def _rounds(problem: Problem, shape: Any) -> float:
+    """Panels that a multiprocessor works through, where clusters hold them."""
+    blocks = (problem.chip or CHIPS[90]).multiprocessors
+    return float(max(1.0, -(-problem.out_features // shape.columns) * shape.cluster / blocks))
+
+
 def count_backward(problem: Problem, way: Any) -> Counted:
     """The gradient of the product, and two products."""
     counted, size = _empty(), DTYPE_BYTES[problem.dtype]
@@ -296,12 +306,9 @@ def count_backward(problem: Problem, way: Any) -> Counted:
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     counted |= {"by_x": count_product(problem, b, i, o), "by_weight": count_product(problem, o, i, b)}
     once = b * o * (size + DTYPE_BYTES[problem.out_dtype])
-    rounds = held = 0.0
+    held = 0.0
     if way.kernel == "cluster_gradient":
-        panels = -(-o // way.shape.columns)
-        rounds = panels * way.shape.cluster / blocks
-        rounds = float(max(1.0, rounds))
-        held = rounds * way.shape.rows
+        held = _rounds(problem, way.shape) * way.shape.rows
     elif way.kernel == "persistent_gradient":
         _pass(counted, once, once)
     else:
@@ -356,7 +363,8 @@ def _passes(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 
 
 def library_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
-    return {"product": c.first + product_time(n, c), **_passes(n, c)}
+    panels = n["panels"] * c.normalize + n["held_rows"] * c.normalize_row_ns / 1e3
+    return {"product": c.first + product_time(n, c), "panels": panels, **_passes(n, c)}
 
 
 def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from . import panels
 from .library import GROUP_ROWS, ROWS, VECTORS, form, merge_columns, merge_grid, tiling
-from .problem import CHIPS, DTYPE_BYTES, Chip, Problem, type_members
-from .steps import THREADS, Buffer, Extent, Launch, Plan, Product
+from .panels import WARPS, WIDE, Shape
+from .problem import DTYPE_BYTES, Problem, type_members
+from .steps import Buffer, Extent, Launch, Plan, Product
 
-WARPS = THREADS // 32
-# Lanes of a warp along the features, 16 bytes each: whole lines of 128 bytes, or halves, for more or smaller blocks.
-WIDE, NARROW = 8, 4
-ROWS_OF_A_WARP, CLUSTERS = (16, 32, 64), (1, 2, 4, 8)  # 8 blocks are allowed on any GPU that has clusters
+ROWS_OF_A_WARP = (16, 32, 64)
 # Bytes of the product and y's gradient: read between the sums of some rows and their gradients, while sums are merged;
 # and of a panel at most, of which two and more have to stay in the L2 (an H200 keeps some 30 MiB of what all read).
 IN_FLIGHT, LARGEST_PANEL = 16 * 2**20, 12 * 2**20
-SHARED = 227 * 1024  # bytes that a block can have on Hopper
 _CHEAP = ("relu", "leaky_relu", "hardtanh")
 _PARAMETERS = ("grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
 
@@ -44,46 +41,21 @@ def _product(problem: Problem) -> Buffer:
     return Buffer("grad_product", problem.dtype, (ROWS, Extent(problem.out_features)))
 
 
-def _in_one_launch(problem: Problem) -> Chip | None:
-    """The GPU, where one launch can serve: Hopper's, in training, rows of whole 16 bytes."""
-    chip, whole = problem.chip, problem.out_features * DTYPE_BYTES[problem.dtype] % 16 == 0
-    return chip if chip and chip.arch == 90 and problem.training and whole else None
-
-
 def panel_launch_of(problem: Problem, split: bool, shape: Shape) -> Launch:
     """A cluster of this shape for each panel of columns, which reads the product and y's gradient once."""
-    chip = problem.chip or CHIPS[90]
-    panels, cluster = -(-problem.out_features // shape.columns), shape.cluster
     cheap = (problem.activation or "relu").split("(")[0] in _CHEAP  # few registers
-
-    def clusters(resident: int) -> int:
-        """That run at once: of clusters of four or eight one multiprocessor in eleven is left over."""
-        blocks = chip.multiprocessors * resident
-        return max(1, (blocks if cluster <= 2 else blocks * 10 // 11) // cluster)
-
-    def rounds(resident: int) -> float:
-        """The time that they take, with what does not overlap."""
-        return -(-panels // clusters(resident)) * (resident + 0.5)
-
-    resident = min(range(min(3 if cheap else 2, SHARED // (shape.shared + 1024)) or 1, 0, -1), key=rounds)
+    grid, resident = shape.launched(problem, 3 if cheap else 2)
     return Launch(
         "fused_gemm_scale_bn_gradient",
         "backward/cluster_gradient.cuh",
         "cluster_gradient",
-        (
-            *type_members(problem),
-            ("kThreadsX", shape.lanes),
-            ("kRowsPerWarp", shape.rows),
-            ("kCluster", cluster),
-            ("kSharedBytes", shape.shared),
-            ("Activation", "Activation"),
-        ),
+        (*type_members(problem), *shape.members, ("Activation", "Activation")),
         ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", *_exponents(split),
          *_PARAMETERS, "grad_product", "batch", "features"),
-        Extent(min(panels, clusters(resident)) * cluster),
+        grid,
         resident=resident,
         shared=shape.shared,
-        cluster=cluster,
+        cluster=shape.cluster,
         absent=_exponents(not split),
     )  # fmt: skip
 
@@ -93,51 +65,17 @@ def _exponents(there: bool) -> tuple[str, ...]:
     return ("x_exponents", "column_exponents") if there else ()
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How a cluster shares out a panel: a warp's lanes along the features, its rows; blocks."""
-
-    lanes: int
-    rows: int
-    cluster: int
-    size: int  # bytes of an element of the product
-    out_size: int  # and of y's gradient
-
-    @property
-    def columns(self) -> int:
-        """Features of a panel."""
-        return self.lanes * 16 // self.size
-
-    @property
-    def batch(self) -> int:
-        """The rows that a cluster holds."""
-        return self.rows * self.cluster * WARPS
-
-    @property
-    def shared(self) -> int:
-        """sizeof(PanelShared): the kernel asserts at compile time that it is."""
-        held = self.rows * WARPS * (self.size + self.out_size)
-        return self.columns * (held + 5 * 4 + 2 * WARPS * 2 * 4) + 2 * 8
-
-
 def shapes(problem: Problem) -> Iterator[Shape]:
-    """All that hold the batch: for each number of blocks with the fewest rows, by wide and by narrow panels."""
-    if _in_one_launch(problem) is None:
-        return
-    sizes = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.out_dtype]
-    for cluster in CLUSTERS:
-        holding = [n for n in ROWS_OF_A_WARP if n * cluster * WARPS >= problem.batch]
-        for lanes in (WIDE, NARROW):
-            shape = Shape(lanes, holding[0] if holding else 0, cluster, *sizes)
-            if holding and shape.shared <= SHARED:
-                yield shape
+    """Of `cluster_gradient`, which holds the product and y's gradient."""
+    held = DTYPE_BYTES[problem.dtype] + DTYPE_BYTES[problem.out_dtype]
+    return panels.shapes(problem, ROWS_OF_A_WARP, held, vectors=5, numbers=2)
 
 
 def unit_launch(problem: Problem, split: bool) -> Launch | None:
     """Blocks that take turns, and read what they need again out of the L2; None if that cannot keep it."""
-    chip, columns = _in_one_launch(problem), _unit_columns(problem)
+    chip, columns = panels.hopper(problem), _unit_columns(problem)
     row = columns * (DTYPE_BYTES[problem.dtype] + DTYPE_BYTES[problem.out_dtype])
-    panels, panel = -(-problem.out_features // columns), row * problem.batch
+    count, panel = -(-problem.out_features // columns), row * problem.batch
     if chip is None or panel > LARGEST_PANEL:
         return None
     shared = (WARPS * 2 + 1) * columns * 4 + 16
@@ -154,10 +92,10 @@ def unit_launch(problem: Problem, split: bool) -> Launch | None:
         ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", "group_sum",
          "group_dot", "mean_grad", "slope_grad", "merged_slope", "merged_shift", *_exponents(split), *_PARAMETERS,
          "grad_product", "counters", "lag", "batch", "features"),
-        Extent(panels, _unit_rows(problem), 2 * chip.multiprocessors, 1),  # one merges at least
+        Extent(count, _unit_rows(problem), 2 * chip.multiprocessors, 1),  # one merges at least
         shared=shared,
         cooperative=True,
-        numbers=(("lag", min(max(2, -(-IN_FLIGHT // panel)), panels)),),
+        numbers=(("lag", min(max(2, -(-IN_FLIGHT // panel)), count)),),
         absent=_exponents(not split),
     )  # fmt: skip
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from . import panels
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .steps import Buffer, Extent, Launch, Plan, Product, Step
 
 GROUP_ROWS = 64  # that a row of group_mean and group_m2 stands for, in every strategy
+ROWS_OF_A_WARP = (8, 16, 32, 64, 128)  # in `cluster_normalize`
 ROWS = Extent(1, 1)
 GROUPS = Extent(1, GROUP_ROWS)
 VECTORS = ("bias", "scale", "scale_stride", "scale_value")
@@ -107,14 +110,41 @@ def normalize(problem: Problem, fold: bool, offset: str) -> Launch:
     )  # fmt: skip
 
 
-def forward(problem: Problem, strategy: str) -> Plan:
-    """GEMM, group statistics, merge, normalise; in evaluation the GEMM and the normalisation alone."""
+def shapes(problem: Problem) -> Iterator[panels.Shape]:
+    """Of `cluster_normalize`, which holds the product."""
+    return panels.shapes(problem, ROWS_OF_A_WARP, DTYPE_BYTES[problem.dtype], vectors=3, numbers=1)
+
+
+def normalize_panels(problem: Problem, shape: panels.Shape) -> Launch:
+    """Statistics and normalisation in one launch: a cluster of this shape for each panel of columns."""
+    grid, resident = shape.launched(problem, 2)
+    return Launch(
+        "fused_gemm_scale_bn_apply",
+        "memory_bound/cluster_normalize.cuh",
+        "cluster_normalize",
+        (*type_members(problem), *shape.members, ("Activation", "Activation")),
+        ("product", *VECTORS, "running_mean", "running_var", "num_batches_tracked", "bn_weight", "bn_bias", "momentum",
+         "eps", "mean", "rstd", "y", "counters", "batch", "features"),
+        grid,
+        resident=resident,
+        shared=shape.shared,
+        cluster=shape.cluster,
+    )  # fmt: skip
+
+
+def forward(problem: Problem, strategy: str, shape: panels.Shape | None = None) -> Plan:
+    """GEMM, group statistics, merge, normalise; in evaluation the GEMM and the normalisation alone.
+
+    With `shape`, statistics and normalisation by clusters of that.
+    """
     t = tiling(problem)
     fold = strategy == "cublas_folded_bn"
     features = Extent(problem.out_features)
     steps: list[Step] = [Product("product", "x", "weight", transpose_right=True)]
     workspace: list[Buffer] = []
-    if problem.training:
+    if shape is not None:
+        steps.append(normalize_panels(problem, shape))
+    elif problem.training:
         statistics = Launch(
             "fused_gemm_scale_bn_statistics",
             "memory_bound/statistics.cuh",
@@ -125,7 +155,8 @@ def forward(problem: Problem, strategy: str) -> Plan:
         )
         steps += [statistics, merge(problem, fold)]
         workspace += [Buffer(role, "float32", (GROUPS, features)) for role in ("group_mean", "group_m2")]
-    steps.append(normalize(problem, fold, "offset"))
+    if shape is None:
+        steps.append(normalize(problem, fold, "offset"))
     product = Buffer("product", problem.dtype, (ROWS, features))
     vectors = [Buffer(role, "float32", (features,)) for role in ("mean", "rstd")]
     outputs, aliases = [Buffer("y", problem.out_dtype, (ROWS, features))], []
@@ -145,4 +176,5 @@ def forward(problem: Problem, strategy: str) -> Plan:
         tuple(outputs),
         tuple(workspace),
         tuple(aliases),
+        counters=int(shape is not None),
     )
