@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from gemmnorm import plan
+from gemmnorm.bench import random_problems
 from gemmnorm.plan import Problem, candidates
 from gemmnorm.plan.candidates import Candidate
 from gemmnorm.runtime import binding, driver, sources
@@ -115,14 +116,8 @@ def held() -> Iterator[Case]:
 
 
 def drawn(seed: int) -> tuple[int, int, int]:
-    """Sizes as people bring them: rows 2^5 … 2^17, widths 2^3 … 2^13.3, 30 MFLOP to 600 GFLOP."""
-    rng = random.Random(seed)
-    while True:
-        sizes = [2 ** rng.uniform(*limits) for limits in ((5, 17), (3, 13.3), (3, 13.3))]
-        step = rng.choice((8, 128))
-        batch, wide, out = (max(step, round(size / step) * step) for size in sizes)
-        if 3e7 <= 2 * batch * wide * out <= 6e11:
-            return batch, wide, out
+    """Sizes as people bring them, of other draws than `gemmnorm bench --random` measures."""
+    return random_problems.sizes(random.Random(seed))
 
 
 def brought() -> Iterator[Case]:

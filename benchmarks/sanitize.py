@@ -40,11 +40,9 @@ SIZES = {
     "low tiles": (60, 136, 1096, 6),
     "many groups": (9000, 64, 264, 36),
     "tall": (17000, 64, 520, 132),
-    "neighbours": (1100, 264, 648, 6),  # that load x together
     "twice": (1100, 72, 264, 6),  # multiplied
 }
 WANTED = {
-    "neighbours": lambda c: getattr(c.way, "multicast", 1) > 1,
     "twice": lambda c: getattr(c.way, "schedule", "") == "two-pass",
 }
 

@@ -210,32 +210,6 @@ def test_panels_held_by_clusters_a_constant_column_is_exactly_beta(batch, forced
     assert torch.equal(y, module.bn.bias.expand(batch, 136))
 
 
-@pytest.mark.parametrize("one_tile", [(256, 128), (64, 128)], indirect=True)
-@pytest.mark.parametrize(
-    ("name", "strategy", "epilogue", "batch", "in_features", "out_features"),
-    [
-        ("bf16", "one_kernel", "Persistent", 1100, 520, 648),  # three waves or more; the last panel is empty
-        ("tf32", "one_kernel", "Persistent", 600, 264, 520),
-        ("bf16", "one_kernel", "SingleWave", 300, 520, 264),
-        ("bf16", "gemm_stats_apply", "Statistics", 600, 136, 264),
-        ("fp16", "gemm_stats_apply", "Normalize", 600, 136, 264),
-        ("bf16", "one_kernel", "Evaluate", 600, 520, 264),
-        ("fp32", "one_kernel", "Evaluate", 600, 136, 264),
-        ("fp32", "one_kernel", "Persistent", 600, 136, 264),
-    ],
-)
-def test_neighbours_that_load_x_together(name, strategy, epilogue, batch, in_features, out_features, one_tile, forced):
-    if name == "fp32" and one_tile[0] == 256:
-        pytest.skip("of split operands there is no such tile")
-    forced(lambda c: c.phase == "backward" or ways.sharing(c))
-    chip = plan.chip_for(90, 16 if epilogue == "SingleWave" else 4)
-    options = {"training": epilogue != "Evaluate", "epilogue": epilogue}
-    with runtime.recording() as plans:
-        check(chip, strategy, name, batch, in_features, out_features, activation="silu", **options)
-    products = [launch for found in plans for launch in found.launches if launch.function == "fused_gemm"]
-    assert products and all(launch.member("kMulticast") == launch.cluster == 2 for launch in products)
-
-
 @pytest.mark.parametrize("one_tile", [(256, 128), (128, 64)], indirect=True)
 @pytest.mark.parametrize("batch", [240, 300])
 def test_multiplied_twice_a_constant_column_is_exactly_beta(batch, one_tile):

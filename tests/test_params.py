@@ -57,11 +57,11 @@ def test_a_member_of_config_by_another_name_does_not_compile():
 @needs_compiler
 def test_fields_that_change_places_on_one_side_do_not_compile(monkeypatch):
     """The host packs by the layout; a struct whose fields lie elsewhere fails its assertion."""
-    launch = next(x for x in LAUNCHES if x.function == "merge_statistics")
+    launch = next(x for x in LAUNCHES if x.function == "cluster_normalize")
     text = sources.translation_unit(launch, PROBLEM)
     lines = text.split("\n")
-    first = next(i for i, line in enumerate(lines) if " mean;" in line)
-    second = next(i for i, line in enumerate(lines) if " rstd;" in line)
+    first = next(i for i, line in enumerate(lines) if "float* mean;" in line)
+    second = next(i for i, line in enumerate(lines) if "float* rstd;" in line)
     lines[first], lines[second] = lines[second], lines[first]
     with pytest.raises(Exception, match="the host packs it so"):
         driver._program("\n".join(lines), 90).compile("cubin")

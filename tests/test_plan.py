@@ -290,7 +290,8 @@ def test_the_tiles_of_a_panel_are_a_cluster_where_all_clusters_run_at_once(batch
 )
 def test_tiles(batch, features, training, tile, epilogue):
     """A block that holds all rows of its features waits for nobody; else rows are cut up first."""
-    problem = Problem(batch, 4096, features, "bfloat16", "bfloat16", training=training, chip=plan.chip_for(90))
+    half = ("bfloat16",) * 4
+    problem = Problem(batch, 4096, features, *half, "native", training=training, chip=plan.chip_for(90))
     (launch,) = (found for found in make_plan(problem, "one_kernel").launches if found.function == "fused_gemm")
     members = dict(launch.config)
     assert (members["kTileRows"], members["kTileColumns"]) == tile

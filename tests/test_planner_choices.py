@@ -15,13 +15,14 @@ import fit_planner
 
 # Kind → bounds of the mean, the 90% and the 99% quantile of the chosen candidate's measured time over the best one's.
 BOUNDS = {
-    "bf16": (1.04, 1.13, 1.50),
+    "bf16": (1.03, 1.09, 1.40),
     "fp16": (1.02, 1.06, 1.06),
-    "tf32": (1.035, 1.11, 1.45),
+    "tf32": (1.035, 1.10, 1.45),
     "fp32": (1.035, 1.11, 1.60),
     "amp": (1.05, 1.16, 1.40),
 }
-HELD = 1.025  # of each problem that TARGETS or FACTS name; float16 takes the lines of bfloat16
+# Of each problem by name; a forward that keeps the product takes the line of one that does not.
+HELD, SAVING = 1.03, 1.07
 
 
 def test_choices_are_close_to_the_measured_best() -> None:
@@ -31,7 +32,7 @@ def test_choices_are_close_to_the_measured_best() -> None:
         assert name is not None, row.problem
         regret = row.us[name] / row.best
         regrets[row.kind].append(regret)
-        assert not row.held or regret <= HELD, (row.problem, name)
+        assert not row.held or regret <= (SAVING if row.problem.save else HELD), (row.problem, name)
     for kind, found in regrets.items():
         ordered, (mean, most, nearly_all) = sorted(found), BOUNDS[kind]
         assert math.exp(sum(map(math.log, ordered)) / len(ordered)) <= mean, kind

@@ -27,11 +27,6 @@ def in_registers(wanted: bool) -> Callable[[Candidate], bool]:
     )
 
 
-def sharing(c: Candidate) -> bool:
-    """Blocks load x together."""
-    return isinstance(c.way, Gemm) and c.way.multicast > 1
-
-
 def in_panels(c: Candidate) -> bool:
     """Normalised by clusters that hold panels of columns."""
     return isinstance(c.way, panels.Shape)

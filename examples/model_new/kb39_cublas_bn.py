@@ -306,15 +306,17 @@ __device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared 
   for (int i = 0; i < N; ++i) value[i] = shared[i * TX + tx];
 }
 
-// A block that merges the groups of 16 features: 16 threads, called lanes, share out the groups of a feature.
+// A block that merges the groups of COLUMNS features: its other threads, called lanes, share out the groups of a feature. A
+// group is of ROWS rows; there is a row of numbers for every kGroupRows, of which the first of a group counts.
+template <int COLUMNS, int ROWS>
 struct GroupMerge {
-  static constexpr int kColumns = 16, kLanes = kThreads / kColumns;
+  static constexpr int kColumns = COLUMNS, kLanes = kThreads / kColumns;
 
   int batch, features, groups;
   int j, lane;  // the thread's feature, which may lie beyond the last
 
   __device__ __forceinline__ GroupMerge(int batch_, int features_) : batch(batch_), features(features_) {
-    groups = (batch + kGroupRows - 1) / kGroupRows;
+    groups = (batch + ROWS - 1) / ROWS;
     j = blockIdx.x * kColumns + threadIdx.x % kColumns;
     lane = threadIdx.x / kColumns;
   }
@@ -326,7 +328,7 @@ struct GroupMerge {
     if (inside()) {
 #pragma unroll 4
       for (int g = lane; g < groups; g += kLanes)
-        add(sum, mul_wide(g, features) + j, min(kGroupRows, batch - g * kGroupRows));
+        add(sum, mul_wide(g * (ROWS / kGroupRows), features) + j, min(ROWS, batch - g * ROWS));
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -427,13 +429,13 @@ __device__ __forceinline__ void finish_feature(const Params& p, int j, const Fea
   from_float((1.0f - m) * f.running_var + m * unbiased, p.running_var[j]);
 }
 
-// mean, rstd and running statistics of 16 features a block, from group_mean and group_m2. num_batches_tracked counts this
+// mean, rstd and running statistics of kColumns features a block, from group_mean and group_m2. num_batches_tracked counts this
 // batch already.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_statistics(const Params& p) {
   constexpr bool FOLD = Config::kFold;
   __shared__ float shared[kThreads];
-  const GroupMerge merge(p.batch, p.features);
+  const GroupMerge<Config::kColumns, Config::kRows> merge(p.batch, p.features);
   const int j = merge.j;
   const float s = merge.inside() ? scale_of(p.scale, p.scale_stride, p.scale_value, j) : 1.0f;
   const float b = merge.inside() ? value_or(p.bias, j, 0.0f) : 0.0f;
@@ -710,13 +712,13 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   if (FORM == Form::kRunning) store<float, N>(p.group_linear + group_row, linear);
 }
 
-// The gradients of 16 features' parameters a block, and in training the two numbers per feature that the last kernel needs.
+// The gradients of kColumns features' parameters a block, and in training the two numbers per feature that the last kernel needs.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_gradients(const Params& p) {
   constexpr Form FORM = Config::kForm;
   constexpr int kSums = FORM == Form::kRunning ? 3 : 2;
   __shared__ float shared[kThreads];
-  const GroupMerge merge(p.batch, p.features);
+  const GroupMerge<Config::kColumns, kGroupRows> merge(p.batch, p.features);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   float sum[kSums] = {};
@@ -843,6 +845,8 @@ struct FusedGemmScaleBnMergeConfig {
   using L = float;
   using R = float;
   static constexpr bool kFold = false;
+  static constexpr int kColumns = 16;
+  static constexpr int kRows = 64;
 };
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_merge(
     const MergeStatisticsParams p) {
@@ -959,6 +963,7 @@ struct FusedGemmScaleBnGradientMergeConfig {
   using L = float;
   using R = float;
   static constexpr auto kForm = gemmnorm::Form::kFolded;
+  static constexpr int kColumns = 16;
 };
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_merge(
     const MergeGradientsParams p) {
@@ -1020,6 +1025,7 @@ struct FusedGemmScaleBnGradientMergeEvaluationConfig {
   using L = float;
   using R = float;
   static constexpr auto kForm = gemmnorm::Form::kRunning;
+  static constexpr int kColumns = 16;
 };
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_merge_evaluation(
     const MergeGradientsParams p) {

@@ -478,6 +478,11 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// The same without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // TMA: #data-movement-and-conversion-instructions-cp-async-bulk-tensor. x counts along a row, y the rows.
 // A policy says what the L2 should rather keep: #createpolicy; these are its encodings of whole-access policies.
 constexpr u64 kEvictNormal = 0x1000000000000000ull, kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;
@@ -699,15 +704,17 @@ __device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared 
   for (int i = 0; i < N; ++i) value[i] = shared[i * TX + tx];
 }
 
-// A block that merges the groups of 16 features: 16 threads, called lanes, share out the groups of a feature.
+// A block that merges the groups of COLUMNS features: its other threads, called lanes, share out the groups of a feature. A
+// group is of ROWS rows; there is a row of numbers for every kGroupRows, of which the first of a group counts.
+template <int COLUMNS, int ROWS>
 struct GroupMerge {
-  static constexpr int kColumns = 16, kLanes = kThreads / kColumns;
+  static constexpr int kColumns = COLUMNS, kLanes = kThreads / kColumns;
 
   int batch, features, groups;
   int j, lane;  // the thread's feature, which may lie beyond the last
 
   __device__ __forceinline__ GroupMerge(int batch_, int features_) : batch(batch_), features(features_) {
-    groups = (batch + kGroupRows - 1) / kGroupRows;
+    groups = (batch + ROWS - 1) / ROWS;
     j = blockIdx.x * kColumns + threadIdx.x % kColumns;
     lane = threadIdx.x / kColumns;
   }
@@ -719,7 +726,7 @@ struct GroupMerge {
     if (inside()) {
 #pragma unroll 4
       for (int g = lane; g < groups; g += kLanes)
-        add(sum, mul_wide(g, features) + j, min(kGroupRows, batch - g * kGroupRows));
+        add(sum, mul_wide(g * (ROWS / kGroupRows), features) + j, min(ROWS, batch - g * ROWS));
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -930,12 +937,13 @@ struct AccumulatorSwapAB {
   }
 
   // A partial statistic of each feature to `own`, where the block needs it, and to [groups, features]: to the row of the
-  // tile's first kGroupRows rows; to those of the others zero or, of a mean, the same number.
-  template <bool MEAN, class Params>
+  // tile's first kGroupRows rows; to those of the others zero or, of a mean, the same number. ALWAYS: else only where the
+  // product is kept.
+  template <bool MEAN, bool ALWAYS, class Params>
   __device__ __forceinline__ void store_partial(const Features<Params>& f, Tile tile, const float (&v)[2], float* to,
                                                 float* own) const {
     const int part = lane % 4, row = tile.m * TM + part * kGroupRows;
-    if (part * kGroupRows >= TM) return;
+    if (part * kGroupRows >= (ALWAYS || f.p.keep_product ? TM : kGroupRows)) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int column = feature + 8 * c, j = tile.n * TN + column;
@@ -946,7 +954,7 @@ struct AccumulatorSwapAB {
   }
 
   // The means of the tile's rows. Out-of-bounds rows are zero in the accumulators. KEEP: in shared memory too.
-  template <bool KEEP, class Shared, class Params>
+  template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, const Accumulators& acc) {
     const int rows = f.p.batch - tile.m * TM;  // or more than the tile has
     float sum[2] = {};
@@ -967,11 +975,12 @@ struct AccumulatorSwapAB {
       mean[0] = mean[0] * TM / rows;
       mean[1] = mean[1] * TM / rows;
     }
-    store_partial<true>(f, tile, mean, f.p.group_mean, KEEP ? shared.slope[0] : nullptr);
+    store_partial<true, ROUNDS>(f, tile, mean, f.p.group_mean, KEEP ? shared.slope[0] : nullptr);
   }
 
-  // Subtracts them, rounds to T, and sums up the squares of what is left: M2. Also writes it to `staging`, if not null.
-  template <bool KEEP, class Shared, class Params>
+  // Subtracts them, rounds to T if ROUNDS, and sums up the squares of what is left: M2. Also writes it to `staging`, if not
+  // null.
+  template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_squares(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
     const int rows = f.p.batch - tile.m * TM, at = staged_at<T>();
@@ -996,7 +1005,7 @@ struct AccumulatorSwapAB {
     }
 #pragma unroll
     for (int c = 0; c < 2; ++c) m2[c] = over_lanes(m2[c]);
-    store_partial<false>(f, tile, m2, f.p.group_m2, KEEP ? shared.shift[0] : nullptr);
+    store_partial<false, ROUNDS>(f, tile, m2, f.p.group_m2, KEEP ? shared.shift[0] : nullptr);
   }
 
   // Two octets of rows, straight to memory. Of a whole tile nothing is compared.
@@ -1040,6 +1049,13 @@ struct AccumulatorSwapAB {
       slope[c] = shared.finished_slope[j];
       shift[c] = slope[c] * (mean[c] - shared.mean[j]) + shared.finished_shift[j];
     }
+  }
+
+  // A number for each of the tile's features from the accumulators.
+  __device__ __forceinline__ void subtract(const float* columns, Accumulators& acc) const {
+    const float v[2] = {columns[feature], columns[feature + 8]};
+#pragma unroll
+    for (int i = 0; i < TM / 2; ++i) acc[i] -= v[i / 2 % 2];
   }
 
   // Evaluation: the tile's coefficients out of shared memory.
@@ -1369,6 +1385,8 @@ struct GemmTypes {
 //
 // tile_scheduler.cuh says which tile is next, accumulator_*.cuh how an accumulator tile lies in registers.
 
+constexpr int kTurn = 4;  // a named barrier
+
 template <class G>
 struct GemmShared {
   alignas(1024) unsigned char x[G::kStages][G::kPlanes][G::TM * kRowBytes];
@@ -1409,7 +1427,8 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
   }
 }
 
-// A consumer warpgroup: main loop and epilogue of the block's tiles.
+// A consumer warpgroup: main loop and epilogue of the block's tiles. Where the ring holds more than a tile's stages, consumer 1
+// begins when 0 has multiplied its first tile: from then on one multiplies while the other finishes.
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const TileScheduler& scheduler,
                                               const Counters& counters, Shared& shared, int consumer) {
@@ -1420,11 +1439,14 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
   typename G::Epilogue::template Consumer<Shared> epilogue(f, scheduler, counters, shared, consumer);
   PipelineState<G::kStages> state(0);
   typename G::Accumulators acc;
+  const bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
+  if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
   for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
     epilogue.begin(t);
     const typename G::Scaling scaling(f.p, shared.scaling, consumer);
     G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
     scaling.apply(acc);
+    if (takes_turns && consumer == 0 && t == static_cast<int>(blockIdx.x)) named_barrier_arrive(kTurn, 256);
     epilogue.store(t, scheduler.at(opaque(t)), acc);
   }
   epilogue.end();
@@ -1500,7 +1522,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 //   Auxiliary                       what warps 1 to 3 of the producer warpgroup do beside the main loop
 //   Consumer                        what a consumer warpgroup does: `begin` before a tile's main loop, `store` with its
 //                                   accumulators, `end` after the block's last tile
-//   kEvaluates, kTrains             running statistics; statistics of the batch, merged in this launch through its counters
+//   kEvaluates, kTrains             all statistics are known; those of the batch, merged in this launch through its counters
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
 //
 // Barriers between the consumers and the warp that stores what they stage: `staged` completes when a consumer's staging buffer
@@ -1560,8 +1582,8 @@ __device__ __forceinline__ void store_staged_tiles(const Features<Params>& f, co
 }
 
 // A consumer warpgroup of a training epilogue. STORES_Y: it stores y itself through its staging buffer, also between tiles.
-// KEEPS_PARTIALS: the partial statistics stay in shared memory too.
-template <class G, class Params, class Smem, bool STORES_Y, bool KEEPS_PARTIALS>
+// KEEPS_PARTIALS: the partial statistics stay in shared memory too. ROUNDS: they are those of the product as T holds it.
+template <class G, class Params, class Smem, bool STORES_Y, bool KEEPS_PARTIALS, bool ROUNDS = true>
 struct TrainingConsumer {
   using Y = typename G::Y;
   using Accumulators = typename G::Accumulators;
@@ -1593,14 +1615,14 @@ struct TrainingConsumer {
   __device__ __forceinline__ void take_statistics(Tile tile, Accumulators& acc, bool stores) {
     constexpr bool kSharesStaging = STORES_Y && G::kStagedY;
     if (kSharesStaging && thread == 0) tma_store_wait_read();  // y of the tile before
-    tile_of_accumulators.template take_means<KEEPS_PARTIALS>(f, shared.epilogue, tile, acc);
+    tile_of_accumulators.template take_means<KEEPS_PARTIALS, ROUNDS>(f, shared.epilogue, tile, acc);
     const bool stages = G::kStaged && stores;
     const auto wait_for_staging = [&] {
       mbarrier_wait(&shared.epilogue.unstaged[consumer], staging_phase);
       if (stages && kSharesStaging) sync();
     };
-    tile_of_accumulators.template take_squares<KEEPS_PARTIALS>(f, shared.epilogue, tile, acc,
-                                                               G::kFitsStaging && stages ? staging() : nullptr);
+    tile_of_accumulators.template take_squares<KEEPS_PARTIALS, ROUNDS>(f, shared.epilogue, tile, acc,
+                                                                       G::kFitsStaging && stages ? staging() : nullptr);
     wait_for_staging();
 #pragma unroll
     for (int i = 0; i < G::kStorePasses; ++i) {
@@ -2354,12 +2376,30 @@ __device__ __forceinline__ void recompute_features(const Params& p) {
 }
 
 // --- gemm/epilogue_evaluate.cuh ------------------------------------------------------------------------------------
-// Epilogue, evaluation: y = phi(slope*a + shift) with the running statistics, straight from the accumulators.
+// Epilogues where the statistics are known: y = phi(slope*a + shift), straight from the accumulators.
 //
-// Taken for every evaluation. Warp 1 computes the next tile's coefficients while the current one is multiplied, into one of
-// two buffers. Of the tiles nothing but y goes to memory.
+//   EvaluateEpilogue    the running statistics; taken for every evaluation
+//   NormalizeEpilogue   y = phi(slope*(a - mean) + shift) by those of the batch, which launches before have taken (ExactStatisticsEpilogue) and merged; taken in
+//                       training where the product is cheaper to multiply again than to read again
+//
+// Warp 1 computes the next tile's coefficients while the current one is multiplied, into one of two buffers. Of the tiles
+// nothing but y goes to memory.
 
-// One warp: the coefficients of COLUMNS features from `first` on. `keeps`: also what the backward reads, mean and 1/sigma.
+// One warp: the coefficients of COLUMNS features from `first` on, by the batch's statistics. The mean stays apart, so that
+// nothing is left of a constant column.
+template <int COLUMNS, class Params>
+__device__ __forceinline__ void batch_coefficients(const Features<Params>& f, int first, float* slope, float* shift,
+                                                   float* mean) {
+#pragma unroll 2
+  for (int c = threadIdx.x % 32; c < COLUMNS; c += 32) {
+    const int j = min(first + c, f.p.features - 1);
+    slope[c] = f.gamma(j) * f.s(j) * f.p.rstd[j];
+    shift[c] = f.shift(j);
+    mean[c] = f.p.mean[j];
+  }
+}
+
+// Likewise, by the running ones. `keeps`: also what the backward reads, mean and 1/sigma.
 template <int COLUMNS, class Params>
 __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& f, int first, bool keeps, float* slope,
                                                         float* shift) {
@@ -2376,10 +2416,11 @@ __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& 
   }
 }
 
-template <class G, class Params>
-struct EvaluateEpilogue {
+template <class G, class Params, bool OF_BATCH>
+struct KnownStatisticsEpilogue {
   struct Shared {
     float slope[2][G::TN], shift[2][G::TN];  // of two tiles
+    float mean[2][OF_BATCH ? G::TN : 2];
     u64 known[2], used[2];                   // a tile's coefficients are there; they may be overwritten
 
     __device__ __forceinline__ void init() {
@@ -2403,7 +2444,9 @@ struct EvaluateEpilogue {
         const Tile tile = scheduler.at(t);
         auto& s = shared.epilogue;
         mbarrier_wait(&s.used[state.stage], state.phase);
-        evaluation_coefficients<G::TN>(f, tile.n * G::TN, tile.m == 0, s.slope[state.stage], s.shift[state.stage]);
+        float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
+        if constexpr (OF_BATCH) batch_coefficients<G::TN>(f, tile.n * G::TN, slope, shift, s.mean[state.stage]);
+        else evaluation_coefficients<G::TN>(f, tile.n * G::TN, tile.m == 0, slope, shift);
         mbarrier_arrive(&s.known[state.stage]);
         state.advance();
       }
@@ -2427,6 +2470,7 @@ struct EvaluateEpilogue {
       const int buffer = state.stage;
       mbarrier_wait(&shared.epilogue.known[buffer], state.phase);
       state.advance();
+      if constexpr (OF_BATCH) tile_of_accumulators.subtract(shared.epilogue.mean[buffer], acc);
       tile_of_accumulators.load_coefficients(shared.epilogue, buffer);
       unsigned char* staging = shared.staging[consumer];
 #pragma unroll
@@ -2442,6 +2486,9 @@ struct EvaluateEpilogue {
     }
   };
 };
+
+template <class G, class Params>
+struct EvaluateEpilogue : KnownStatisticsEpilogue<G, Params, false> {};
 
 // --- common/affine.cuh ---------------------------------------------------------------------------------------------
 // Scale -> BatchNorm of one feature as z = slope*d + shift, where d is the deviation of an element a of the product.
@@ -2602,12 +2649,12 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   store<float, N>(p.group_dot + group_row, dot);
 }
 
-// The gradients of 16 features' parameters a block, and in training the two numbers per feature that the last kernel needs.
+// The gradients of kColumns features' parameters a block, and in training the two numbers per feature that the last kernel needs.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_gradients(const Params& p) {
   constexpr int kSums = 2;
   __shared__ float shared[kThreads];
-  const GroupMerge merge(p.batch, p.features);
+  const GroupMerge<Config::kColumns, kGroupRows> merge(p.batch, p.features);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   float sum[kSums] = {};
@@ -3061,6 +3108,7 @@ struct FusedGemmScaleBnGradientMergeConfig {
   using L = float;
   using R = float;
   static constexpr auto kForm = gemmnorm::Form::kFolded;
+  static constexpr int kColumns = 16;
 };
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_merge(
     const MergeGradientsParams p) {
@@ -3283,10 +3331,12 @@ gemmnorm::TensorMap tensor_map(const T* matrix, CUtensorMapDataType type, int64_
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t row_bytes[] = {static_cast<cuuint64_t>(columns * sizeof(T))};
   const cuuint32_t box[] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
+  const CUtensorMapL2promotion promotion =
+      row_bytes[0] % 256 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
   CUtensorMap map;
   const CUresult result =
       encode(&map, type, 2, const_cast<T*>(matrix), sizes, row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refuses a [", rows, ", ", columns, "] matrix: error ",
               static_cast<int>(result));
   gemmnorm::TensorMap opaque;
@@ -3391,9 +3441,9 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
     SplitRowsParams p;
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.split_x = split_x; p.split_weight = split_weight;
     p.x_exponents = x_exponents; p.weight_exponents = weight_exponents; p.weight_amax = weight_amax;
-    p.weight_abs_sum = weight_abs_sum; p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 2688;
+    p.weight_abs_sum = weight_abs_sum; p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 2560;
     p.in_features = 4096;
-    launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2688, 11648), 256, stream, p);
+    launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2560, 11776), 256, stream, p);
   }
   {
     FusedGemmParams p;
@@ -3409,8 +3459,8 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
     p.source_weight = pointer<float>(weight); p.converted_weight = split_weight; p.x_exponents = x_exponents;
     p.weight_exponents = weight_exponents; p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
     p.amax_state = pointer<unsigned int>(counters) + 226; p.fallback_features = fallback_features;
-    p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps; p.x_rows = 8960;
-    p.weight_rows = 2688; p.group_panels = 11; p.stream_x = 0; p.keep_product = save ? 1 : 0; p.batch = batch;
+    p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps; p.x_rows = 9216;
+    p.weight_rows = 2560; p.group_panels = 8; p.stream_x = 0; p.keep_product = save ? 1 : 0; p.batch = batch;
     p.in_features = 4096; p.features = 4096;
     launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
                   231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
@@ -3462,9 +3512,9 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
     SplitRowsParams p;
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.split_x = split_x; p.split_weight = split_weight;
     p.x_exponents = x_exponents; p.weight_exponents = weight_exponents; p.weight_amax = weight_amax;
-    p.weight_abs_sum = weight_abs_sum; p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 1408;
+    p.weight_abs_sum = weight_abs_sum; p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 1792;
     p.in_features = 4096;
-    launch(fused_gemm_split_operands, std::min<int64_t>(batch + 1408, 2944), 256, stream, p);
+    launch(fused_gemm_split_operands, std::min<int64_t>(batch + 1792, 7424), 256, stream, p);
   }
   {
     FusedGemmParams p;
@@ -3481,8 +3531,8 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
     p.converted_weight = split_weight; p.x_exponents = x_exponents; p.weight_exponents = weight_exponents;
     p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
     p.amax_state = pointer<unsigned int>(counters) + 226; p.fallback_features = fallback_features;
-    p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps; p.x_rows = 1536;
-    p.weight_rows = 1408; p.group_panels = 11; p.stream_x = 0; p.keep_product = 0; p.batch = batch;
+    p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps; p.x_rows = 5632;
+    p.weight_rows = 1792; p.group_panels = 8; p.stream_x = 0; p.keep_product = 0; p.batch = batch;
     p.in_features = 4096; p.features = 4096;
     launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
                   231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);

@@ -10,11 +10,13 @@ Read in this order:
 - `roofline.py`     FLOPs and bytes of a cell, and what the device reaches
 - `cell.py`         one cell: bare GEMM, eager, torch.compile and every strategy → rows
 - `suite.py`        a suite of cells → a result file
+- `random_problems.py`  problems drawn from a seed, and what a result file of them says
 - `model_files.py`  MODEL.py and replacements of it → a result file
 - `environment.py`  facts about this machine
 - `documents.py`    what every result file has in common, those of other commands too
 """
 
+from . import random_problems
 from .cases import CASES, PHASES, SUITES, select
 from .cell import Options
 from .documents import SCHEMA, Document, command_line, new_document, write_json
@@ -38,6 +40,7 @@ __all__ = [
     "new_document",
     "nvcc_version",
     "package_version",
+    "random_problems",
     "run_suite",
     "select",
     "tests_of",

@@ -46,6 +46,7 @@ class Options:
         compile_limit_s: give its compilation up after this long.
         strategies: only these; None for every strategy that applies (the reference only where nothing else does).
         extras: also measure graph replay, host time, sustained time and memory.
+        only_chosen: time the planner's choice alone.
     """
 
     budget_s: float = 1.5
@@ -53,6 +54,7 @@ class Options:
     compile_limit_s: float = 180.0
     strategies: Sequence[str] | None = None
     extras: bool = True
+    only_chosen: bool = False
 
 
 @dataclass
@@ -133,7 +135,8 @@ class Bench:
         with cases.conditions(cell):
             run = CellRun(self, cell, prepared, package_module(cell, prepared.eager))
             chosen = run.chosen_plan()
-            able, refused = cases.strategies_to_run(plan.applicable(chosen.problem), self.options.strategies)
+            asked = [chosen.strategy] if self.options.only_chosen else self.options.strategies
+            able, refused = cases.strategies_to_run(plan.applicable(chosen.problem), asked)
             for strategy, why in refused.items():
                 run.leave_out(strategy, why)
             run.measure(able, chosen)
@@ -174,6 +177,10 @@ class CellRun:
             self.forward(copy.deepcopy(self.module), self.prepared.x)
         return plans[0]
 
+    def predicted_ms(self, chosen: plan.Plan) -> float | None:
+        """The planner's time for its choice; None for plain ops, and with a backward, which has a plan of its own."""
+        return 1e3 * chosen.seconds if chosen.seconds and self.cell.phase != "train_fwd_bwd" else None
+
     def measure(self, able: Sequence[str], chosen: plan.Plan) -> None:
         """Time the peers and these strategies, and add a row for each strategy that ran."""
         errors = self.errors(able)
@@ -191,6 +198,7 @@ class CellRun:
             found = times.ran[strategy]
             row = {**_conditions(self.cell), "arithmetic": chosen.problem.arithmetic, "strategy": strategy}
             row.update(chosen=strategy == chosen.strategy, **shared)
+            row.update(predicted_ms=self.predicted_ms(chosen) if strategy == chosen.strategy else None)
             row.update(ms=found.ms, ms_iqr=found.iqr, samples=found.samples, error=errors.get(strategy))
             row.update(prepared_ms=times.ms("prepared") if strategy == "one_kernel" else None)
             row.update(self._extras(variants[strategy], self.module, ""))
@@ -230,11 +238,14 @@ class CellRun:
         eager, options = self.prepared.eager, self.bench.options
         yield Variant("eager", self.step(copy.deepcopy(eager)))
         if options.compile:
-            torch._dynamo.reset()
-            compiled = cast(nn.Module, torch.compile(copy.deepcopy(eager), dynamic=False))
-            yield Variant("compile", self.step(compiled), limit_s=options.compile_limit_s)
+            yield Variant("compile", self.step(self.compiled()), limit_s=options.compile_limit_s)
         if self.cell.precision == "fp32" and self.bench.device.type == "cuda":
             yield Variant("eager_tf32", self.step(copy.deepcopy(eager)), lambda: cases.tf32(True))
+
+    def compiled(self) -> nn.Module:
+        """The eager chain by torch.compile, for these sizes."""
+        torch._dynamo.reset()
+        return cast(nn.Module, torch.compile(copy.deepcopy(self.prepared.eager), dynamic=False))
 
     def _fused(self, strategies: Sequence[str]) -> Iterator[Variant]:
         """Every strategy, and `one_kernel` with prepared weights where those serve."""

@@ -81,6 +81,7 @@ def run_suite(
     resume: bool = False,
     tell: Tell = lambda _: None,
     on_cell: Callable[[Cell], None] = lambda _: None,
+    about: Document | None = None,
 ) -> Document:
     """Measure `cells` and return the result document.
 
@@ -89,10 +90,11 @@ def run_suite(
         resume: keep the rows that `path` already has, and measure only cells without any.
         tell: told in a few words what is being done.
         on_cell: called when a cell is finished.
+        about: further entries of the document.
 
     A cell that fails as a whole (out of memory, say) leaves a note and no rows; a lost device ends the run.
     """
-    document = empty_result(device)
+    document = empty_result(device) | (about or {})
     if resume:
         document = _previous(Path(path) if path else None, document)
     done = {tuple(row.get(k) for k in ROW_KEY) for row in (*document["rows"], *document["not_applicable"])}

@@ -27,6 +27,7 @@ from ..bench import (
     command_line,
     default_device,
     new_document,
+    random_problems,
     run_suite,
     select,
     tests_of,
@@ -100,20 +101,33 @@ def _verify(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 
 
 def _bench(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    if (arguments.suite is None) == (not arguments.files):
-        parser.error("bench: expected either --suite NAME or MODEL.py [NEW.py …]")
-    return _bench_suite(arguments, parser) if arguments.suite else _bench_files(arguments)
+    if sum((arguments.suite is not None, arguments.random is not None, bool(arguments.files))) != 1:
+        parser.error("bench: expected one of --suite NAME, --random SEED and MODEL.py [NEW.py …]")
+    return _bench_files(arguments) if arguments.files else _bench_suite(arguments, parser)
 
 
 def _bench_suite(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    cells = select(arguments.suite, arguments.case, arguments.precision, arguments.phase)
+    drawn, about = arguments.random is not None, None
+    if drawn:
+        cells = random_problems.cells(arguments.random, arguments.count, arguments.precision, arguments.phase)
+        about = {"random": {"seeds": arguments.random, "count": arguments.count}}
+    else:
+        cells = select(arguments.suite, arguments.case, arguments.precision, arguments.phase)
     if not cells:
         parser.error("bench: no cell of the suite passes the filters")
     if arguments.resume and not arguments.json:
         parser.error("bench: --resume needs --json FILE")
     device = default_device(arguments.device)
-    options = Options(budget_s=arguments.budget, compile=not arguments.no_compile, strategies=arguments.strategy)
+    options = Options(
+        budget_s=arguments.budget,
+        compile=not arguments.no_compile,
+        strategies=arguments.strategy,
+        extras=not drawn,
+        only_chosen=drawn and not arguments.strategy,
+    )
     with reporting("bench", len(cells), arguments.quiet) as progress:
+        if drawn and options.compile:
+            random_problems.compile_ahead(cells, device, progress.tell)
         document = run_suite(
             cells,
             device,
@@ -122,6 +136,7 @@ def _bench_suite(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
             resume=arguments.resume,
             tell=progress.tell,
             on_cell=lambda cell: progress.advance(),
+            about=about,
         )
     if arguments.junit:
         document["tests"] = tests_of(arguments.junit)
@@ -317,6 +332,8 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
 def _add_bench_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("files", nargs="*", metavar="FILE", help="MODEL.py [NEW.py …]")
     made.add_argument("--suite", choices=SUITES)
+    made.add_argument("--random", type=_numbers, metavar="SEED", help="problems drawn from it; several with commas")
+    made.add_argument("--count", type=_count, default=20, help="of random problems for each seed (20)")
     made.add_argument("--case", type=_one_or_more(tuple(CASES)), help="of a suite; several with commas")
     made.add_argument("--precision", type=_one_or_more(("fp32", "tf32", "bf16", "fp16", "amp")), help="of a suite")
     made.add_argument("--phase", type=_one_or_more(PHASES))
@@ -324,6 +341,12 @@ def _add_bench_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--budget", type=_seconds, default=1.5, metavar="S", help="sampling time per cell or phase (1.5)")
     made.add_argument("--resume", action="store_true", help="keep what --json FILE has and measure only the rest")
     made.add_argument("--junit", metavar="FILE", help="put a pytest run's counts into the result file")
+
+
+def _numbers(text: str) -> list[int]:
+    if not all(part.isdigit() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"expected numbers, separated by commas; got {text!r}")
+    return [int(part) for part in text.split(",")]
 
 
 def _target(text: str) -> str:

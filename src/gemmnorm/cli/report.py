@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..bench import SCHEMA, Document
+from ..bench import SCHEMA, Document, random_problems
 from ..errors import GemmNormError
 
 _WIDTH = 150  # where the output is no terminal
@@ -161,6 +161,9 @@ def _bench(document: Document) -> Iterable[RenderableType]:
         rates = ", ".join(f"{p} {r:.3g}" for p, r in (found.get("tflops") or {}).items() if r)
         yield Text(f"ceilings: copy {found['copy_gb_per_s']:.0f} GB/s both ways; GEMM {rates} TFLOP/s")
     rows = document.get("rows", [])
+    if document.get("random"):
+        yield from _random(document)
+        return
     for case in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == case]
         yield _times(mine)
@@ -172,6 +175,52 @@ def _bench(document: Document) -> Iterable[RenderableType]:
             "R: ms / bare GEMM.  S: eager / ms.  bound: share of the roofline.  ●: planner's choice.  ±: half IQR."
         )
     yield from _left_out(document)
+
+
+def _random(document: Document) -> Iterable[RenderableType]:
+    """Random problems: a table by class for each precision and phase, and the ten worst rows."""
+    rows, found = document["rows"], document.get("ceilings") or {}
+    about = document["random"]
+    yield Text(f"random problems of the seeds {', '.join(map(str, about['seeds']))}, {about['count']} of each")
+    columns = ["class", "n", "R", "worst", "S", "worst", "C", "worst", "slower", "predicted"]
+    for condition in dict.fromkeys((_condition(row), row["phase"]) for row in rows):
+        mine = [row for row in rows if (_condition(row), row["phase"]) == condition]
+        table = _table(" ".join(map(str, condition)), columns, 1)
+        for group in random_problems.classes(mine, found):
+            if not group.rows:
+                continue
+            ratios = (random_problems.r, max), (random_problems.s, min), (random_problems.c, min)
+            shown = [
+                f(value)
+                for ratio, pick in ratios
+                for f, value in ((_two, group.mean(ratio)), (_two, group.worst(ratio, pick)))
+            ]
+            near = group.predicted
+            table.add_row(
+                group.name, str(len(group.rows)), *shown, str(group.slower), "–" if near is None else f"{near:.0%}"
+            )
+        yield table
+    worst = sorted((row for row in rows if row.get("eager_ms")), key=random_problems.behind, reverse=True)[:10]
+    table = _table("the ten worst", ["problem", "", "phase", "strategy", "ms", "GEMM", "eager", "compile", "behind"], 4)
+    for row in worst:
+        table.add_row(
+            f"{row['batch']} × {row['in_features']} → {row['out_features']}",
+            _condition(row),
+            str(row["phase"]),
+            str(row["strategy"]),
+            *(milliseconds(row.get(key)) for key in ("ms", "gemm_ms", "eager_ms", "compile_ms")),
+            f"{random_problems.behind(row):.2f}",
+        )
+    yield table
+    yield Text(
+        "R: ms / bare GEMM.  S: eager / ms.  C: torch.compile / ms.  Geometric means.  slower: by 3% than the faster of"
+        " both.  predicted: share within 25%."
+    )
+    yield from _left_out(document)
+
+
+def _two(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def _times(rows: Sequence[Document]) -> Table:

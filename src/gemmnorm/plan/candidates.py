@@ -21,7 +21,6 @@ from .steps import Plan
 CLUSTER = 4  # blocks at most: of larger ones fewer run at once than there are multiprocessors for
 GROUP = 8  # panels that are worked on together: 4 to 16 differ by some percent, and a small last group costs most
 TOGETHER = (4, 6, 12, 16, 24)  # panels that are worked on together, as `variants` has them
-SHARING = 2  # blocks that load x together
 SHARES = (0.0, 0.25, 0.5)  # of the rows that later waves need, converted before as well; or all
 
 
@@ -31,7 +30,7 @@ class Gradient:
 
     kernel: str  # "cluster_gradient", "persistent_gradient", "three launches"
     split: bool  # the products are of split operands; else by the library
-    shape: gradient.Shape | None = None
+    shape: panels.Shape | None = None
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,6 @@ def _words(problem: Problem, way: Gemm | small.Shape | panels.Shape | Gradient |
         yield f"{way.tile.rows}x{way.tile.columns} {way.schedule}, {way.panels} panels by {way.group_panels}"
         if way.cluster > 1:
             yield f"in clusters of {way.cluster}"
-        if way.multicast > 1:
-            yield f"sharing x by {way.multicast}"
         if way.in_registers:
             yield "in registers"
         if way.converts(problem):
@@ -200,9 +197,8 @@ def _gemms(problem: Problem) -> Iterator[Candidate]:
             continue
         for tile in tiles(problem):
             for gemm in _schedules(problem, strategy, tile):
-                for shared in _shared(problem, gemm):
-                    for converted in _conversions(problem, shared):
-                        yield Candidate(problem, "forward", strategy, converted)
+                for converted in _conversions(problem, gemm):
+                    yield Candidate(problem, "forward", strategy, converted)
 
 
 def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
@@ -220,21 +216,6 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
     else:
         yield replace(everything, schedule="persistent")
         yield from _single_waves(problem, everything)
-
-
-def _shared(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
-    """Blocks that load all of x themselves; or two neighbours, which each load half of it for both."""
-    yield gemm
-    rows, panels = gemm.tile.counts(problem, SHARING)
-    if gemm.tile.columns < WIDE or gemm.cluster > 1 or gemm.schedule == "single-tile" or panels == 1:
-        return
-    blocks = (problem.chip or CHIPS[90]).multiprocessors
-    group = -(-gemm.group_panels // SHARING) * SHARING
-    if gemm.schedule == "single-wave":
-        panels = min(-(-gemm.panels // SHARING), blocks // (rows * SHARING)) * SHARING  # at once
-        group = _dividing(panels // SHARING, group // SHARING) * SHARING if panels else 0
-    if panels:
-        yield replace(gemm, panels=panels, group_panels=group, multicast=SHARING)
 
 
 def _several_waves(problem: Problem, tile: Tile) -> bool:

@@ -18,7 +18,9 @@ from .problem import CHIPS, DTYPE_BYTES, Problem
 ROW_BYTES = 128  # of K in one pipeline stage
 L2_BYTES = 30e6  # that an H200 keeps of what all multiprocessors read
 LIBRARY_TILES = (
+    (320, 128),
     (256, 128),
+    (192, 128),
     (128, 128),
     (128, 64),
     (64, 64),
@@ -40,7 +42,8 @@ class Constants:
     l2_bandwidth: float = 8.0  # TB/s, of tensors that fit the L2
     group_ns: float = 20.0  # of merging the statistics of one group of rows
     normalize: float = 3.0  # of a launch that normalises panels held by clusters
-    normalize_row_ns: float = 10.0  # of a row that a warp holds, for each round
+    normalize_row_ns: float = 30.0  # of 128 bytes of a row that a warp holds, for each panel of its block
+    panel_exchange: float = 4.0  # of every further panel of a cluster: its blocks wait for each other
     # Products by cuBLAS.
     library_tensor_ns: float = 0.6  # of a stage of K, for each of a tile's columns in 128 rows
     library_load_ns: float = 0.5  # of a stage of K, for each of a tile's rows and columns
@@ -52,7 +55,7 @@ class Constants:
     tensor_ns: float = 0.6  # of a stage of K, for each column in 128 rows, where tensor cores are what limits it
     load_ns: float = 0.5  # of a stage of K, for each row and column that is loaded
     misaligned: float = 0.3  # share by which loading takes longer, where rows are no multiple of 128 bytes
-    overhang_ns: float = 50.0  # of a stage of K whose box of x reaches beyond the last row
+    overhang_ns: float = 0.5  # of a stage of K, for each row of its box of x beyond the last
     stage_ns: float = 50.0  # of a stage of K, whatever the tile
     prologue: float = 2.0  # launch, barriers, filling of the ring
     tile: float = 0.5  # of every tile, whatever its size
@@ -60,6 +63,9 @@ class Constants:
     statistics: float = 0.5  # of a tile in training, here and in small_panel
     statistics_ns: float = 0.05  # of an element in training
     swapped: float = 0.5  # of a tile of 64 rows, which is multiplied as W·xᵀ and turned on its way out
+    unswapped: float = (
+        1.0  # of a tile of fewer than 128 features in training: its sums over rows pass through shared memory
+    )
     staged_ns: float = 0.2  # of an element that waits in shared memory, and leaves during the next tile's main loop
     store_ns: float = 0.1  # of a byte of a tile that is stored
     normalize_ns: float = 0.1  # of an element that a persistent kernel normalises out of the L2
@@ -84,7 +90,7 @@ class Constants:
     small_row_ns: float = 5.0  # of a row of the batch
     # Backward.
     gradient: float = 3.0  # of a launch up to the product's gradient, by clusters
-    gradient_row_ns: float = 10.0  # of a row that a warp holds, for each round
+    gradient_row_ns: float = 20.0  # of 128 bytes of a row that a warp holds, for each panel of its block
     gradient_turns: float = 5.0  # of persistent_gradient
     split_stage: float = 0.7  # of a stage of K in a product of split operands
     split_products: float = 4.0  # of the two launches
@@ -162,7 +168,6 @@ def count_product(problem: Problem, rows: int, columns: int, inner: int) -> Coun
         "product_bytes": nbytes,
         "result_bytes": 4.0 * rows * columns,
         "vector_bytes": 1.0 * size * inner * rows * rows * columns,
-        "misaligned": float(inner * size % ROW_BYTES > 0),
     }
 
 
@@ -182,11 +187,15 @@ def _count_cast(problem: Problem, counted: Counted, x_rows: float, weight_rows: 
 
 def count_library(problem: Problem, shape: Any = None) -> Counted:
     """`cublas_folded_bn`: the product, statistics, their merge, normalisation; or all of those by clusters."""
-    counted = _empty() | {"panels": 0.0, "held_rows": 0.0} | count_product(problem, problem.batch, problem.out_features, problem.in_features)
+    counted = (
+        _empty()
+        | {"panels": 0.0, "held_rows": 0.0, "exchanges": 0.0}
+        | count_product(problem, problem.batch, problem.out_features, problem.in_features)
+    )
     elements, size = problem.batch * problem.out_features, DTYPE_BYTES[problem.dtype]
     _count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
     if shape is not None:
-        counted |= {"panels": 1.0, "held_rows": _rounds(problem, shape) * shape.rows}
+        counted |= {"panels": 1.0, **_held(problem, shape, 2)}
     elif problem.training:
         _pass(counted, size * elements, size * elements)
         counted["launches"] += 1
@@ -199,7 +208,7 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
     """`fused_gemm` with all that stands before and after it."""
     tile, counted = gemm.tile, _empty()
     blocks = (problem.chip or CHIPS[90]).multiprocessors
-    (rows, panels), size = tile.counts(problem, gemm.multicast), DTYPE_BYTES[problem.dtype]
+    (rows, panels), size = tile.counts(problem), DTYPE_BYTES[problem.dtype]
     out_size, elements = DTYPE_BYTES[problem.out_dtype], problem.batch * problem.out_features
     persistent, single = gemm.schedule == "persistent", gemm.schedule == "single-wave"
     statistics = gemm.schedule in ("statistics", "exact-statistics")
@@ -213,9 +222,11 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
     groups = -(-panels // gemm.group_panels)
     again = (groups - 1) * max(0.0, 1 - L2_BYTES / max(of_x, 1.0))
     traffic = of_x * (1 + again) + of_weight + elements * ((0 if statistics else out_size) + size * stored)
-    if persistent:  # the product again, once the last tile of its panel is there
+    last = 0.0
+    if persistent:  # the product again, once the last tile of its panel is there; of the last group beside nothing
         together = gemm.group_panels * tile.columns * problem.batch * size
         traffic += elements * size * max(0.0, 1 - L2_BYTES / together)
+        last = float(max(min(gemm.group_panels, panels) * rows - blocks, 0) * of_tile)
     x_rows = min(gemm.x_rows, problem.batch)
     columns = min(gemm.chunks * 2048, problem.in_features)
     inside = inside_rows = 0.0
@@ -239,16 +250,18 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
         "waves": waves,
         "stages": waves * steps,
         "trained": waves * problem.training,
-        "overhanging": steps * max(1.0, waves / rows) * (problem.training and problem.batch % tile.rows > 0),
+        "overhanging": steps * max(1.0, waves / rows) * problem.training * (-problem.batch % tile.rows),
         "statistics": waves * of_tile * problem.training,
         "staged": (waves - 1) * of_tile * staged,
         "swapped": float(waves * (tile.rows < 128)),
+        "unswapped": float(waves * (tile.columns < 128) * problem.training),
         "width": of_tile / 128,
-        "loaded": (tile.rows / gemm.multicast + tile.columns) * tile.planes,
+        "loaded": (tile.rows + tile.columns) * tile.planes,
         "products": 3 if tile.planes == 2 else 1,
         "tile_elements": waves * of_tile,
         "tile_bytes": (1 if staged else waves) * of_tile * ((not statistics) * out_size + size * stored),
-        "normalized": waves * of_tile if persistent else 0,
+        "normalized": max(waves * of_tile - last / blocks, 0.0) if persistent else 0,
+        "last_bytes": last * (size + out_size),
         "register_bytes": waves * of_tile * out_size * (gemm.in_registers or (single and not tile.waits)),
         "grid_waits": (1 if staged else waves) * (single and gemm.cluster == 1),
         "cluster_waits": float(single and gemm.cluster > 1),
@@ -293,10 +306,15 @@ def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
     }
 
 
-def _rounds(problem: Problem, shape: Any) -> float:
-    """Panels that a multiprocessor works through, where clusters hold them."""
-    blocks = (problem.chip or CHIPS[90]).multiprocessors
-    return float(max(1.0, -(-problem.out_features // shape.columns) * shape.cluster / blocks))
+def _held(problem: Problem, shape: Any, most: int) -> Counted:
+    """Panels that clusters hold: what a warp works through, in rows of 128 bytes; exchanges between blocks but one."""
+    grid, resident = shape.launched(problem, most)
+    rounds = -(-(-(-problem.out_features // shape.columns) * shape.cluster) // grid.times)
+    at_once = min(resident, -(-grid.times // (problem.chip or CHIPS[90]).multiprocessors))
+    return {
+        "held_rows": rounds * at_once * shape.rows * shape.lanes / 8,
+        "exchanges": float((rounds - 1) * (shape.cluster > 1)),
+    }
 
 
 def count_backward(problem: Problem, way: Any) -> Counted:
@@ -306,9 +324,9 @@ def count_backward(problem: Problem, way: Any) -> Counted:
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     counted |= {"by_x": count_product(problem, b, i, o), "by_weight": count_product(problem, o, i, b)}
     once = b * o * (size + DTYPE_BYTES[problem.out_dtype])
-    held = 0.0
+    held = {"held_rows": 0.0, "exchanges": 0.0}
     if way.kernel == "cluster_gradient":
-        held = _rounds(problem, way.shape) * way.shape.rows
+        held = _held(problem, way.shape, 2)
     elif way.kernel == "persistent_gradient":
         _pass(counted, once, once)
     else:
@@ -320,7 +338,7 @@ def count_backward(problem: Problem, way: Any) -> Counted:
         _convert(counted, b + o, 8.0 * i)
         _convert(counted, b, 12.0 * o)
     return counted | {
-        "held_rows": held,
+        **held,
         "turns": float(way.kernel == "persistent_gradient"),
         "split_products": float(way.split),
         "cluster": float(way.kernel == "cluster_gradient"),
@@ -336,7 +354,7 @@ def count_backward(problem: Problem, way: Any) -> Counted:
 def product_time(n: Mapping[str, Any], c: Constants) -> Any:
     """Of a product by cuBLAS: its best tile and number of parts of K, or the bytes."""
     best, at = n["vector_bytes"] / c.library_vector / 1e6, iter(n["options"])
-    load = c.library_load_ns * (1 + c.misaligned * n["misaligned"])
+    load = c.library_load_ns
     for rows, columns in LIBRARY_TILES:
         stage = overlapped(c.library_tensor_ns * rows * columns / 128, load * (rows + columns)) / 1e3
         for parts in LIBRARY_SPLITS:
@@ -363,7 +381,7 @@ def _passes(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 
 
 def library_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
-    panels = n["panels"] * c.normalize + n["held_rows"] * c.normalize_row_ns / 1e3
+    panels = n["panels"] * c.normalize + n["held_rows"] * c.normalize_row_ns / 1e3 + n["exchanges"] * c.panel_exchange
     return {"product": c.first + product_time(n, c), "panels": panels, **_passes(n, c)}
 
 
@@ -381,9 +399,13 @@ def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
         "prologue": c.first + c.prologue,
         "main loop": main,
         "memory": beyond,
-        "epilogue": leaving / 1e3 + n["waves"] * c.tile + n["swapped"] * c.swapped + n["trained"] * c.statistics,
+        "epilogue": leaving / 1e3
+        + n["waves"] * c.tile
+        + n["swapped"] * c.swapped
+        + n["unswapped"] * c.unswapped
+        + n["trained"] * c.statistics,
         "wait": n["grid_waits"] * c.wait + n["cluster_waits"] * c.cluster_wait + n["row_tiles"] * c.row_tile_ns / 1e3,
-        "last panel": n["persistent"] * c.tail,
+        "last panel": n["persistent"] * c.tail + n["last_bytes"] / c.l2_bandwidth / 1e6,
         "conversion inside": n["inside"] * c.begin_inside,
         "recomputation": n["split"] * c.recompute,
         **_passes(n, c),
@@ -414,6 +436,7 @@ def backward_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
         "products": n["split_products"] * split + (1 - n["split_products"]) * library,
         "gradient": n["cluster"] * c.gradient
         + n["held_rows"] * c.gradient_row_ns / 1e3
+        + n["exchanges"] * c.panel_exchange
         + n["turns"] * c.gradient_turns,
         **_passes(n, c),
     }

@@ -29,11 +29,15 @@ COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows where the kernel converts; shared memory where it splits them
 # Schedule → the kernel's epilogue, and its file (kernels/gemm/epilogue_<file>.cuh).
 EPILOGUES = {
-    "evaluate": ("EvaluateEpilogue", "evaluate"),  # the running statistics are known
-    "statistics": ("StatisticsEpilogue", "statistics"),  # two more launches merge them and normalise
-    "exact-statistics": ("ExactStatisticsEpilogue", "statistics"),  # a launch merges them, and another multiplies again:
-    "normalize": ("NormalizeEpilogue", "evaluate"),  # the batch's statistics are known
-    "single-tile": ("SingleTileEpilogue", "single_tile"),  # a block has all rows of its features
+    # The running statistics are known.
+    "evaluate": ("EvaluateEpilogue", "evaluate"),
+    # Two more launches merge the groups' statistics and normalise.
+    "statistics": ("StatisticsEpilogue", "statistics"),
+    # Of "two-pass": a launch merges these, and the last multiplies again, with known statistics.
+    "exact-statistics": ("ExactStatisticsEpilogue", "statistics"),
+    "normalize": ("NormalizeEpilogue", "evaluate"),
+    # A block has all rows of its features.
+    "single-tile": ("SingleTileEpilogue", "single_tile"),
     # All tiles of a panel run at once, and wait for each other on the chip.
     "single-wave": ("SingleWaveEpilogue", "single_wave"),
     # Tiles are stored, and normalised out of the L2 when their panel is complete.
@@ -95,10 +99,9 @@ class Tile:
         """Rows of one partial mean and M2."""
         return self.rows if self.columns == WIDE else GROUP_ROWS
 
-    def counts(self, problem: Problem, shared_by: int = 1) -> tuple[int, int]:
-        """Tiles along the batch; along the features, a multiple of `shared_by`."""
-        width = self.columns * shared_by
-        return -(-problem.batch // self.rows), -(-problem.out_features // width) * shared_by
+    def counts(self, problem: Problem) -> tuple[int, int]:
+        """Tiles along the batch and along the features."""
+        return -(-problem.batch // self.rows), -(-problem.out_features // self.columns)
 
 
 def refusal(problem: Problem, strategy: str) -> str | None:
@@ -129,7 +132,6 @@ class Gemm:
         group_panels: panels (columns of tiles) that are worked on together, so that the L2 holds what they share.
         panels: that the grid has blocks for; all of them, or in a single wave as many as run at once.
         cluster: blocks; the tiles of a panel where those are a cluster.
-        multicast: blocks of a cluster, side by side along the features, that load each tile of x once for all of them.
         in_registers: tiles of a single wave wait for their panel in registers, where shared memory has room too.
         x_rows, weight_rows, chunks: of the operands, that a launch before converts; the kernel converts the others
             beside its multiplications. Chunks of `cast.COLUMNS` of K.
@@ -140,7 +142,6 @@ class Gemm:
     group_panels: int
     panels: int
     cluster: int = 1
-    multicast: int = 1
     in_registers: bool = False
     x_rows: int = ALL_ROWS
     weight_rows: int = 0
@@ -164,6 +165,7 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
     ahead = schedule in ("persistent", "evaluate") if problem.split else left
     shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
+    boxes_product = boxes if stores_product(problem, schedule) else boxes_y
     operands = [f"split_{name}" if problem.split else cast.operand(problem, name) for name in cast.OPERANDS]
     made = _converted_roles(problem, ahead)
     own = _SPLIT if problem.prepared else tuple(field for field in _SPLIT if field != "weight_checksums")
@@ -185,7 +187,6 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
             ("kTileColumns", tile.columns),
             ("kStages", tile.stages),
             ("kSharedBytes", shared),
-            ("kMulticast", gemm.multicast),
             ("Epilogue<>", f"gemmnorm::{epilogue}"),
             ("Conversion<>", f"gemmnorm::{conversion}"),
             ("Activation", "Activation"),
@@ -194,16 +195,16 @@ def gemm_launch(problem: Problem, gemm: Gemm) -> Launch:
          "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps", "group_mean", "group_m2", "mean", "rstd",
          "merged_slope", "merged_shift", "counters", *dict(made), *own, "x_rows", "weight_rows", "chunks_converted",
          "group_panels", "in_registers", "stream_x", "keep_product", "batch", "in_features", "features"),
-        Extent(gemm.panels, tile.rows, chip.multiprocessors // gemm.multicast * gemm.multicast),
+        Extent(gemm.panels, tile.rows, chip.multiprocessors),
         block=384,
         resident=1,
         shared=shared,
-        cluster=max(gemm.cluster, gemm.multicast),
+        cluster=gemm.cluster,
         cooperative=left or schedule == "persistent" or (schedule == "single-wave" and gemm.cluster == 1),
         maps=(
-            Map("map_x", operands[0], tile.rows // gemm.multicast, tile.k, fits=schedule in KNOWN and gemm.multicast == 1),
+            Map("map_x", operands[0], tile.rows, tile.k, fits=schedule in KNOWN),
             Map("map_weight", operands[1], tile.columns, tile.k),
-            Map("map_product", "product", GROUP_ROWS, boxes if stores_product(problem, schedule) else boxes_y, exact=True),
+            Map("map_product", "product", GROUP_ROWS, boxes_product, exact=True),
             Map("map_y", "y", GROUP_ROWS, boxes_y, exact=True),
         ),
         numbers=(
@@ -279,13 +280,14 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
         workspace += [Buffer(role, "float32", (features,)) for role in ("weight_amax", "weight_abs_sum")]
         if problem.prepared:
             workspace = [buffer for buffer in workspace if buffer.role not in PREPARED]
+    merge = library.merge(problem, True, gemm.tile.group_rows)
     if gemm.schedule == "statistics":
-        steps += (library.merge(problem, True, gemm.tile.group_rows), library.normalize(problem, fold=True, offset="group_mean"))
+        steps += (merge, library.normalize(problem, fold=True, offset="group_mean"))
     elif two_pass:
         again = replace(
             gemm, schedule="normalize", x_rows=ALL_ROWS, weight_rows=problem.out_features, chunks=cast.chunks(problem)
         )
-        steps += (library.merge(problem, True, gemm.tile.group_rows), gemm_launch(problem, again))
+        steps += (merge, gemm_launch(problem, again))
     found = Plan(
         problem, "forward", strategy, steps, tuple(outputs), tuple(workspace), aliases,
         counters=_counters(problem, gemm),
@@ -295,7 +297,7 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
 
 def _counters(problem: Problem, gemm: Gemm) -> int:
     """32-bit numbers that the kernel counts with, and those of the features to compute once more."""
-    _, panels = gemm.tile.counts(problem, gemm.multicast)
+    _, panels = gemm.tile.counts(problem)
     of_panels = COUNTERS + 2 * panels
     ahead = gemm.schedule in ("persistent", "evaluate") if problem.split else gemm.converts(problem)
     if ahead:

@@ -56,9 +56,8 @@ def tiling(problem: Problem, most_groups: int = 1) -> Tiling:
 
 
 def merge_columns(problem: Problem) -> int:
-    """Features of a block of the merging kernels: the most, of 16, that still give every multiprocessor a block."""
-    blocks = (problem.chip or CHIPS[80]).multiprocessors
-    return next((n for n in (16, 8) if problem.out_features >= n * blocks), 4)
+    """Features of a block of the merging kernels: fewer where those of 16 would not fill the multiprocessors."""
+    return 16 if problem.out_features >= 16 * (problem.chip or CHIPS[80]).multiprocessors else 4
 
 
 def merge_grid(problem: Problem) -> Extent:

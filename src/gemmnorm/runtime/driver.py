@@ -177,8 +177,8 @@ def _options(arch: int, **options: Any) -> Any:
 def tensor_map(t: torch.Tensor, found: Map) -> bytes:
     """The TMA descriptor of a contiguous matrix, cut into the boxes of `found`: 128 bytes.
 
-    128-byte swizzle, promotion in the L2 to 256 bytes where rows are multiples of that, zeros out of bounds. It holds an address and sizes, nothing of the
-    contents, and keeps no memory alive.
+    128-byte swizzle, promotion in the L2 to 256 bytes where rows are multiples of that, zeros out of bounds. It holds
+    an address and sizes, nothing of the contents, and keeps no memory alive.
 
     Raises:
         GemmNormRuntimeError: the driver refuses the matrix.

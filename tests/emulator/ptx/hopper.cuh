@@ -86,14 +86,10 @@ inline MapFields fields(const TensorMap& map) {
   if (m.box_columns * m.size != 128) emulator::fail("a box whose rows are not 128 bytes");
   return m;
 }
-// `cluster`: whose block `rank` has the memory, if it is another's.
-inline void load_box(void* to, const TensorMap& map, u64* barrier, int x, int y, emulator::Cluster* cluster, int rank) {
+inline void tma_load(void* to, const TensorMap& map, u64* barrier, int x, int y, u64) {
   const MapFields m = fields(map);
   if (reinterpret_cast<std::uintptr_t>(to) % 1024) emulator::fail("a swizzled box that is not aligned to 1024 bytes");
-  if (cluster) ++cluster->stores;
   emulator::machine.pending.push_back([=] {
-    if (cluster) --cluster->stores;
-    if (cluster && !cluster->blocks[rank]->alive) emulator::machine.fault = "a load into a block that has left";
     for (int r = 0; r < m.box_rows; ++r)
       for (int c = 0; c < m.box_columns; ++c) {
         unsigned char* target = swizzled(static_cast<unsigned char*>(to), r, c * m.size);
@@ -113,17 +109,6 @@ inline void load_box(void* to, const TensorMap& map, u64* barrier, int x, int y,
     arrivals(barrier).bytes -= m.box_rows * 128;
     arrivals(barrier).check();
   });
-}
-inline void tma_load(void* to, const TensorMap& map, u64* barrier, int x, int y, u64) {
-  load_box(to, map, barrier, x, y, nullptr, 0);
-}
-inline void tma_load_multicast(void* to, const TensorMap& map, u64* barrier, int x, int y, u16 mask, u64) {
-  for (int rank = 0; mask >> rank; ++rank) {
-    if (!(mask >> rank & 1)) continue;
-    load_box(const_cast<unsigned char*>(emulator::in_cluster(to, rank)), map,
-             reinterpret_cast<u64*>(const_cast<unsigned char*>(emulator::in_cluster(barrier, rank))), x, y,
-             emulator::current->block->cluster.get(), rank);
-  }
 }
 inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   if (reinterpret_cast<std::uintptr_t>(to) % 16 || reinterpret_cast<std::uintptr_t>(from) % 16 || bytes % 16)
@@ -163,9 +148,6 @@ inline int cluster_rank() { return static_cast<int>(blockIdx.x % emulator::machi
 inline void cluster_arrive() { emulator::arrive_at_cluster(); }
 inline void cluster_arrive_relaxed() { emulator::arrive_at_cluster(); }
 inline void cluster_wait() { emulator::wait_for_cluster(); }
-inline void mbarrier_arrive_remote(u64* own, int rank) {
-  mbarrier_arrive(reinterpret_cast<u64*>(const_cast<unsigned char*>(emulator::in_cluster(own, rank))));
-}
 inline void st_async_remote(float4* own, float4 v, u64* barrier, int rank) {
   if (reinterpret_cast<std::uintptr_t>(own) % 16) emulator::fail("a misaligned store to another block");
   const auto to = const_cast<unsigned char*>(emulator::in_cluster(own, rank));

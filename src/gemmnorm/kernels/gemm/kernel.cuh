@@ -27,7 +27,7 @@ struct GemmShared {
   typename G::Conversion::Shared conversion;
   alignas(16) typename G::Scaling::Shared scaling;  // read two floats at a time
   alignas(16) typename G::Epilogue::Shared epilogue;  // likewise
-  Pipeline<G::kStages, G::kMulticast> ring;
+  Pipeline<G::kStages> ring;
   u64 warps_done;  // completes when all warps but the producer's are done with the counters
 };
 
@@ -41,10 +41,8 @@ __device__ __forceinline__ void signal_warp_done(u64& warps_done) {
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler& scheduler, Shared& shared,
                                            const typename G::Conversion& conversion) {
-  // Rows of a tile of x. In training out-of-bounds rows have to be zero; else nobody reads them.
-  constexpr int kShare = G::TM / G::kMulticast;  // that the block loads for its cluster
-  const int rows = G::kEvaluates && G::kMulticast == 1 ? min(G::TM, (p.batch + 7) / 8 * 8) : G::TM;
-  const int first = G::kMulticast > 1 ? cluster_rank() * kShare : 0;
+  // Rows of a box of x. In training out-of-bounds rows have to be zero; else nobody reads them.
+  const int rows = G::kEvaluates ? min(G::TM, (p.batch + 7) / 8 * 8) : G::TM;
   const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
   PipelineState<G::kStages> state(1);
   for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
@@ -54,12 +52,7 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
 #pragma unroll
       for (int plane = 0; plane < G::kPlanes; ++plane) {
         const int column = (k * G::kPlanes + plane) * G::kTileK;
-        if constexpr (G::kMulticast > 1) {
-          tma_load_multicast(shared.x[stage][plane] + first * kRowBytes, p.map_x, full, column, tile.m * G::TM + first,
-                             (1 << G::kMulticast) - 1, x_policy);
-        } else {
-          tma_load(shared.x[stage][plane], p.map_x, full, column, tile.m * G::TM, x_policy);
-        }
+        tma_load(shared.x[stage][plane], p.map_x, full, column, tile.m * G::TM, x_policy);
         tma_load(shared.weight[stage][plane], p.map_weight, full, column, tile.n * G::TN, kEvictNormal);
       }
     });
@@ -115,7 +108,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
 
-  const TileScheduler scheduler = tile_scheduler<G::TM, G::TN, G::kMulticast>(p);
+  const TileScheduler scheduler = tile_scheduler<G::TM, G::TN>(p);
   const Features<Params> f(p, G::Shape::kMeanRows);
   const Counters counters = {p.counters, scheduler.tiles_n};
   const typename G::Conversion conversion(p, scheduler, counters.end());
@@ -132,10 +125,6 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     fence_proxy_async_shared();
   }
   __syncthreads();
-  if constexpr (G::kMulticast > 1) {  // the others' barriers are there
-    cluster_arrive_relaxed();
-    cluster_wait();
-  }
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 
@@ -162,11 +151,6 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   if ((G::Conversion::kConverts || (kResets && !alone)) && threadIdx.x == 0) {
     mbarrier_wait(&shared.warps_done, 0);
     reset_counters(p, counters, counters.end() + conversion.counters(), G::Epilogue::kTrains && !alone);
-  }
-  if constexpr (G::kMulticast > 1) {  // nothing is on its way to the block any more
-    __syncwarp();
-    cluster_arrive_relaxed();
-    cluster_wait();
   }
 }
 

@@ -4,27 +4,19 @@
 
 namespace gemmnorm {
 
-// Barriers of a ring: `full` completes when a stage's bytes have arrived, `empty` when all consumers have read them: of all
-// BLOCKS of a cluster, whose producers write to each other's rings.
-template <int STAGES, int BLOCKS = 1>
+// Barriers of a ring: `full` completes when a stage's bytes have arrived, `empty` when all consumers have read them.
+template <int STAGES>
 struct Pipeline {
   u64 full[STAGES], empty[STAGES];
 
   __device__ __forceinline__ void init(int consumers) {
     for (int s = 0; s < STAGES; ++s) {
       mbarrier_init(&full[s], 1);
-      mbarrier_init(&empty[s], consumers * BLOCKS);
+      mbarrier_init(&empty[s], consumers);
     }
   }
   // A consumer has read the stage before `stage`, as one thread.
-  __device__ __forceinline__ void release_before(int stage) {
-    u64* barrier = &empty[stage == 0 ? STAGES - 1 : stage - 1];
-    if constexpr (BLOCKS == 1) {
-      mbarrier_arrive(barrier);
-    } else {
-      for (int rank = 0; rank < BLOCKS; ++rank) mbarrier_arrive_remote(barrier, rank);
-    }
-  }
+  __device__ __forceinline__ void release_before(int stage) { mbarrier_arrive(&empty[stage == 0 ? STAGES - 1 : stage - 1]); }
 };
 
 // Where a thread is in the ring. The producer begins with phase 1: all stages are empty.
@@ -43,8 +35,8 @@ struct PipelineState {
 };
 
 // The producer: as one thread, fills a stage of `bytes` for each k in [begin, end). `load(k, stage, barrier)` asks TMA for it.
-template <int STAGES, int BLOCKS, class Load>
-__device__ __forceinline__ void produce(Pipeline<STAGES, BLOCKS>& ring, PipelineState<STAGES>& state, int begin, int end, u32 bytes,
+template <int STAGES, class Load>
+__device__ __forceinline__ void produce(Pipeline<STAGES>& ring, PipelineState<STAGES>& state, int begin, int end, u32 bytes,
                                         const Load& load) {
   for (int k = begin; k < end; ++k) {
     mbarrier_wait(&ring.empty[state.stage], state.phase);

@@ -40,7 +40,6 @@ struct TileShape {
 
 // A persistent block takes tiles blockIdx.x, blockIdx.x + gridDim.x, … Their order: `group_panels` panels (columns of tiles)
 // at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2.
-// Where neighbouring blocks share tiles of x, their number divides both numbers of panels: the last panel may be empty.
 struct TileScheduler {
   int tiles_m, tiles_n, group_panels;
 
@@ -57,10 +56,9 @@ struct TileScheduler {
   }
 };
 
-template <int TM, int TN, int SHARING, class Params>
+template <int TM, int TN, class Params>
 __device__ __forceinline__ TileScheduler tile_scheduler(const Params& p) {
-  constexpr int kFeatures = TN * SHARING;
-  return {(p.batch + TM - 1) / TM, (p.features + kFeatures - 1) / kFeatures * SHARING, p.group_panels};
+  return {(p.batch + TM - 1) / TM, (p.features + TN - 1) / TN, p.group_panels};
 }
 
 }  // namespace gemmnorm

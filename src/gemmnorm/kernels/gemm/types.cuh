@@ -39,7 +39,6 @@ struct GemmTypes {
   using Activation = typename Config::Activation;
   using Operand = OperandTraits<typename Config::Operand>;
   static constexpr int TM = Config::kTileRows, TN = Config::kTileColumns, kStages = Config::kStages;
-  static constexpr int kMulticast = Config::kMulticast;  // blocks of a cluster that load each tile of x for all of them
   using Shape = TileShape<TM, TN>;
   static constexpr int kWidth = Shape::kWidth, kPlanes = Operand::kPlanes;
   static constexpr bool kSplit = kPlanes == 2;
