@@ -8,6 +8,7 @@
 #   candidates  every candidate of the planner's, at SIZES or all that CANDIDATES seconds allow
 #   split     float32 by split operands beside the library's float32, errors and times
 #   cases     every strategy at every case, errors and times
+#   random    problems of the seeds RANDOM_SEEDS (0,1,2,3,4), COUNT of each (12), in PRECISIONS (bf16)
 #   bench     the result file: benchmarks/results/h200.json is what it writes
 #
 #   OUT       where logs and results go (out)        CASES   of the suite (kb33,kb39,projector,v0)
@@ -55,6 +56,10 @@ for stage in "${@:-tests}"; do
       [ -f "$out/gpu.xml" ] && junit=(--junit "$out/gpu.xml")
       logged bench 60 python3 -m gemmnorm bench --suite h200 --case "${CASES:-kb33,kb39,projector,v0}" --budget "${BUDGET:-0.4}" \
         --quiet --resume --json "$out/h200.json" "${junit[@]}"
+      ;;
+    random)
+      logged random 60 python3 -m gemmnorm bench --random "${RANDOM_SEEDS:-0,1,2,3,4}" --count "${COUNT:-12}" \
+        --precision "${PRECISIONS:-bf16}" --budget "${BUDGET:-0.05}" --quiet --resume --json "$out/h200-random.json"
       ;;
     *) echo "no such stage: $stage" >&2 && exit 2 ;;
   esac

@@ -9,6 +9,7 @@ Read in this order:
 - `accuracy.py`     errors against float64, to stand beside a time
 - `roofline.py`     FLOPs and bytes of a cell, and what the device reaches
 - `cell.py`         one cell: bare GEMM, eager, torch.compile and every strategy → rows
+- `ahead.py`        compiling for many cells at once, before any is timed
 - `suite.py`        a suite of cells → a result file
 - `random_problems.py`  problems drawn from a seed, and what a result file of them says
 - `model_files.py`  MODEL.py and replacements of it → a result file
@@ -17,6 +18,7 @@ Read in this order:
 """
 
 from . import random_problems
+from .ahead import compile_ahead
 from .cases import CASES, PHASES, SUITES, select
 from .cell import Options
 from .documents import SCHEMA, Document, command_line, new_document, write_json
@@ -34,6 +36,7 @@ __all__ = [
     "Options",
     "bench_files",
     "command_line",
+    "compile_ahead",
     "default_device",
     "environment",
     "major",

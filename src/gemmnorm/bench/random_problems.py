@@ -7,15 +7,10 @@ Sizes are log-uniform: rows 2⁵ … 2¹⁷, inputs and features 2³ … 2¹³·
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from . import cases
 from .cases import Case, Cell
@@ -63,39 +58,6 @@ def cells(
                 if asked and (phase != "train_fwd_bwd" or number % BACKWARDS == 0):
                     found.append(Cell(case, *condition, phase))
     return found
-
-
-# --- compiling ahead --------------------------------------------------------------------------------------------------
-
-
-def compile_ahead(chosen: Sequence[Cell], device: torch.device, tell: Callable[[str], None]) -> None:
-    """Fill the disk caches of torch.compile and of the kernels, in processes beside each other."""
-    workers = min(len(chosen), max(1, (os.cpu_count() or 2) - 2))
-    if device.type != "cuda" or workers < 2:
-        return
-    parts = [list(chosen[start::workers]) for start in range(workers)]
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        for number, _ in enumerate(pool.map(_run_once, parts, [str(device)] * workers), start=1):
-            tell(f"compiling ahead: {number} of {workers} processes are done")
-
-
-def _run_once(chosen: Sequence[Cell], device: str) -> None:
-    """Each cell by torch.compile and by the package, once."""
-    from .cell import Bench, CellRun, Options, package_module  # which import this package
-
-    bench = Bench(torch.device(device), Options())
-    for cell in chosen:
-        prepared = cases.prepare(cell, bench.device)
-        with cases.conditions(cell):
-            run = CellRun(bench, cell, prepared, package_module(cell, prepared.eager))
-            for step in (run.compiled(), run.module):
-                try:
-                    run.step(step)()
-                except Exception:  # it will fail again where it is measured, and be reported there
-                    torch.cuda.synchronize(bench.device)
-        del prepared, run
-        torch._dynamo.reset()
 
 
 # --- what a result says -----------------------------------------------------------------------------------------------

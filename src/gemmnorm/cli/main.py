@@ -25,6 +25,7 @@ from ..bench import (
     Options,
     bench_files,
     command_line,
+    compile_ahead,
     default_device,
     new_document,
     random_problems,
@@ -126,8 +127,8 @@ def _bench_suite(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
         only_chosen=drawn and not arguments.strategy,
     )
     with reporting("bench", len(cells), arguments.quiet) as progress:
-        if drawn and options.compile:
-            random_problems.compile_ahead(cells, device, progress.tell)
+        if options.compile:
+            compile_ahead(cells, device, progress.tell)
         document = run_suite(
             cells,
             device,
