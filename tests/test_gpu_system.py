@@ -205,7 +205,7 @@ def test_opcheck(strategy, training, grad):
 def test_compiled_into_one_graph(training, amp):
     torch._dynamo.reset()
     eager = nn.Sequential(
-        LinearScaleBatchNorm1d(64, 128, activation="relu"), LinearScaleBatchNorm1d(128, 64, bias=False, scale=False)
+        LinearScaleBatchNorm1d(64, 128, activation="silu"), LinearScaleBatchNorm1d(128, 64, bias=False, scale=False)
     )
     eager = eager.cuda().train(training)
     compiled = twin(eager)
