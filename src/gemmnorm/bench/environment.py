@@ -17,10 +17,22 @@ from typing import Any
 
 import torch
 
+from ..errors import GemmNormValueError
+
 
 def default_device(name: str | None = None) -> torch.device:
-    """The device called `name`; without a name the GPU where there is one."""
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """The device called `name`; without a name the GPU where there is one.
+
+    Raises:
+        GemmNormValueError: there is no such device here.
+    """
+    try:
+        found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise GemmNormValueError(f"device: expected cpu, cuda or cuda:N; got {name!r}") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise GemmNormValueError("device: PyTorch finds no CUDA GPU here; `gemmnorm doctor` says more")
+    return found
 
 
 def package_version(*names: str) -> str | None:

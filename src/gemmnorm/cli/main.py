@@ -9,9 +9,13 @@ Tables go to standard output, progress and complaints to standard error. User fi
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import gemmnorm
@@ -40,6 +44,8 @@ from . import report
 from .progress import reporting
 
 EQUAL, NOT_EQUAL, BAD_MODEL = 0, 1, 2
+ARCHITECTURES = (80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121)  # NVIDIA's, from Ampere on
+STANDARD_OUTPUT = "-"  # as a path of --json
 _DTYPES = {"fp32": ("float32", "float32"), "tf32": ("float32", "tf32"), "bf16": ("bfloat16", "native")}
 _DTYPES["fp16"] = ("float16", "native")
 
@@ -48,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = _parser()
     arguments = parser.parse_args(argv)
+    _check_json(getattr(arguments, "json", None), parser)
+    _end_cleanly()
     try:
         code: int = arguments.run(arguments, parser)
     except GemmNormError as error:
@@ -59,7 +67,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EQUAL
+    except OSError as error:  # a full disk, a folder that is gone
+        print(f"gemmnorm: {error}", file=sys.stderr)
+        return BAD_MODEL
     return code
+
+
+class _Ended(SystemExit):
+    """SIGTERM or SIGHUP: what runs is cleaned up on the way out, as after an interruption from the keyboard."""
+
+
+def _end_cleanly() -> None:
+    """Signals that end a process raise, so that child processes and temporary files do not outlive it."""
+
+    def end(number: int, _: object) -> None:
+        raise _Ended(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), end)
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------
@@ -80,7 +107,9 @@ def _optimize(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     with reporting("optimize", quiet=arguments.quiet) as progress:
         document = optimize(arguments.model, options, tell=progress.tell, command=command_line())
     _finish(document, arguments.json)
-    return {"equal": EQUAL, "not equal": NOT_EQUAL, "failed": NOT_EQUAL}.get(document["status"], BAD_MODEL)
+    return {"equal": EQUAL, "not equal": NOT_EQUAL, "failed": NOT_EQUAL, "not compiled": NOT_EQUAL}.get(
+        document["status"], BAD_MODEL
+    )
 
 
 def _verify(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
@@ -220,13 +249,32 @@ def _doctor(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 
 
 def _finish(document: dict[str, Any], path: str | None) -> None:
-    """Print the document, and write it where `--json` says."""
-    out = report.console()
-    for part in report.render(document):
-        out.print(part)
-    if path:
+    """Write the document where `--json` says, and print it; a reader who leaves a pipe early changes no verdict."""
+    if path and path != STANDARD_OUTPUT:
         write_json(path, document)
+    try:
+        if path == STANDARD_OUTPUT:
+            print(json.dumps(document, indent=1))
+        else:
+            out = report.console()
+            for part in report.render(document):
+                out.print(part)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if path and path != STANDARD_OUTPUT:
         print(f"wrote {path}", file=sys.stderr)
+
+
+def _check_json(path: str | None, parser: argparse.ArgumentParser) -> None:
+    """Before anything runs: can `--json` be written?"""
+    if not path or path == STANDARD_OUTPUT:
+        return
+    folder = Path(path).resolve().parent
+    if Path(path).is_dir() or not folder.is_dir():
+        parser.error(f"--json: expected a file in an existing directory, or -; got {path}")
+    if not os.access(folder, os.W_OK):
+        parser.error(f"--json: {folder} is not writable")
 
 
 # --- the arguments ---------------------------------------------------------------------------------------------------
@@ -281,13 +329,13 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "Write a verified and timed replacement of MODEL.py."
     made = command("optimize", _optimize, text, "device time-limit strategy target no-compile")
-    made.add_argument("model", metavar="MODEL.py")
+    made.add_argument("model", type=_file, metavar="MODEL.py")
     made.add_argument("-o", "--output", metavar="NEW.py", help="default: MODEL_new.py in the current directory")
     made.add_argument("--seeds", type=_count, default=3, help="draws of weights and inputs to verify with (3)")
 
     made = command("verify", _verify, "Is NEW.py the same function as MODEL.py?", "device time-limit")
-    made.add_argument("model", metavar="MODEL.py")
-    made.add_argument("new", metavar="NEW.py")
+    made.add_argument("model", type=_file, metavar="MODEL.py")
+    made.add_argument("new", type=_file, metavar="NEW.py")
     made.add_argument("--seeds", type=_count, default=3, help="draws of weights and inputs (3)")
 
     text = "Time MODEL.py and replacements, or a suite, side by side with the peers."
@@ -320,7 +368,7 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
     common.add_argument("-q", "--quiet", action="store_true", help="no progress")
     return {
         "common": common,
-        "device": parent("--device", help="torch device; default: the GPU where there is one"),
+        "device": parent("--device", type=_device, help="torch device; default: the GPU where there is one"),
         "time-limit": parent(
             "--time-limit", type=_seconds, default=600.0, metavar="S", help="seconds that user files may take (600)"
         ),
@@ -331,7 +379,7 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
 
 
 def _add_bench_options(made: argparse.ArgumentParser) -> None:
-    made.add_argument("files", nargs="*", metavar="FILE", help="MODEL.py [NEW.py …]")
+    made.add_argument("files", type=_file, nargs="*", metavar="FILE", help="MODEL.py [NEW.py …]")
     made.add_argument("--suite", choices=SUITES)
     made.add_argument("--random", type=_numbers, metavar="SEED", help="problems drawn from it; several with commas")
     made.add_argument("--count", type=_count, default=20, help="of random problems for each seed (20)")
@@ -344,6 +392,19 @@ def _add_bench_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--junit", metavar="FILE", help="put a pytest run's counts into the result file")
 
 
+def _file(text: str) -> str:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return text
+
+
+def _device(text: str) -> str:
+    try:
+        return str(default_device(text))
+    except GemmNormError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _numbers(text: str) -> list[int]:
     if not all(part.isdigit() for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"expected numbers, separated by commas; got {text!r}")
@@ -354,4 +415,7 @@ def _target(text: str) -> str:
     digits = text.removeprefix("sm_").removesuffix("a")
     if not text.startswith("sm_") or not digits.isdigit() or int(digits) < 80:
         raise argparse.ArgumentTypeError(f"expected sm_80 or higher, such as sm_90; got {text!r}")
+    if int(digits) not in ARCHITECTURES:
+        known = ", ".join(f"sm_{arch}" for arch in ARCHITECTURES)
+        raise argparse.ArgumentTypeError(f"expected one of {known}; got {text!r}")
     return text

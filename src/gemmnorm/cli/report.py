@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -59,18 +61,31 @@ def kind_of(document: Document) -> str:
     return str(document.get("kind") or document.get("tool") or "bench")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the process with exit code 1, which here is a verdict."""
+        raise BrokenPipeError
+
+
 def console(*, stderr: bool = False, file: io.StringIO | None = None) -> Console:
-    """A console that does not squeeze tables into 80 columns where nobody looks at a terminal."""
-    made = Console(stderr=stderr, file=file, highlight=False)
-    if not made.is_terminal:
-        made = Console(stderr=stderr, file=file, highlight=False, width=_WIDTH)
+    """A console that does not squeeze tables into 80 columns where nobody looks, unless COLUMNS says so."""
+    made = _Console(stderr=stderr, file=file, highlight=False)
+    if not made.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        made = _Console(stderr=stderr, file=file, highlight=False, width=_WIDTH)
     return made
 
 
 def render(document: Document) -> list[RenderableType]:
-    """The document as things that rich can print."""
+    """The document as things that rich can print.
+
+    Raises:
+        ReportError: entries are missing, or are something else than a command of ours writes.
+    """
     check(document)
-    return list(RENDERERS[kind_of(document)](document))
+    try:
+        return list(RENDERERS[kind_of(document)](document))
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ReportError(f"expected a whole result of kind {kind_of(document)}; {error!r} is amiss") from error
 
 
 def text(document: Document) -> str:
@@ -128,11 +143,38 @@ def _megabytes(value: Any) -> str:
     return "–" if number is None else f"{number / 1e6:.3g}" if number < 1e9 else f"{number / 1e6:.0f}"
 
 
-def _table(title: str, columns: Sequence[str], left: int) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right", no_wrap=True)
-    return table
+class FittingTable:
+    """A table that leaves whole columns out, rather than letters of figures, where there is no room for all.
+
+    Args:
+        left: so many columns are words, at the left.
+        spare: columns, by number, that may go: the first of them goes first.
+    """
+
+    def __init__(self, title: str, columns: Sequence[str], left: int, spare: Sequence[int]) -> None:
+        self._title, self._columns, self._left, self._spare = title, columns, left, spare
+        self._rows: list[tuple[str, ...]] = []
+
+    def add_row(self, *cells: str) -> None:
+        """One cell for each column."""
+        self._rows.append(cells)
+
+    def _without(self, gone: Sequence[int]) -> Table:
+        table = Table(title=self._title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        kept = [i for i in range(len(self._columns)) if i not in gone]
+        for i in kept:
+            table.add_column(self._columns[i], justify="left" if i < self._left else "right", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*(row[i] for i in kept))
+        return table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = options.update(max_width=10_000)
+        for count in range(len(self._spare) + 1):
+            table = self._without(self._spare[:count])
+            if Measurement.get(console, unlimited, table).maximum <= options.max_width:
+                break
+        yield table
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------
@@ -185,7 +227,7 @@ def _random(document: Document) -> Iterable[RenderableType]:
     columns = ["class", "n", "R", "worst", "S", "worst", "C", "worst", "slower", "predicted"]
     for condition in dict.fromkeys((_condition(row), row["phase"]) for row in rows):
         mine = [row for row in rows if (_condition(row), row["phase"]) == condition]
-        table = _table(" ".join(map(str, condition)), columns, 1)
+        table = FittingTable(" ".join(map(str, condition)), columns, 1, (9, 7, 5, 3, 6, 8, 1))
         for group in random_problems.classes(mine, found):
             if not group.rows:
                 continue
@@ -201,7 +243,8 @@ def _random(document: Document) -> Iterable[RenderableType]:
             )
         yield table
     worst = sorted((row for row in rows if row.get("eager_ms")), key=random_problems.behind, reverse=True)[:10]
-    table = _table("the ten worst", ["problem", "", "phase", "strategy", "ms", "GEMM", "eager", "compile", "behind"], 4)
+    columns = ["problem", "", "phase", "strategy", "ms", "GEMM", "eager", "compile", "behind"]
+    table = FittingTable("the ten worst", columns, 4, (3, 5, 6, 7, 4))
     for row in worst:
         table.add_row(
             f"{row['batch']} × {row['in_features']} → {row['out_features']}",
@@ -223,7 +266,7 @@ def _two(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _times(rows: Sequence[Document]) -> Table:
+def _times(rows: Sequence[Document]) -> FittingTable:
     first = rows[0]
     parts = [name for name in ("bias", "scale") if first.get(name)]
     parts += [first["activation"]] if first.get("activation") else []
@@ -232,7 +275,8 @@ def _times(rows: Sequence[Document]) -> Table:
     columns += ["error", "eager's"]
     tf32 = any(row.get("eager_tf32_ms") for row in rows)
     columns += ["eager tf32"] if tf32 else []
-    table = _table(f"{title}  ({', '.join(parts) or 'no bias, no scale'})", columns, 3)
+    spare = (13, 10, 9, 12, 11, 8, 6, 4, 2) if tf32 else (10, 9, 12, 11, 8, 6, 4, 2)
+    table = FittingTable(f"{title}  ({', '.join(parts) or 'no bias, no scale'})", columns, 3, spare)
     previous = None
     for row in rows:
         head = (_condition(row), str(row["phase"]))
@@ -269,14 +313,15 @@ _FURTHER: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
-def _further(rows: Sequence[Document]) -> Table | None:
+def _further(rows: Sequence[Document]) -> FittingTable | None:
     """Graph replay, host time, sustained time and memory, where any of it was measured."""
     own = ("graph_us", "host_us", "sustained_ms", "peak_activation_bytes")
     shown = [row for row in rows if any(row.get(key) is not None for key in own)]
     columns = [c for c in _FURTHER if any(row.get(c[1]) is not None for row in shown)]
     if not shown:
         return None
-    table = _table("", ["precision", "phase", "strategy", *(title for title, _, _ in columns)], 3)
+    titles = ["precision", "phase", "strategy", *(title for title, _, _ in columns)]
+    table = FittingTable("", titles, 3, (2, *range(len(titles) - 1, 3, -1)))
     for row in shown:
         table.add_row(
             _condition(row), str(row["phase"]), str(row["strategy"]), *(show(row.get(key)) for _, key, show in columns)
@@ -300,7 +345,7 @@ def _bench_files(document: Document) -> Iterable[RenderableType]:
     if document.get("report"):
         yield Text(f"{document['model']}: {document['report']}")
     columns = ["phase", "variant", "ms", "R", "S", "samples", "error", "eager's"]
-    table = _table(str(document["model"]), columns, 2)
+    table = FittingTable(str(document["model"]), columns, 2, (5, 7, 6))
     previous = None
     for row in document.get("rows", []):
         phase = row["phase"]
@@ -339,7 +384,7 @@ def _verify(document: Document) -> Iterable[RenderableType]:
     summary = document.get("summary") or []
     if summary:
         columns = ["phase", "quantity", "measure", "error", "eager's", "allowed", "of it", ""]
-        table = _table("the worst of each", columns, 3)
+        table = FittingTable("the worst of each", columns, 3, (4, 5, 2, 3))
         for check in summary:
             ratio = _number(check.get("ratio"))
             table.add_row(
@@ -378,6 +423,7 @@ def _property(value: Any) -> str:
 _VERDICTS = {
     "equal": "equal",
     "not equal": "NOT EQUAL",
+    "not compiled": "NOT COMPILED: equal on the CPU, but nvcc refuses its kernels",
     "failed": "the replacement could not be written",
     "bad model": "the model is bad",
     "no chain": "no chain to replace",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -35,14 +37,26 @@ def compile_check(path: str | Path, target: str = "sm_80") -> str | None:
         unit = Path(folder) / "unit.cu"
         unit.write_text("".join(p.group(1) for p in parts if p), encoding="utf-8")
         includes = [f"-I{folder}", *(f"-I{p}" for p in include_paths())]
-        done = subprocess.run(
+        code, said = _run(
             [nvcc, "-std=c++20" if _needs_20() else "-std=c++17", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-c",
-             str(unit), "-o", str(Path(folder) / "unit.o"), "--expt-relaxed-constexpr", *includes],
-            capture_output=True,
-            text=True,
-            timeout=600,
+             str(unit), "-o", str(Path(folder) / "unit.o"), "--expt-relaxed-constexpr", *includes]
         )  # fmt: skip
-    return None if done.returncode == 0 else (done.stderr or done.stdout)[-4000:]
+    return None if code == 0 else said[-4000:]
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """The exit code, and what was said; whatever ends this process also ends the compilers that nvcc has started."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=os.name == "posix"
+    ) as running:
+        try:
+            said, _ = running.communicate(timeout=600)
+        except BaseException:
+            if os.name == "posix":
+                os.killpg(running.pid, signal.SIGKILL)
+            running.kill()
+            raise
+    return running.returncode, said
 
 
 def _needs_20() -> bool:

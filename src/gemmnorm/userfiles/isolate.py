@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,7 @@ _BOOTSTRAP = (
     "import json, sys; request = json.loads(sys.stdin.readline()); sys.path[:] = request['path']; "
     "from gemmnorm.userfiles.isolate import _child_main; _child_main(request)"
 )
+_MARK = "GEMMNORM_ISOLATED"  # in the environment of the child and of everything that it starts
 _LOG_CHARACTERS = 20_000
 _GRACE_SECONDS = 0.5  # for the stacks that a hung child is asked to print before it is killed
 
@@ -51,7 +53,7 @@ class Outcome:
     """How an isolated call ended.
 
     status      "ok": ``value`` is what the function returned.  "raised": it raised.  "hung": the time limit passed
-                and the whole process group was killed.  "crashed": the process died without an answer.
+                and everything it started was killed.  "crashed": the process died without an answer.
     value       the function's return value, after a trip through JSON; None unless the status is "ok"
     detail      one readable text for a person: the traceback, the stacks at the time limit, or the signal's name with
                 the last lines that the process wrote
@@ -213,7 +215,7 @@ def run_isolated(
     and the return value must be JSON-serialisable (TypeError if ``kwargs`` are not; a return value that is not makes
     the call "raised").  ``on_progress`` gets every dict the function passes to :func:`progress`, in order; an exception
     from it ends the child and is raised here.  After ``time_limit`` seconds the child is asked for its stacks and then
-    killed together with every process of its group.
+    killed together with everything that it started, detached processes included (on Linux; elsewhere its group).
     """
     if ":" not in target:
         raise ValueError(f'run_isolated: target must read "package.module:function", got {target!r}')
@@ -266,8 +268,10 @@ def _how_it_died(code: int) -> str:
 @contextlib.contextmanager
 def _spawn() -> Iterator[subprocess.Popen[str]]:
     """Start the child in a session (process group) of its own; whatever happens, nothing of it survives the block."""
+    mark = uuid.uuid4().hex
     child = subprocess.Popen(
         [sys.executable, "-c", _BOOTSTRAP],
+        env={**os.environ, _MARK: mark},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -281,10 +285,22 @@ def _spawn() -> Iterator[subprocess.Popen[str]]:
     finally:
         _kill_group(child)
         child.wait()
+        _kill_marked(mark)
         for stream in (child.stdin, child.stdout, child.stderr):
             if stream is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    stream.close()
+                _close(stream)
+
+
+def _close(stream: IO[str]) -> None:
+    """Without waiting: a thread may still read from a pipe that some process holds open, and would keep the lock."""
+
+    def close() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            stream.close()
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    closing.join(timeout=1.0)
 
 
 def _ask_for_stacks(child: subprocess.Popen[str]) -> None:
@@ -294,6 +310,24 @@ def _ask_for_stacks(child: subprocess.Popen[str]) -> None:
             os.kill(child.pid, signal.SIGUSR1)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=_GRACE_SECONDS)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill what carries the child's mark in its environment: processes that left its group. Needs Linux' /proc."""
+    wanted = f"{_MARK}={mark}".encode()
+    for _ in range(5):  # a process may start another while it is looked for
+        found = []
+        for entry in os.scandir("/proc") if os.path.isdir("/proc") else ():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError), open(f"/proc/{entry.name}/environ", "rb") as file:
+                    if wanted in file.read().split(b"\0"):
+                        found.append(int(entry.name))
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.02)
 
 
 def _kill_group(child: subprocess.Popen[str]) -> None:

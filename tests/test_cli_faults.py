@@ -1,0 +1,196 @@
+"""What the command line must withstand: detached processes, signals, narrow terminals, closed pipes, wrong paths."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gemmnorm.bench import write_json
+from gemmnorm.cli import main as command
+from gemmnorm.cli import report
+from gemmnorm.cli.optimize import OptimizeOptions, optimize
+from gemmnorm.errors import GemmNormValueError
+from gemmnorm.userfiles import run_isolated
+
+MODEL = (Path(__file__).parents[1] / "examples" / "small.py").read_text()
+LINUX = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc")
+DETACHED = """\
+import os, subprocess, sys, time
+
+def leave(pid_file, seconds):
+    code = f"import os, time; open({pid_file!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    while not os.path.exists(pid_file):
+        time.sleep(0.01)
+    time.sleep(seconds)
+    return 1
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@LINUX
+@pytest.mark.parametrize(("seconds", "status"), [(30, "hung"), (0, "ok")])
+def test_a_detached_process_holds_no_time_limit_and_does_not_survive(
+    seconds: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaving.py").write_text(DETACHED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pid_file, begin = tmp_path / "pid", time.monotonic()
+    outcome = run_isolated("leaving:leave", {"pid_file": str(pid_file), "seconds": seconds}, time_limit=6.0)
+    assert outcome.status == status and time.monotonic() - begin < 15
+    assert not alive(int(pid_file.read_text()))
+
+
+@LINUX
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_ends_the_work_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import time\ntime.sleep(600)\n" + MODEL)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GEMMNORM_TEST": str(tmp_path)}
+    run = subprocess.Popen(
+        [sys.executable, "-m", "gemmnorm", "optimize", "model.py"],
+        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def children() -> list[int]:
+        wanted = f"GEMMNORM_TEST={tmp_path}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) not in (run.pid, os.getpid()):
+                try:
+                    if wanted in (entry / "environ").read_bytes().split(b"\0") and alive(int(entry.name)):
+                        found.append(int(entry.name))
+                except OSError:
+                    continue
+        return found
+
+    for _ in range(600):
+        if children():
+            break
+        time.sleep(0.1)
+    assert children(), "the isolated process never began"
+    run.send_signal(getattr(signal, name))
+    _, err = run.communicate(timeout=30)
+    assert run.returncode in (128 + getattr(signal, name), -getattr(signal, name)) and "Traceback" not in err
+    for _ in range(50):
+        if not children():
+            break
+        time.sleep(0.1)
+    assert not children() and {path.name for path in tmp_path.iterdir()} <= {"model.py", "__pycache__"}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("name", ["h200.json", "h200-random.json"])
+def test_tables_drop_columns_and_keep_ratios(
+    width: int, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = Path(__file__).parents[1] / "benchmarks" / "results" / name
+    assert command.main(["report", str(result)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= width and "…" not in out
+    heads = [line.split() for line in out.splitlines() if {"R", "S"} <= set(line.split())]
+    assert heads
+
+
+def test_a_reader_who_leaves_changes_no_verdict_and_the_file_is_written(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    line = f"{sys.executable} -m gemmnorm explain 64 32 32 --target sm_90 --json e.json; echo $? >&2"
+    done = subprocess.run(
+        ["bash", "-c", f"({line}) | head -1"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr.strip().endswith("0") and "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "e.json").read_text())["kind"] == "explain"
+
+
+def test_json_goes_to_standard_output(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["explain", "64", "32", "32", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "explain" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["optimize", "nosuch.py"], "there is no file nosuch.py"),
+        (["verify", "model.py", "nosuch.py"], "there is no file nosuch.py"),
+        (["bench", "nosuch.py"], "there is no file nosuch.py"),
+        (["optimize", "model.py", "--target", "sm_999"], "expected one of sm_80"),
+        (["verify", "model.py", "model.py", "--device", "foo"], "expected cpu, cuda or cuda:N"),
+        (["explain", "1", "2", "3", "--json", "nowhere/e.json"], "existing directory"),
+        (["explain", "1", "2", "3", "--json", "."], "existing directory"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(
+    arguments: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and complaint in err and not out
+    assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
+
+
+def test_outputs_that_would_clobber_or_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "mine.py").write_text("print('mine')\n")
+    (tmp_path / "folder.py").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for output, complaint in (
+        ("requirements.py", "requirements.txt"), ("mine.py", "not written by gemmnorm"), ("folder.py", "ends in .py"),
+        ("x.txt", "ends in .py"), ("nowhere/x.py", "existing directory"), ("model.py", "other than the model's own"),
+    ):  # fmt: skip
+        with pytest.raises(GemmNormValueError, match=complaint):
+            optimize("model.py", OptimizeOptions(output=output))
+    assert (tmp_path / "requirements.txt").read_text() == "torch\n"
+
+
+def test_a_report_of_something_else_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.json"
+    for content in ([], {"schema": report.SCHEMA, "kind": "optimize"}, {"schema": report.SCHEMA, "kind": "verify"}):
+        write_json(path, content)  # type: ignore[arg-type]
+        assert command.main(["report", str(path)]) == 2
+        out, err = capsys.readouterr()
+        assert "expected" in err and "Traceback" not in err and not out
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+def test_what_nvcc_refuses_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gemmnorm.cli.optimize as optimizing
+
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(optimizing, "compile_check", lambda path, target: "error: no")
+    document = optimize("model.py", OptimizeOptions(seeds=1, compile=False))
+    assert document["status"] == "not compiled" and not (tmp_path / "model_new.py").exists()
+    assert "error: no" in report.text(document)
