@@ -24,7 +24,7 @@ MODULES = {
     "hardtanh(-0.5,0.75)": nn.Hardtanh(-0.5, 0.75),
     "hardtanh(0.0,6.0)": nn.ReLU6(),
 }
-# What kernels/functions.cuh computes, in float64.
+# What kernels/common/functions.cuh computes, in float64.
 FUNCTIONS = {
     "sigmoid": lambda v: 1 / (1 + math.exp(min(-v, 700.0))),
     "tanh_derivative": lambda v: 1 / math.cosh(v) ** 2,

@@ -70,8 +70,8 @@ def run(*arguments: str) -> int:
     [
         ([], "required"),
         (["polish"], "invalid choice"),
-        (["bench"], "either --suite NAME or MODEL.py"),
-        (["bench", "model.py", "--suite", "cpu"], "either --suite NAME or MODEL.py"),
+        (["bench"], "one of --suite NAME"),
+        (["bench", "model.py", "--suite", "cpu"], "one of --suite NAME"),
         (["bench", "--suite", "cpu", "--case", "kb3"], "got 'kb3'"),
         (["bench", "--suite", "cpu", "--precision", "tf32"], "no cell"),
         (["bench", "--suite", "cpu", "--resume"], "--resume needs --json"),
@@ -256,17 +256,11 @@ def test_optimize_writes_a_verified_replacement_and_its_report(
     assert Path("model_new.txt").read_text().splitlines()[-1] == lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("model", "complaint"),
-    [("no_chain.py", "no nn.BatchNorm1d"), ("nowhere.py", "no such file")],
-)
-def test_optimize_leaves_nothing_of_a_model_it_cannot_use(
-    model: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_optimize_leaves_nothing_of_a_model_it_cannot_use(capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(p.name for p in Path().iterdir())
-    assert run("optimize", model, "-q") == 2
+    assert run("optimize", "no_chain.py", "-q") == 2
     out, _ = capsys.readouterr()
-    assert complaint in out and "nothing was written" in out
+    assert "no nn.BatchNorm1d" in out and "nothing was written" in out
     assert sorted(p.name for p in Path().iterdir()) == before
 
 

@@ -348,7 +348,7 @@ struct GroupMerge {
 // and every sum has a fixed order: the same bits come out of every run.
 //
 // `kFold`: M2 of a; the merge multiplies by s^2. Otherwise M2 of the scaled tensor (a + b)*s, whose elements exist only in
-// registers. The mean is that of a in both. The planner takes these kernels in training, after cuBLAS; the
+// registers. The mean is that of a in both. These kernels serve in training, after cuBLAS; the
 // merge also after a GEMM of this package that took the groups' statistics itself (gemm_stats_apply).
 
 // Deviation from a mean: of a, or of (a + b)*s.
@@ -664,7 +664,7 @@ __device__ __forceinline__ void store_gradients(const Params& p, int j, const Fe
 // --- backward/gradient.cuh -----------------------------------------------------------------------------------------
 // The backward with respect to the product in three launches (formulas in formulas.cuh): column sums of every group of 64
 // rows, their merge into the gradients of the per-feature parameters, and the gradient of the product. grad_y and the
-// product are read twice. The planner takes them in evaluation, on GPUs before Hopper, where a row is not whole words of 16
+// product are read twice. The planner takes them in evaluation, on GPUs other than Hopper, where a row is not whole words of 16
 // bytes, and for batches of which the L2 cannot keep a panel.
 
 // group_sum = sum g and group_dot = sum  g*(a - mean) of one group and TX*N features a block; in evaluation group_dot is

@@ -746,7 +746,7 @@ struct GroupMerge {
 // and every sum has a fixed order: the same bits come out of every run.
 //
 // `kFold`: M2 of a; the merge multiplies by s^2. Otherwise M2 of the scaled tensor (a + b)*s, whose elements exist only in
-// registers. The mean is that of a in both. The planner takes these kernels in training, after cuBLAS; the
+// registers. The mean is that of a in both. These kernels serve in training, after cuBLAS; the
 // merge also after a GEMM of this package that took the groups' statistics itself (gemm_stats_apply).
 
 // The batch's statistics of one feature, with what the update of its running statistics needs.
@@ -1651,8 +1651,8 @@ struct TrainingConsumer {
   }
 
   // y of a tile that waited in the accumulators. Up to kDirectRows rows, or without merging warps, the tile merges its panel's
-  // partial statistics itself. `stored`: tiles
-  // numbered below it leave the accumulators before their panel is merged, and others merge for them.
+  // partial statistics itself. `stored`: tiles numbered below it leave the accumulators before their panel is merged, and
+  // others merge for them.
   template <bool OTHERS_MERGE>
   __device__ __forceinline__ void finish_panel_tile(Tile tile, const Accumulators& acc, const FeatureValues& v,
                                                     const Counters& counters, int stored) {
@@ -1788,7 +1788,7 @@ __device__ __forceinline__ void normalize_stored(const Features<Params>& f, int 
 // Epilogue, training, any number of rows: tiles are stored, and normalised later out of the L2; only the last tile of every
 // block waits for its panel's statistics in the accumulators.
 //
-// Taken where no wave of blocks holds whole panels. Warp 1 stores what the consumers stage and signals complete tiles.
+// Serves any batch of several tiles; taken where that is predicted cheaper than to wait on the chip. Warp 1 stores what the consumers stage and signals complete tiles.
 // Warps 2 and 3, and the consumers after their last tile, take work items in order from an atomic counter: first the merges of
 // a group of panels, then the rows of its stored tiles. An item waits only for tiles that come before it, and all blocks run
 // at once: the launch is cooperative.
@@ -1904,8 +1904,8 @@ struct PersistentEpilogue {
 };
 
 // --- gemm/conversion_split.cuh -------------------------------------------------------------------------------------
-// Operand conversion beside the main loop for float32: rows are split into two float16 (common arithmetic in
-// memory_bound/split.cuh). A warp brings rows into shared memory by bulk copies, kPieces ahead. Of a weight that was split
+// Operand conversion beside the main loop for float32: rows are split into two float16 (arithmetic in
+// common/fp16x2.cuh). A warp brings rows into shared memory by bulk copies, kPieces ahead. Of a weight that was split
 // long before (`prepare`) every row is read all the same, and compared with what was split.
 
 constexpr int kPieceColumns = 1024;  // of a row, in one bulk copy
@@ -2145,7 +2145,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
 };
 
 // --- gemm/mainloop_split.cuh ---------------------------------------------------------------------------------------
-// The main loop of float32 operands that are split into two float16 (common/fp16x2 arithmetic): v*2^-e = high + low*2^-11.
+// The main loop of float32 operands that are split into two float16 (common/fp16x2.cuh): v*2^-e = high + low*2^-11.
 //
 //   a*b ~ high*high + 2^-11 * (high*low + low*high)
 //
@@ -2378,7 +2378,7 @@ __device__ __forceinline__ void recompute_features(const Params& p) {
 // --- gemm/epilogue_evaluate.cuh ------------------------------------------------------------------------------------
 // Epilogues where the statistics are known: y = phi(slope*a + shift), straight from the accumulators.
 //
-//   EvaluateEpilogue    the running statistics; taken for every evaluation
+//   EvaluateEpilogue    the running statistics; serves every evaluation that keeps nothing for gradients
 //   NormalizeEpilogue   y = phi(slope*(a - mean) + shift) by those of the batch, which launches before have taken (ExactStatisticsEpilogue) and merged; taken in
 //                       training where the product is cheaper to multiply again than to read again
 //
@@ -2607,7 +2607,7 @@ __device__ __forceinline__ void store_gradients(const Params& p, int j, const Fe
 // --- backward/gradient.cuh -----------------------------------------------------------------------------------------
 // The backward with respect to the product in three launches (formulas in formulas.cuh): column sums of every group of 64
 // rows, their merge into the gradients of the per-feature parameters, and the gradient of the product. grad_y and the
-// product are read twice. The planner takes them in evaluation, on GPUs before Hopper, where a row is not whole words of 16
+// product are read twice. The planner takes them in evaluation, on GPUs other than Hopper, where a row is not whole words of 16
 // bytes, and for batches of which the L2 cannot keep a panel.
 
 // group_sum = sum g and group_dot = sum  g*(a - mean) of one group and TX*N features a block; in evaluation group_dot is

@@ -1,4 +1,4 @@
-"""The activations that can follow the normalisation: one row each, and nothing else to touch to add one.
+"""The activations that can follow the normalisation: one row each (docs/howto.md: how to add one).
 
 A row says how the activation is recognised (module class, functions, tensor methods), how PyTorch computes it and its
 derivative (`reference.py` uses these), and what the CUDA kernels compute, as two C++ expressions in the float `z`.
@@ -35,7 +35,7 @@ class Activation:
         calls: functions and tensor-method names that compute it (their in-place forms too).
         forward: (z [any shape], *parameters) → φ(z).
         backward: (grad, z, *parameters) → grad · φ'(z).
-        value: C++ expression of φ(z), with the functions of `kernels/functions.cuh`; `{0}`, `{1}` stand for the
+        value: C++ expression of φ(z), with the functions of `kernels/common/functions.cuh`; `{0}`, `{1}` stand for the
             parameters as float literals.
         gradient: C++ expression of g·φ'(z), in the floats `g` and `z`. Both let NaN through, as PyTorch does.
         parameters: (name, default) in the order of the canonical string; the names are those of the module's

@@ -87,7 +87,7 @@ def _text(launch: Launch, problem: Problem) -> str:
 
 
 def compiled_function(name: str) -> Callable[[float], float]:
-    """A function of kernels/functions.cuh: float → float."""
+    """A function of kernels/common/functions.cuh: float → float."""
     with _stand_ins():
         text = "#include <cuda.hpp>\n" + sources.device_source(["common/functions.cuh"])
     function = _library(f'{text}extern "C" float call(float z) {{ return gemmnorm::{name}(z); }}\n').call

@@ -133,6 +133,10 @@ def _verify(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 def _bench(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if sum((arguments.suite is not None, arguments.random is not None, bool(arguments.files))) != 1:
         parser.error("bench: expected one of --suite NAME, --random SEED and MODEL.py [NEW.py …]")
+    if (
+        arguments.files and not Path(arguments.files[0]).is_file()
+    ):  # replacements that are missing are named in the table
+        parser.error(f"bench: there is no file {arguments.files[0]}")
     return _bench_files(arguments) if arguments.files else _bench_suite(arguments, parser)
 
 
@@ -379,7 +383,7 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
 
 
 def _add_bench_options(made: argparse.ArgumentParser) -> None:
-    made.add_argument("files", type=_file, nargs="*", metavar="FILE", help="MODEL.py [NEW.py …]")
+    made.add_argument("files", nargs="*", metavar="FILE", help="MODEL.py [NEW.py …]")
     made.add_argument("--suite", choices=SUITES)
     made.add_argument("--random", type=_numbers, metavar="SEED", help="problems drawn from it; several with commas")
     made.add_argument("--count", type=_count, default=20, help="of random problems for each seed (20)")

@@ -112,7 +112,7 @@ def ranking(problem: Problem, phase: str = "forward", strategy: str | None = Non
         every = [c for c in every if c.strategy == strategy]
     if _forced is not None:
         every = [c for c in every if _forced(c)] or every
-    # Where two cost the same, the first: `cublas_bn` only serves where it is asked for.
+    # `cublas_bn` comes last, whatever it costs: it serves where it is asked for.
     ranked = sorted(((c.cost(), c) for c in every), key=lambda pair: (pair[1].strategy == "cublas_bn", pair[0]))
     known = _forced is None and tables.measured_best(problem, phase)
     if known:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from . import tables
 from .candidates import candidates
 from .choice import applicable, ranking
 from .steps import Plan
@@ -21,10 +22,12 @@ def comparison(plan: Plan) -> list[str]:
         return []
     strategy = plan.strategy if phase == "backward" else None
     ranked = [(us, found) for us, found in ranking(problem, phase, strategy) if found.strategy != "cublas_bn"]
+    known = tables.measured_best(problem, phase)
     lines = ["candidates, predicted µs:"]
     for us, found in ranked:
+        measured = " (measured to be the best)" if known in (found.name, found.choices) else ""
         terms = ", ".join(f"{name} {value:.1f}" for name, value in found.terms().items() if value >= LEAST)
-        lines.append(f"  {us:8.1f}  {found.choices if phase == 'backward' else found.name}: {terms}")
+        lines.append(f"  {us:8.1f}  {found.choices if phase == 'backward' else found.name}{measured}: {terms}")
     refused = defaultdict(list)
     for candidate in candidates(problem, phase):
         if candidate.refusal is not None:

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from . import tables
+from . import cast, tables
 from .problem import CHIPS, DTYPE_BYTES, Problem
+from .split import ROW_BYTES
 
-ROW_BYTES = 128  # of K in one pipeline stage
 L2_BYTES = 30e6  # that an H200 keeps of what all multiprocessors read
 LIBRARY_TILES = (
     (320, 128),
@@ -228,7 +228,7 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
         traffic += elements * size * max(0.0, 1 - L2_BYTES / together)
         last = float(max(min(gemm.group_panels, panels) * rows - blocks, 0) * of_tile)
     x_rows = min(gemm.x_rows, problem.batch)
-    columns = min(gemm.chunks * 2048, problem.in_features)
+    columns = min(gemm.chunks * cast.COLUMNS, problem.in_features)
     inside = inside_rows = 0.0
     if problem.cast:
         _count_cast(problem, counted, x_rows, gemm.weight_rows, columns)

@@ -1,4 +1,4 @@
-"""Plans of the backward: up to the gradient of the product one launch on Hopper, in training, else three."""
+"""Plans of the backward: up to the gradient of the product three launches, or on Hopper in training one."""
 
 from __future__ import annotations
 

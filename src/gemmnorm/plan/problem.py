@@ -10,34 +10,19 @@ C_TYPES = {"float32": "float", "float16": "gemmnorm::half", "bfloat16": "gemmnor
 
 @dataclass(frozen=True)
 class Chip:
-    """What the planner knows of a GPU. Rates are dense and per second; `bandwidth` counts bytes read plus written.
+    """What the planner knows of a GPU.
 
     Attributes:
         arch: compute capability × 10, e.g. 90.
         multiprocessors: number of SMs.
-        bandwidth: of device memory.
-        tensor_half, tensor_tf32, vector_fp32: FLOP/s for fp16/bf16, TF32, and float32 arithmetic.
     """
 
     arch: int = 80
     multiprocessors: int = 108
-    bandwidth: float = 1.4e12
-    tensor_half: float = 250e12
-    tensor_tf32: float = 125e12
-    vector_fp32: float = 18e12
 
 
-# Rates that library kernels reach on random data, by compute capability (A100, L40S/4090, H200, B200, RTX 50). The
-# H200's are measured (benchmarks/results/h200.json), the others scaled from datasheets: they serve `explain`'s
-# prediction and never change a result.
-CHIPS = {
-    80: Chip(),
-    86: Chip(86, 84, 0.8e12, 120e12, 60e12, 30e12),
-    89: Chip(89, 128, 0.85e12, 260e12, 130e12, 60e12),
-    90: Chip(90, 132, 4.2e12, 790e12, 415e12, 51e12),
-    100: Chip(100, 148, 6.5e12, 1500e12, 750e12, 60e12),
-    120: Chip(120, 170, 1.5e12, 350e12, 170e12, 90e12),
-}
+# By compute capability: A100, RTX 30, L40S/4090, H200, B200, RTX 50.
+CHIPS = {arch: Chip(arch, count) for arch, count in ((80, 108), (86, 84), (89, 128), (90, 132), (100, 148), (120, 170))}
 
 
 def chip_for(arch: int, multiprocessors: int | None = None) -> Chip:
@@ -101,14 +86,6 @@ class Problem:
         Of two float16, or in `small_panel` of three bfloat16.
         """
         return self.dtype == "float32" and self.arithmetic == "float32"
-
-    @property
-    def gemm_rate(self) -> float:
-        """FLOP/s at which the product can run."""
-        chip = self.chip or CHIPS[80]
-        if self.dtype in ("float16", "bfloat16"):
-            return chip.tensor_half
-        return chip.tensor_tf32 if self.arithmetic == "tf32" else chip.vector_fp32
 
 
 def type_members(problem: Problem, letters: str = "TYLR") -> tuple[tuple[str, str], ...]:

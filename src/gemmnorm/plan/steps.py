@@ -270,7 +270,10 @@ class Plan:
                 right = step.right + ("ᵀ" if step.transpose_right else "")
                 lines.append(f"  {step.out} = {left} · {right} by cuBLAS")
             else:
-                lines.append(f"  {step.entry}: {step.grid.value(p.batch)} blocks of {step.block} threads")
+                epilogue = dict(step.config).get("Epilogue<>")
+                where = step.source + (f", {str(epilogue).removeprefix('gemmnorm::')}" if epilogue else "")
+                grid = f"{step.grid.value(p.batch)} blocks of {step.block} threads"
+                lines.append(f"  {step.entry} ({where}): {grid}")
         if self.seconds:
             ratio = self.seconds / self.floor
             lines.append(

@@ -3,7 +3,7 @@
 //
 // For every panel of the cluster: column sums of the rows in shared memory; the parameters' gradients; then da of the same
 // rows. What da has used of a panel is replaced by the next panel's rows at once (cp.async), so that memory is busy throughout.
-// Reads grad_y and the product once, writes da once. The planner takes it on Hopper for batches that a cluster of 8 holds.
+// Reads grad_y and the product once, writes da once. Serves on Hopper batches that a cluster of 8 holds.
 #pragma once
 #include "backward/formulas.cuh"
 #include "common/cluster_panels.cuh"

@@ -1,6 +1,6 @@
 // The backward with respect to the product in three launches (formulas in formulas.cuh): column sums of every group of 64
 // rows, their merge into the gradients of the per-feature parameters, and the gradient of the product. grad_y and the
-// product are read twice. The planner takes them in evaluation, on GPUs before Hopper, where a row is not whole words of 16
+// product are read twice. The planner takes them in evaluation, on GPUs other than Hopper, where a row is not whole words of 16
 // bytes, and for batches of which the L2 cannot keep a panel.
 #pragma once
 #include "backward/formulas.cuh"

@@ -11,8 +11,8 @@ namespace gemmnorm {
 
 constexpr int kWarps = kThreads / 32;
 
-// Partial sums of NUMBERS per column: of the cluster's blocks, and before that of this block's warps. Two buffers for exchange
-// after exchange: the warps use the other one's, where nothing arrives until all of this block's sums are sent.
+// Partial sums of NUMBERS per column. While buffer i receives the sums of the cluster's blocks, buffer 1 - i holds those of
+// this block's warps; the next exchange swaps them. Nothing arrives in 1 - i before this block has sent its sums.
 template <int NUMBERS, int COLUMNS>
 struct PanelSums {
   alignas(16) float of[2][kWarps][NUMBERS][COLUMNS];

@@ -1,5 +1,5 @@
-// Operand conversion beside the main loop for float32: rows are split into two float16 (common arithmetic in
-// memory_bound/split.cuh). A warp brings rows into shared memory by bulk copies, kPieces ahead. Of a weight that was split
+// Operand conversion beside the main loop for float32: rows are split into two float16 (arithmetic in
+// common/fp16x2.cuh). A warp brings rows into shared memory by bulk copies, kPieces ahead. Of a weight that was split
 // long before (`prepare`) every row is read all the same, and compared with what was split.
 #pragma once
 #include "gemm/conversion.cuh"

@@ -143,8 +143,8 @@ struct TrainingConsumer {
   }
 
   // y of a tile that waited in the accumulators. Up to kDirectRows rows, or without merging warps, the tile merges its panel's
-  // partial statistics itself. `stored`: tiles
-  // numbered below it leave the accumulators before their panel is merged, and others merge for them.
+  // partial statistics itself. `stored`: tiles numbered below it leave the accumulators before their panel is merged, and
+  // others merge for them.
   template <bool OTHERS_MERGE>
   __device__ __forceinline__ void finish_panel_tile(Tile tile, const Accumulators& acc, const FeatureValues& v,
                                                     const Counters& counters, int stored) {

@@ -1,6 +1,6 @@
 // Epilogues where the statistics are known: y = φ(slope·a + shift), straight from the accumulators.
 //
-//   EvaluateEpilogue    the running statistics; taken for every evaluation
+//   EvaluateEpilogue    the running statistics; serves every evaluation that keeps nothing for gradients
 //   NormalizeEpilogue   y = φ(slope·(a - mean) + shift) by those of the batch, which launches before have taken (ExactStatisticsEpilogue) and merged; taken in
 //                       training where the product is cheaper to multiply again than to read again
 //

@@ -1,7 +1,7 @@
 // Epilogue, training, any number of rows: tiles are stored, and normalised later out of the L2; only the last tile of every
 // block waits for its panel's statistics in the accumulators.
 //
-// Taken where no wave of blocks holds whole panels. Warp 1 stores what the consumers stage and signals complete tiles.
+// Serves any batch of several tiles; taken where that is predicted cheaper than to wait on the chip. Warp 1 stores what the consumers stage and signals complete tiles.
 // Warps 2 and 3, and the consumers after their last tile, take work items in order from an atomic counter: first the merges of
 // a group of panels, then the rows of its stored tiles. An item waits only for tiles that come before it, and all blocks run
 // at once: the launch is cooperative.

@@ -1,7 +1,7 @@
 // Epilogue, training, one wave of blocks works on all tiles of its panels at once: of the tiles nothing but y, and the product
 // where it is kept, goes to memory.
 //
-// Taken where the tiles of some panels fill the multiprocessors once, or several times. A tile waits for the statistics of its
+// Serves where the tiles of some panels fit the multiprocessors once, or several times; taken where predicted cheapest. A tile waits for the statistics of its
 // panel: the last of a block in the accumulators; the others in the staging buffer, where the tile fits it, while the next is
 // multiplied. Blocks wait for each other: the launch is cooperative, or a cluster has all tiles of a panel.
 // Warp 1 merges its block's share of a panel's statistics, for staged tiles. Warps 2 and 3 serve a consumer each: they store

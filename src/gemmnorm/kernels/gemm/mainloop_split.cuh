@@ -1,4 +1,4 @@
-// The main loop of float32 operands that are split into two float16 (common/fp16x2 arithmetic): v·2^-e = high + low·2^-11.
+// The main loop of float32 operands that are split into two float16 (common/fp16x2.cuh): v·2^-e = high + low·2^-11.
 //
 //   a·b ≈ high·high + 2^-11 · (high·low + low·high)
 //

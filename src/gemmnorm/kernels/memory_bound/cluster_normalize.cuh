@@ -3,8 +3,8 @@
 //
 // For every panel of the cluster: the mean, by sums of the deviations from the first row; M2 about the mean; then
 // y = φ(slope·(a - mean) + shift) of the same rows, and copies of the next panel in their place. Reads the product once, writes
-// y once, which may share the product's memory. The planner takes it on Hopper, after cuBLAS, for batches that a cluster of 8
-// holds.
+// y once, which may share the product's memory. Serves on Hopper, after cuBLAS, batches that a cluster
+// of 8 holds.
 #pragma once
 #include "common/cluster_panels.cuh"
 #include "memory_bound/statistics.cuh"

@@ -3,7 +3,7 @@
 // and every sum has a fixed order: the same bits come out of every run.
 //
 // `kFold`: M2 of a; the merge multiplies by s². Otherwise M2 of the scaled tensor (a + b)·s, whose elements exist only in
-// registers. The mean is that of a in both. The planner takes these kernels in training, after cuBLAS; the
+// registers. The mean is that of a in both. These kernels serve in training, after cuBLAS; the
 // merge also after a GEMM of this package that took the groups' statistics itself (gemm_stats_apply).
 #pragma once
 #include "memory_bound/group_tile.cuh"
