@@ -18,7 +18,14 @@ python=${PYTHON:-python3}
 
 has_torch() { "$1" -c 'import torch' >/dev/null 2>&1; }
 
-if [ ! -x "$venv/bin/python" ]; then
+usable() { [ -x "$venv/bin/python" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }
+
+if ! usable; then
+  if [ -e "$venv" ]; then
+    [ -e "$venv/pyvenv.cfg" ] || { echo "$venv is there, but is no virtual environment; set VENV to another path" >&2; exit 1; }
+    echo "$venv is half-made: made anew" >&2
+    rm -rf "$venv"
+  fi
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or later is needed" >&2; exit 1; }
   if has_torch "$python"; then
     echo "using the PyTorch of $("$python" -c 'import sys; print(sys.prefix)')"
@@ -35,6 +42,7 @@ for done in "$stamp" "$venv/.gemmnorm-test"; do
   if cmp -s pyproject.toml "$done"; then exit 0; fi
 done
 
+echo "setting up $venv for \`$purpose\`: once, some minutes" >&2
 if ! has_torch "$py"; then
   # shellcheck disable=SC2086  (several words are welcome)
   "$py" -m pip install --quiet ${TORCH_SPEC:-torch==2.13.0}

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,60 @@ def test_what_nvcc_refuses_is_no_success(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(optimizing, "compile_check", lambda path, target: "error: no")
-    document = optimize("model.py", OptimizeOptions(seeds=1, compile=False))
+    timed = optimizing.bench_files
+    monkeypatch.setattr(optimizing, "bench_files", lambda m, n, o, **k: timed(m, n, replace(o, compile=False), **k))
+    document = optimize("model.py", OptimizeOptions(seeds=1))
     assert document["status"] == "not compiled" and not (tmp_path / "model_new.py").exists()
     assert "error: no" in report.text(document)
+
+
+def test_what_lies_beside_the_model_can_be_imported(tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "widths.py").write_text("WIDTH = 24\n")
+    lines = MODEL.replace("import torch\n", "import torch\nfrom widths import WIDTH\n", 1)
+    (folder / "model.py").write_text(lines + "\nassert WIDTH == 24\n")
+    outcome = run_isolated(
+        "gemmnorm.cli.explain:child",
+        {"path": str(folder / "model.py"), "target": "sm_90", "strategy": None},
+        time_limit=120,
+    )
+    assert outcome.ok, outcome.detail
+
+
+def test_a_mistyped_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, hint in (("optimise", "did you mean optimize?"), ("xyzzy", "expected one of optimize, verify")):
+        with pytest.raises(SystemExit) as ended:
+            command.main([typed])
+        assert ended.value.code == 2 and hint in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    assert "gemmnorm optimize model.py" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell script")
+def test_a_half_made_environment_is_made_anew(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    broken = tmp_path / "venv"
+    (broken / "bin").mkdir(parents=True)
+    (broken / "pyvenv.cfg").write_text("home = /nowhere\n")
+    script = (root / "setup.sh").read_text()
+    head = script[: script.index("# Done before, for these requirements?")].replace(
+        'cd "$(dirname "${BASH_SOURCE[0]}")"\n', ""
+    )
+    environment = {**os.environ, "VENV": str(broken), "PYTHON": sys.executable}
+    done = subprocess.run(["bash", "-c", head, "setup"], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "half-made" in done.stderr and (broken / "bin" / "python").exists()
+    other = tmp_path / "mine"
+    other.mkdir()
+    done = subprocess.run(
+        ["bash", "-c", head, "setup"],
+        env={**environment, "VENV": str(other)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1 and "no virtual environment" in done.stderr and other.is_dir()

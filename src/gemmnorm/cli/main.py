@@ -9,14 +9,16 @@ Tables go to standard output, progress and complaints to standard error. User fi
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import gemmnorm
 
@@ -45,6 +47,17 @@ from .progress import reporting
 
 EQUAL, NOT_EQUAL, BAD_MODEL = 0, 1, 2
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121)  # NVIDIA's, from Ampere on
+EPILOG = """\
+examples:
+  gemmnorm optimize model.py                      write model_new.py, verified and timed
+  gemmnorm verify model.py model_new.py           is it the same function?
+  gemmnorm bench model.py model_new.py            side by side with eager and torch.compile
+  gemmnorm explain 2048 2048 8192 --dtype bf16    which kernels run, and why
+  gemmnorm doctor                                 what this machine has, what is missing
+
+Exit code 0: done, and equal; 1: NEW is not equal, raises, hangs or crashes, or its kernels do not compile;
+2: nothing could be judged (a wrong command or path, a bad MODEL, no chain).
+"""
 STANDARD_OUTPUT = "-"  # as a path of --json
 _DTYPES = {"fp32": ("float32", "float32"), "tf32": ("float32", "tf32"), "bf16": ("bfloat16", "native")}
 _DTYPES["fp16"] = ("float16", "native")
@@ -313,15 +326,29 @@ def _count(text: str) -> int:
     return int(text)
 
 
+COMMANDS = ("optimize", "verify", "bench", "explain", "report", "doctor")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the command that a mistyped one is nearest to."""
+
+    def error(self, message: str) -> NoReturn:
+        if typed := re.search(r"argument COMMAND: invalid choice: '([^']*)'", message):
+            near = difflib.get_close_matches(typed[1], COMMANDS, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; expected one of {', '.join(COMMANDS)}"
+            message = f"there is no command {typed[1]!r}{hint}"
+        super().error(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="gemmnorm",
         description="Linear → scale → BatchNorm at the price of the Linear: find, replace, verify and time it.",
-        epilog="Exit code 0: done, and equal; 1: NEW is not equal, raises, hangs or crashes;"
-        " 2: MODEL is bad or has no chain.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"gemmnorm {gemmnorm.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser)
     shared = _shared_options()
 
     def command(name: str, run: Any, text: str, options: str = "") -> argparse.ArgumentParser:
@@ -378,7 +405,7 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
         ),
         "strategy": parent("--strategy", choices=STRATEGIES, help="default: the planner's choice"),
         "target": parent("--target", metavar="sm_XX", type=_target, help="GPU architecture; default: this machine's"),
-        "no-compile": parent("--no-compile", action="store_true", help="do not time torch.compile"),
+        "no-compile": parent("--no-compile", action="store_true", help="neither time torch.compile nor run nvcc"),
     }
 
 

@@ -43,7 +43,7 @@ class OptimizeOptions:
         strategy: None for the planner's choice.
         device: None for the GPU where there is one.
         seeds: how many draws of weights and inputs `verify` compares.
-        compile: time torch.compile as well.
+        compile: time torch.compile as well, and without a GPU compile the written kernels where there is an nvcc.
         time_limit: seconds for each of the isolated steps (write, verify, time).
         timing_limit_s: phases are left out of the timing that would take longer than this in all.
     """
@@ -92,6 +92,7 @@ def optimize(
         bench=None,
         said=[],
         files=[],
+        compiled=None,
     )
     temporary = output.with_name(f".{output.stem}.{os.getpid()}.tmp.py")
     try:
@@ -175,7 +176,10 @@ def _steps(document: Document, options: OptimizeOptions, temporary: Path, tell: 
         model, [temporary], timing_options, time_limit=options.time_limit, tell=tell, command=document["command"]
     )
     document["bench"] = _renamed(times, str(temporary), document["output"])
-    document["compiled"] = None if device == "cuda" else _compile_check(temporary, found["target"], tell)
+    if device != "cuda":
+        document["compiled"] = (
+            _compile_check(temporary, found["target"], tell) if options.compile else {"skipped": True}
+        )
     problem = (document["compiled"] or {}).get("problem")
     if problem is not None:
         document.update(status="not compiled", detail=f"nvcc did not compile the CUDA code: {problem}")
@@ -229,7 +233,9 @@ def what_was_run(document: Document) -> list[str]:
         f"Not run: the CUDA kernels in {output} ({strategy}, for {target}{newer}), because there is no GPU here.",
     ]
     compiled = document.get("compiled") or {}
-    if compiled.get("nvcc") is None:
+    if compiled.get("skipped"):
+        said.append("Not compiled: --no-compile. The file's kernels are built at its first call on a GPU.")
+    elif compiled.get("nvcc") is None:
         said.append("Not compiled: there is no nvcc here. The file's kernels are built at its first call on a GPU.")
     elif compiled["problem"] is None:
         said.append(f"Compiled for {target}, with nvcc {compiled['nvcc']}, without an error.")

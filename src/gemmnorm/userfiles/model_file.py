@@ -152,6 +152,9 @@ def _execute_file(path: str | Path) -> types.ModuleType:
             source = stream.read()
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise ModelFileError(f"{path}: must be readable Python source, got {_first_line(error)}") from error
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:  # last, so that nothing beside the model hides a module of Python's or of ours
+        sys.path.append(folder)
     return load_source(source, str(path), file=str(file.resolve()))
 
 
