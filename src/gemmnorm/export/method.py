@@ -46,6 +46,10 @@ distributed shared memory, where the statistics are complete at once. A larger b
 _THREE_LAUNCHES = """\
 Two more launches merge the partial statistics and apply scale and shift.
 """
+_TWO_PASSES = """\
+The product is multiplied twice and y stored once: a first launch takes statistics alone (and stores the product where a
+backward wants it), a second merges them, a third multiplies again and normalises what it has in its registers.
+"""
 _CUBLAS = """\
 cuBLAS multiplies. Around it three memory-bound kernels of 16-byte loads replace eager's dozen: column statistics of
 each 64 rows, their merge (which also updates the running statistics), and one sweep that applies scale, shift and
@@ -101,6 +105,7 @@ def head(strategy: str, arch: int, plans: Iterable[Plan]) -> str:
     method += [_SINGLE_WAVE] if "gemmnorm::SingleWaveEpilogue" in epilogues else []
     method += [_PERSISTENT] if "gemmnorm::PersistentEpilogue" in epilogues else []
     method += [_THREE_LAUNCHES] if "gemmnorm::StatisticsEpilogue" in epilogues else []
+    method += [_TWO_PASSES] if "gemmnorm::ExactStatisticsEpilogue" in epilogues else []
     method += [_CHAN, _BACKWARD_ONCE if "cluster_gradient" in functions else _BACKWARD]
     if dtype != "float32":
         accuracy = _HALF.format(dtype=dtype)
