@@ -1,6 +1,6 @@
 """Error against time for every arithmetic, from a result file.
 
-    python benchmarks/plot.py [RESULT.json [PLOT.svg]]        needs matplotlib
+    python benchmarks/plot.py [RESULT.json [PLOT.svg]]        needs matplotlib: pip install "gemmnorm[plots]"
 
 Training forward at kb33 and kb39; error is the worst of the output's global, row and column errors against float64.
 """

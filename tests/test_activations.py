@@ -133,6 +133,12 @@ def test_canonical_strings():
     assert activations.canonical("leaky_relu") == "leaky_relu(0.01)"
     assert activations.canonical(" hardtanh( 0 , 6 ) ") == "hardtanh(0.0,6.0)"
     assert activations.canonical("relu") == "relu"
+    assert activations.canonical("relu6") == activations.from_call(F.relu6, (object(),), {}) == "hardtanh(0.0,6.0)"
+
+
+def test_a_module_in_place_of_a_name_is_refused_in_a_sentence():
+    with pytest.raises(GemmNormError, match="expected its name"):
+        activations.canonical(torch.nn.ReLU())
 
 
 @pytest.mark.parametrize("name", ["swish", "relu(1)", "leaky_relu(a)", "hardtanh(1)", "relu; evil", ""])

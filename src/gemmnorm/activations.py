@@ -136,6 +136,8 @@ TABLE: tuple[Activation, ...] = (
     ),
 )
 _BY_NAME = {row.name: row for row in TABLE}
+RELU6 = "hardtanh(0.0,6.0)"
+_SPELLINGS = {"relu6": RELU6}  # other names of a row with its parameters
 _CANONICAL = re.compile(r"(\w+)(?:\(([^()]*)\))?")
 
 
@@ -150,10 +152,15 @@ def parse(activation: str) -> tuple[Activation, tuple[float, ...]]:
     Raises:
         GemmNormValueError: the name is unknown, or the number of parameters is wrong.
     """
-    match = _CANONICAL.fullmatch(activation.replace(" ", ""))
+    if not isinstance(activation, str):
+        kind = type(activation).__name__
+        raise GemmNormValueError(f'activation: expected its name, such as "relu" or "leaky_relu(0.2)"; got a {kind}')
+    plain = activation.replace(" ", "")
+    match = _CANONICAL.fullmatch(_SPELLINGS.get(plain, plain))
     row = _BY_NAME.get(match.group(1)) if match else None
     if match is None or row is None:
-        raise GemmNormValueError(f"activation: expected None or one of {', '.join(_BY_NAME)}; got {activation!r}")
+        known = ", ".join((*_BY_NAME, *_SPELLINGS))
+        raise GemmNormValueError(f"activation: expected None or one of {known}; got {activation!r}")
     if match.group(2) is None:
         return row, tuple(default for _, default in row.parameters)
     try:
@@ -224,7 +231,7 @@ def _special(value: float) -> str:
 def from_module(module: nn.Module) -> str | None:
     """The canonical string of an activation module, or None when it is not one of the table (exact types only)."""
     if type(module) is nn.ReLU6:
-        return "hardtanh(0.0,6.0)"
+        return RELU6
     for row in TABLE:
         if type(module) is row.module and all(getattr(module, k) == v for k, v in row.matches):
             return _canonical(row, tuple(getattr(module, name) for name, _ in row.parameters))
