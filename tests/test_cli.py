@@ -69,7 +69,7 @@ def run(*arguments: str) -> int:
     ("arguments", "complaint"),
     [
         ([], "required"),
-        (["polish"], "invalid choice"),
+        (["polish"], "there is no command"),
         (["bench"], "one of --suite NAME"),
         (["bench", "model.py", "--suite", "cpu"], "one of --suite NAME"),
         (["bench", "--suite", "cpu", "--case", "kb3"], "got 'kb3'"),

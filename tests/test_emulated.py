@@ -187,8 +187,8 @@ def test_multiplied_twice(name, one_tile):
     [
         ("bf16", 100, 72, 1, {"activation": "silu"}),
         ("fp16", 300, 200, 2, {"bias": False, "momentum": None}),
-        ("fp32", 300, 100, 4, {"scale_shape": (100,), "activation": "silu"}),
-        ("fp32", 2, 36, 1, {"affine": False}),
+        ("tf32", 300, 100, 4, {"scale_shape": (100,), "activation": "silu"}),
+        ("tf32", 2, 36, 1, {"affine": False}),
         ("bf16", 1300, 264, 8, {"activation": "silu", "scale_shape": ()}),
     ],
 )
@@ -200,13 +200,22 @@ def test_normalised_by_clusters_that_hold_panels(name, batch, features, blocks, 
     assert plans[0].launches[0].cluster == blocks
 
 
+def test_float32_keeps_three_launches_after_the_librarys_product():
+    """The mean by deviations from the first row is a third worse than eager's."""
+    for training in (True, False):
+        with runtime.recording() as plans:
+            check(SMALL_HOPPER, "cublas_folded_bn", "fp32", 300, 24, 100, training)
+        assert all(launch.function != "cluster_normalize" for found in plans for launch in found.launches)
+
+
 @pytest.mark.parametrize("batch", [2, 60, 300])
 def test_panels_held_by_clusters_a_constant_column_is_exactly_beta(batch, forced):
     forced(ways.in_panels)
     module = stir(Chain(64, 136, bias=False))
-    with torch.no_grad(), emulated(SMALL_HOPPER), poisoned_memory():
+    with torch.no_grad(), emulated(SMALL_HOPPER), poisoned_memory(), precision("tf32"), runtime.recording() as plans:
         module.gemm.weight.fill_(156.25)
         y = run(module, torch.ones(batch, 64), "cublas_folded_bn")
+    assert [launch.function for launch in plans[0].launches] == ["cluster_normalize"]
     assert torch.equal(y, module.bn.bias.expand(batch, 136))
 
 
