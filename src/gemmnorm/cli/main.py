@@ -9,6 +9,7 @@ Tables go to standard output, progress and complaints to standard error. User fi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
@@ -16,7 +17,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     _check_json(getattr(arguments, "json", None), parser)
-    _end_cleanly()
     try:
-        code: int = arguments.run(arguments, parser)
+        with _ending_cleanly():
+            code: int = arguments.run(arguments, parser)
     except GemmNormError as error:
         print(f"gemmnorm: {error}", file=sys.stderr)
         return BAD_MODEL
@@ -90,16 +91,23 @@ class _Ended(SystemExit):
     """SIGTERM or SIGHUP: what runs is cleaned up on the way out, as after an interruption from the keyboard."""
 
 
-def _end_cleanly() -> None:
+@contextlib.contextmanager
+def _ending_cleanly() -> Iterator[None]:
     """Signals that end a process raise, so that child processes and temporary files do not outlive it."""
 
     def end(number: int, _: object) -> None:
         raise _Ended(128 + number)
 
-    if threading.current_thread() is threading.main_thread():
-        for name in ("SIGTERM", "SIGHUP"):
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), end)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    previous = [signal.signal(number, end) for number in ours]
+    try:
+        yield
+    finally:
+        for number, handler in zip(ours, previous, strict=True):
+            signal.signal(number, handler)
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------
