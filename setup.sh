@@ -18,12 +18,14 @@ python=${PYTHON:-python3}
 
 has_torch() { "$1" -c 'import torch' >/dev/null 2>&1; }
 
-usable() { [ -x "$venv/bin/python" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }
+works() { [ -x "$venv/bin/python" ] && "$venv/bin/python" -c "$1" >/dev/null 2>&1; }
 
-if ! usable; then
+if works pass; then
+  works 'import pip' || "$venv/bin/python" -m ensurepip >/dev/null # it was interrupted, or made without
+else
   if [ -e "$venv" ]; then
     [ -e "$venv/pyvenv.cfg" ] || { echo "$venv is there, but is no virtual environment; set VENV to another path" >&2; exit 1; }
-    echo "$venv is half-made: made anew" >&2
+    echo "$venv is half-made, without a Python that runs: made anew" >&2
     rm -rf "$venv"
   fi
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or later is needed" >&2; exit 1; }

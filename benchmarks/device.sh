@@ -38,9 +38,9 @@ for stage in "${@:-tests}"; do
       [ $? -ne 124 ] || rm -f "$out/gpu.xml" # cut off: no counts
       ;;
     sanitize) # the tools beside each other; racecheck and synccheck on what has an own product
-      for tool in memcheck "synccheck --forward" "racecheck --forward" "racecheck --turns" "initcheck --plain"; do
+      for tool in memcheck "synccheck --forward --without-small" "racecheck --forward" "racecheck --turns" "initcheck --plain"; do
         read -r name what <<<"$tool"
-        logged "$name${what:-}" 3 compute-sanitizer --tool "$name" --report-api-errors no --print-limit 100000 \
+        logged "$name${what// /}" 3 compute-sanitizer --tool "$name" --report-api-errors no --print-limit 100000 \
           python3 benchmarks/sanitize.py $what &
       done
       wait

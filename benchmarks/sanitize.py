@@ -11,6 +11,7 @@ such a product it says nothing that means anything. `--plain` leaves those strat
 after the first line "control" counts. What the copy engine stores is for the GPU suite, which poisons all memory.
 
 `--forward` runs what has an own product, without gradients, and compares nothing: racecheck reports the library's.
+`--without-small` leaves `small_panel` out: synccheck ends the process where it meets its named barrier.
 `--turns` runs the backward's `persistent_gradient` alone, for the same reason.
 """
 
@@ -24,7 +25,7 @@ import torch
 
 import gemmnorm
 from gemmnorm import plan
-from gemmnorm.plan import OWN_GEMM, STRATEGIES, Problem, gradient
+from gemmnorm.plan import OWN_GEMM, STRATEGIES, Problem, gradient, small
 from gemmnorm.runtime import binding
 from gemmnorm.runtime import call as runtime
 
@@ -44,6 +45,7 @@ SIZES = {
 }
 WANTED = {
     "twice": lambda c: getattr(c.way, "schedule", "") == "two-pass",
+    "--without-small": lambda c: not isinstance(c.way, small.Shape),  # at which synccheck ends the process
 }
 
 
@@ -97,7 +99,9 @@ def main() -> None:
         module = gemmnorm.LinearScaleBatchNorm1d(inner, features, activation="relu", device="cuda", dtype=dtype)
         module.train(training)
         x = torch.randn(batch, inner, device="cuda", dtype=dtype)
-        wanted = plan.forcing(WANTED.get(name, lambda _: True))
+        wanted = plan.forcing(
+            WANTED["--without-small"] if "--without-small" in sys.argv else WANTED.get(name, lambda _: True)
+        )
         with gemmnorm.set_strategy(strategy), wanted, runtime.recording() as plans:
             if not forward:
                 with cast:

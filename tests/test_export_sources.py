@@ -24,14 +24,15 @@ def test_the_figures_are_those_of_the_result_file():
     """The worst errors, to the two digits that a file shows, or a quarter where they were measured anew since."""
     rows = json.loads((EXAMPLES.parent / method.RESULTS).read_text())["rows"]
     for (strategy, dtype), models in method.FIGURES.items():
-        if (strategy, dtype) == ("cublas_folded_bn", "float32"):
-            continue  # the result file's rows ran cluster_normalize, which serves float32 no more, and files never
         for model, figures in models.items():
             (row,) = (
                 r for r in rows if (r["case"], r["strategy"], r["phase"], r["param_dtype"], r["autocast"])
                 == (model, strategy, "train_fwd", dtype, False) and r["arithmetic"] != "tf32" and not r["activation"]
             )  # fmt: skip
-            assert figures == pytest.approx((row["error"], row["eager_error"]), rel=0.25), (strategy, dtype, model)
+            assert figures[1] == pytest.approx(row["eager_error"], rel=0.25), (strategy, dtype, model)
+            # These rows ran cluster_normalize, which serves float32 no more since, and exported files never.
+            if (strategy, dtype) != ("cublas_folded_bn", "float32"):
+                assert figures[0] == pytest.approx(row["error"], rel=0.25), (strategy, dtype, model)
 
 
 @pytest.mark.parametrize("name", sorted(str(path.relative_to(KERNELS)) for path in KERNELS.rglob("*.cuh")))

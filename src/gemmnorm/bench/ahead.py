@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
@@ -21,7 +23,9 @@ def compile_ahead(chosen: Sequence[Cell], device: torch.device, tell: Tell = lam
         return
     parts = [list(chosen[start::workers]) for start in range(workers)]
     tell(f"compiling ahead, in {workers} processes")
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    # A process that died has compiled less: no reason to end the measurement.
+    with contextlib.suppress(BrokenProcessPool), ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         for _ in pool.map(_run_once, parts, [str(device)] * workers):
             pass
 
@@ -29,12 +33,10 @@ def compile_ahead(chosen: Sequence[Cell], device: torch.device, tell: Tell = lam
 def _run_once(chosen: Sequence[Cell], device: str) -> None:
     bench = Bench(torch.device(device), Options())
     for cell in chosen:
-        prepared = cases.prepare(cell, bench.device)
-        with cases.conditions(cell):
+        # Where the cell is timed, what fails here fails again and is reported, or runs because it is alone on the GPU.
+        with contextlib.suppress(Exception), cases.conditions(cell):
+            prepared = cases.prepare(cell, bench.device)
             run = CellRun(bench, cell, prepared, package_module(cell, prepared.eager))
-            for step in (run.compiled(), run.module):
-                try:
-                    run.step(step)()
-                except Exception:  # where the cell is timed it fails again, and is reported
-                    torch.cuda.synchronize(bench.device)
+            for module in (run.module, run.compiled()):
+                run.step(module)()
         torch._dynamo.reset()

@@ -1,7 +1,7 @@
 """`gemmnorm bench --random`: problems that nobody tuned for, drawn from a seed, and what a result file of them says.
 
-Sizes are log-uniform: rows 2⁵ … 2¹⁷, inputs and features 2³ … 2¹³·³, multiples of 8, half of the problems multiples of
-128, 30 MFLOP to 600 GFLOP a product; bias, scale and ReLU by the toss of a coin.
+Sizes are log-uniform: rows 2^5 … 2^17, inputs and features 2^3 … 2^13.3, multiples of 8, half of the problems
+multiples of 128, 30 MFLOP to 600 GFLOP a product; bias, scale and ReLU by the toss of a coin.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def memory_bound(row: dict[str, Any], ceilings: dict[str, Any]) -> bool:
 
 
 def classes(rows: Sequence[dict[str, Any]], ceilings: dict[str, Any]) -> Iterator[Class]:
-    """All rows; those that launches, memory and tensor cores decide; and two kinds of sizes apart."""
+    """All rows; those where launches, memory or tensor cores decide, the last by K; and batches just above a tile."""
 
     def short(row: dict[str, Any]) -> bool:
         return bool(row["gemm_ms"] and row["gemm_ms"] < SHORT_MS)

@@ -145,7 +145,6 @@ template <int COUNT>
 void setmaxnreg_inc() {}
 
 inline int cluster_rank() { return static_cast<int>(blockIdx.x % emulator::machine.cluster); }
-inline void cluster_arrive() { emulator::arrive_at_cluster(); }
 inline void cluster_arrive_relaxed() { emulator::arrive_at_cluster(); }
 inline void cluster_wait() { emulator::wait_for_cluster(); }
 inline void st_async_remote(float4* own, float4 v, u64* barrier, int rank) {
@@ -162,10 +161,6 @@ inline void st_async_remote(float4* own, float4 v, u64* barrier, int rank) {
     there.bytes -= static_cast<int>(sizeof v);
     there.check();
   });
-}
-template <class T>
-T ld_remote(const T* own, int rank) {
-  return *reinterpret_cast<const T*>(emulator::in_cluster(own, rank));
 }
 
 inline void signal(u32* counter, u32 value) { *counter += value; }

@@ -123,8 +123,6 @@ __device__ __forceinline__ int cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 }
-// Of all threads of the cluster: what each wrote before it arrived is visible to all after the wait.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Orders nothing but what fence_mbarrier_init covers.
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
@@ -137,16 +135,6 @@ __device__ __forceinline__ void st_async_remote(float4* own, float4 v, u64* barr
           shared_address(own)),
       "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(shared_address(barrier)), "r"(rank)
       : "memory");
-}
-// What lies at `own` in the shared memory of the cluster's block `rank`.
-__device__ __forceinline__ float2 ld_remote(const float2* own, int rank) {
-  float2 v;
-  asm volatile(
-      "{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %2, %3;\nld.shared::cluster.v2.f32 {%0, %1}, [a];\n}"
-      : "=f"(v.x), "=f"(v.y)
-      : "r"(shared_address(own)), "r"(rank)
-      : "memory");
-  return v;
 }
 
 // Moves registers between the warpgroups of a block: #miscellaneous-instructions-setmaxnreg
