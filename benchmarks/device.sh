@@ -9,6 +9,7 @@
 #   split     float32 by split operands beside the library's float32, errors and times
 #   cases     every strategy at every case, errors and times
 #   random    problems of the seeds RANDOM_SEEDS (0,1,2,3,4), COUNT of each (12), in PRECISIONS (bf16)
+#   shapes    thin products, few rows and rows that are no whole lines, in bf16
 #   fuzz      COUNT (2000) random problems, models and files, of SEED (24), as tests/fuzzing.py has them
 #   bench     the result file: benchmarks/results/h200.json is what it writes
 #
@@ -62,6 +63,7 @@ for stage in "${@:-tests}"; do
       logged random 60 python3 -m gemmnorm bench --random "${RANDOM_SEEDS:-0,1,2,3,4}" --count "${COUNT:-12}" \
         --precision "${PRECISIONS:-bf16}" --budget "${BUDGET:-0.05}" --quiet --resume --json "$out/h200-random.json"
       ;;
+    shapes) logged shapes 60 python3 -m gemmnorm bench --suite shapes --budget "${BUDGET:-0.1}" --quiet --json "$out/h200-shapes.json" ;;
     fuzz)
       logged fuzz 40 python3 benchmarks/fuzz.py --device cuda --count "${COUNT:-2000}" --seed "${SEED:-24}" --jobs "${WORKERS:-12}" \
         --minutes 6 --out "$out/fuzz-h200.json"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import cast, cost, cost_again, gradient, gram, library, panels, small, split
+from . import cast, cost, cost_twice, gradient, gram, library, panels, small, split
 from .gemm import STAGES, WIDE, Gemm, Tile, gemm_plan, refusal
 from .problem import CHIPS, DTYPE_BYTES, Problem
 from .small import clusters_at_once
@@ -64,13 +64,15 @@ class Candidate:
         """The form of its terms, and what they multiply."""
         problem, way = self.problem, self.way
         if isinstance(way, Gradient) and way.gemm is not None:
-            return cost_again.again_terms, cost_again.count_again(problem, way.gemm)
+            return cost_twice.again_terms, cost_twice.count_again(problem, way.gemm)
         if isinstance(way, Gradient) or self.phase == "backward":
             return cost.backward_terms, cost.count_backward(problem, way)
         if isinstance(way, Gemm) and way.schedule == "two-pass":
-            return cost.two_pass_terms, cost.count_two_passes(problem, way)
+            return cost_twice.two_pass_terms, cost_twice.count_two_passes(problem, way)
+        if isinstance(way, Gemm) and way.schedule == "persistent-two-pass":
+            return cost_twice.one_launch_terms, cost_twice.count_in_one_launch(problem, way)
         if isinstance(way, Gemm) and way.schedule == "gram":
-            return cost.gram_terms, cost.count_gram(problem, way)
+            return cost_twice.gram_terms, cost_twice.count_gram(problem, way)
         if isinstance(way, Gemm):
             return cost.gemm_terms, cost.count_gemm(problem, way)
         if isinstance(way, panels.Shape):
@@ -231,6 +233,8 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
         yield replace(everything, schedule="single-tile")
     else:
         yield replace(everything, schedule="persistent")
+        if not problem.split:
+            yield replace(everything, schedule="persistent-two-pass")
         yield from _single_waves(problem, everything)
 
 
@@ -270,7 +274,7 @@ def _single_waves(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
 def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
     """All operands converted before the product; or only what its first wave needs, and a share of the rest."""
     yield gemm
-    if not (problem.split or problem.made) or gemm.schedule in ("single-tile", "gram"):
+    if not (problem.split or problem.made) or gemm.schedule in ("single-tile", "gram", "persistent-two-pass"):
         return
     if problem.split and gemm.schedule not in ("persistent", "evaluate"):
         return

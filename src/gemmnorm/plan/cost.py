@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
-from . import cast, gram, tables
+from . import cast, tables
 from .problem import CHIPS, DTYPE_BYTES, Problem
 from .split import ROW_BYTES
 
@@ -139,7 +139,7 @@ def _pass(counted: Counted, nbytes: float, resident: float) -> None:
     counted["far_bytes"] += (1 - near) * nbytes
 
 
-def _empty() -> Counted:
+def empty() -> Counted:
     return {
         "launches": 0,
         "near_bytes": 0.0,
@@ -176,7 +176,7 @@ def _convert(counted: Counted, rows: float, bytes_of_row: float) -> None:
     counted["converted_bytes"] += rows * bytes_of_row
 
 
-def _count_cast(problem: Problem, counted: Counted, x_rows: float, weight_rows: float, columns: float) -> None:
+def count_cast(problem: Problem, counted: Counted, x_rows: float, weight_rows: float, columns: float) -> None:
     """The pass that casts or copies operands before a product."""
     rows = {"x": x_rows, "weight": weight_rows}
     if problem.made:
@@ -188,12 +188,12 @@ def _count_cast(problem: Problem, counted: Counted, x_rows: float, weight_rows: 
 def count_library(problem: Problem, shape: Any = None) -> Counted:
     """`cublas_folded_bn`: the product, statistics, their merge, normalisation; or all of those by clusters."""
     counted = (
-        _empty()
+        empty()
         | {"panels": 0.0, "held_rows": 0.0, "exchanges": 0.0}
         | count_product(problem, problem.batch, problem.out_features, problem.in_features)
     )
     elements, size = problem.batch * problem.out_features, DTYPE_BYTES[problem.dtype]
-    _count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
+    count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
     if shape is not None:
         counted |= {"panels": 1.0, **_held(problem, shape, 2)}
     elif problem.training:
@@ -206,7 +206,7 @@ def count_library(problem: Problem, shape: Any = None) -> Counted:
 
 def count_gemm(problem: Problem, gemm: Any) -> Counted:
     """`fused_gemm` with all that stands before and after it."""
-    tile, counted = gemm.tile, _empty()
+    tile, counted = gemm.tile, empty()
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     (rows, panels), size = tile.counts(problem), DTYPE_BYTES[problem.dtype]
     out_size, elements = DTYPE_BYTES[problem.out_dtype], problem.batch * problem.out_features
@@ -233,7 +233,7 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
     columns = min(gemm.chunks * cast.COLUMNS, problem.in_features)
     inside = inside_rows = 0.0
     if problem.made:
-        _count_cast(problem, counted, x_rows, gemm.weight_rows, columns)
+        count_cast(problem, counted, x_rows, gemm.weight_rows, columns)
         for name, rows_of, before in (("x", problem.batch, x_rows), ("weight", problem.out_features, gemm.weight_rows)):
             left = (rows_of - before * columns / problem.in_features) * (name in problem.made)
             inside += cast.converted_bytes(problem, name) * problem.in_features * left
@@ -273,56 +273,22 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
         "traffic": traffic,
         "inside_bytes": inside,
         "inside_rows": inside_rows,
-        "misaligned": _misaligned(problem),
+        "misaligned": misaligned(problem),
         "inside": float(inside > 0),
         "split": float(problem.split),
     }
 
 
-def _misaligned(problem: Problem) -> float:
+def misaligned(problem: Problem) -> float:
     """Whether rows of x or the weight are no whole lines."""
     row = problem.in_features * DTYPE_BYTES[problem.dtype]
     return float(not problem.split and row % ROW_BYTES > 0 and not cast.all_padded(problem))
 
 
-def count_two_passes(problem: Problem, gemm: Any) -> Counted:
-    """`fused_gemm` for statistics, their merge, and `fused_gemm` once more, as in evaluation."""
-    return {
-        "first": count_gemm(problem, replace(gemm, schedule="exact-statistics")),
-        "second": _count_normalize(problem, gemm),
-    }
-
-
-def _count_normalize(problem: Problem, gemm: Any) -> Counted:
-    """`fused_gemm` once the statistics are known."""
-    known = replace(problem, training=False, cast=(), copied=())
-    return count_gemm(known, replace(gemm, schedule="normalize")) | {"misaligned": _misaligned(problem)}
-
-
-def count_gram(problem: Problem, gemm: Any) -> Counted:
-    """Statistics by the Gram matrix of x, two launches that find them, and `fused_gemm`."""
-    counted, size = _empty(), DTYPE_BYTES[problem.dtype]
-    _count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
-    counted["launches"] += 2
-    blocks, parts, slices = (problem.chip or CHIPS[90]).multiprocessors, gram.parts(problem), gram.slices(problem)
-    across = -(-problem.in_features // gram.TILE)
-    columns = -(-problem.in_features // 16)
-    together = min(-(-problem.out_features // 16 // blocks), 4)
-    return counted | {
-        "second": _count_normalize(problem, gemm),
-        "gram_stages": float(-(-problem.batch // (gram.STAGE_ROWS * slices))),
-        "gram_bytes": float(size * across**2 * gram.TILE * problem.batch),
-        "gram_partial_bytes": 8.0 * slices * parts * gram.TILE**2,
-        "gram_squares": float(
-            -(-problem.out_features // 16 // blocks // together) * columns * -(-columns // gram.WARPS)
-        ),
-    }
-
-
 def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
     """`small_panel`, of which so many clusters run at once."""
-    counted, size = _empty(), DTYPE_BYTES[problem.dtype]
-    _count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
+    counted, size = empty(), DTYPE_BYTES[problem.dtype]
+    count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
     panels = -(-problem.out_features // shape.columns)
     waves = -(-panels // max(at_once, 1))
     steps = -(-problem.in_features * size // ROW_BYTES)
@@ -353,7 +319,7 @@ def _held(problem: Problem, shape: Any, most: int) -> Counted:
 
 def count_backward(problem: Problem, way: Any) -> Counted:
     """The gradient of the product, and two products."""
-    counted, size = _empty(), DTYPE_BYTES[problem.dtype]
+    counted, size = empty(), DTYPE_BYTES[problem.dtype]
     b, i, o = problem.batch, problem.in_features, problem.out_features
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     counted |= {"by_x": count_product(problem, b, i, o), "by_weight": count_product(problem, o, i, b)}
@@ -405,7 +371,7 @@ def _throttled(time: Any, c: Constants) -> Any:
     return time * (1 + c.sustained * time / (time + 200.0))
 
 
-def _passes(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+def pass_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     return {
         "launches": c.launch * n["launches"],
         "passes": n["near_bytes"] / c.l2_bandwidth / 1e6 + n["far_bytes"] / c.bandwidth / 1e6,
@@ -416,7 +382,7 @@ def _passes(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 
 def library_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     panels = n["panels"] * c.normalize + n["held_rows"] * c.normalize_row_ns / 1e3 + n["exchanges"] * c.panel_exchange
-    return {"product": c.first + product_time(n, c), "panels": panels, **_passes(n, c)}
+    return {"product": c.first + product_time(n, c), "panels": panels, **pass_terms(n, c)}
 
 
 def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
@@ -442,25 +408,7 @@ def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
         "last panel": n["persistent"] * c.tail + n["last_bytes"] / c.l2_bandwidth / 1e6,
         "conversion inside": n["inside"] * c.begin_inside,
         "recomputation": n["split"] * c.recompute,
-        **_passes(n, c),
-    }
-
-
-def two_pass_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
-    first, second = gemm_terms(n["first"], c), gemm_terms(n["second"], c)
-    second["prologue"] = second["prologue"] - c.first + c.launch
-    return {name: first[name] + second[name] for name in first}
-
-
-def gram_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
-    second = gemm_terms(n["second"], c)
-    second["prologue"] = second["prologue"] - c.first + c.launch
-    matrix = overlapped(n["gram_stages"] * c.gram_stage_ns / 1e3, n["gram_bytes"] / c.l2_bandwidth / 1e6)
-    return {
-        "Gram matrix": c.first + c.gram + matrix + n["gram_partial_bytes"] / c.l2_bandwidth / 1e6,
-        "squares": n["gram_squares"] * c.gram_square_ns / 1e3,
-        **{name: value + second.get(name, 0.0) for name, value in _passes(n, c).items()},
-        **{name: value for name, value in second.items() if name not in _passes(n, c)},
+        **pass_terms(n, c),
     }
 
 
@@ -471,7 +419,7 @@ def small_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
         "main loop": overlapped(main, n["small_bytes"] / c.bandwidth / 1e6),
         "exchange": n["exchanges"] * c.exchange + n["exchange_blocks"] * c.exchange_block_ns / 1e3,
         "epilogue": n["rows"] * c.small_row_ns / 1e3 + n["trained"] * c.statistics,
-        **_passes(n, c),
+        **pass_terms(n, c),
     }
 
 
@@ -484,7 +432,7 @@ def backward_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
         + n["held_rows"] * c.gradient_row_ns / 1e3
         + n["exchanges"] * c.panel_exchange
         + n["turns"] * c.gradient_turns,
-        **_passes(n, c),
+        **pass_terms(n, c),
     }
 
 

@@ -26,6 +26,7 @@ ENTRIES = {
     "exact-statistics": "fused_gemm_statistics",
     "normalize": "fused_gemm_scale_bn_apply",
 }
+COEFFICIENTS = 6 * 4  # bytes a feature of known statistics, beside partial ones
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows where the kernel converts; shared memory where it splits them
 # Schedule → the kernel's epilogue, and its file (kernels/gemm/epilogue_<file>.cuh).
@@ -43,9 +44,13 @@ EPILOGUES = {
     "single-wave": ("SingleWaveEpilogue", "single_wave"),
     # Tiles are stored, and normalised out of the L2 when their panel is complete.
     "persistent": ("PersistentEpilogue", "persistent"),
+    # "two-pass" in one launch.
+    "persistent-two-pass": ("TwoPassEpilogue", "two_pass"),
 }
 KNOWN = ("evaluate", "normalize")  # schedules whose statistics are known
-TWICE = ("two-pass", "gram")  # that launch the last two of those
+TWICE = ("two-pass", "gram")  # schedules that launch "exact-statistics" and "normalize"
+UNSTORED = (*TWICE, "exact-statistics", "normalize", "persistent-two-pass")  # schedules that have no use for a product
+ONE_LAUNCH = ("single-tile", "single-wave", "persistent", "persistent-two-pass")  # training schedules that are one
 # Fields of the operands that the kernel converts, and of what only split operands have.
 _CONVERTED = ("source_x", "source_weight", "converted_x", "converted_weight")
 _SPLIT = (
@@ -175,6 +180,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
     left = gemm.converts(problem)
     ahead = schedule in ("persistent", "evaluate") if problem.split else left
     shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
+    shared += COEFFICIENTS * tile.columns if schedule == "persistent-two-pass" else 0
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
     boxes_product = boxes if stores_product(problem, schedule) else boxes_y
     results = (("product", boxes_product), ("y", boxes_y)) if tile.staged else ()  # else from registers to memory
@@ -210,7 +216,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
         resident=1,
         shared=shared,
         cluster=gemm.cluster,
-        cooperative=left or schedule == "persistent" or (schedule == "single-wave" and gemm.cluster == 1),
+        cooperative=left or schedule.startswith("persistent") or (schedule == "single-wave" and gemm.cluster == 1),
         maps=(
             Map("map_x", operands[0], tile.rows, tile.k, fits=schedule in KNOWN),
             Map("map_weight", operands[1], tile.columns, tile.k),
@@ -272,7 +278,7 @@ def keeps_product(problem: Problem, schedule: str) -> bool:
 
 def stores_product(problem: Problem, schedule: str) -> bool:
     """The product has memory of its own type; else its role shares y's, and nothing is stored under it."""
-    return problem.training and (problem.saves_product or schedule not in (*TWICE, "exact-statistics", "normalize"))
+    return problem.training and (problem.saves_product or schedule not in UNSTORED)
 
 
 def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
@@ -340,5 +346,5 @@ def _counters(problem: Problem, gemm: Gemm) -> int:
     if ahead:
         count = of_panels + (panels + BANDS) * cast.chunks(problem)
     else:
-        count = of_panels if gemm.schedule in ("single-tile", "single-wave", "persistent") else 0
+        count = of_panels if gemm.schedule in ONE_LAUNCH else 0
     return (count or of_panels) + counters_to_recompute(problem) if problem.split else count

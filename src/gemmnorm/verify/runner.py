@@ -199,11 +199,12 @@ class Runner:
         """Call twice, then again as at first.
 
         shared     the two calls' outputs lie in the same memory; changed: the second overwrote the first's
-        late       an output changed while nothing was called
+        late       an output changed while nothing was called, whatever the two calls share
         repeats    the same inputs gave the same bits
         """
         flat: list[list[Tensor]] = []
         kept: list[list[Tensor]] = []
+        late = False
         for factor in (1.0, 0.5):
             given = self._inputs(inputs)
             for value in given:
@@ -212,12 +213,13 @@ class Runner:
             trial = run_trial(self.model, given, training=training, cotangent=None)
             own = {_memory(v) for v in given if isinstance(v, Tensor)}
             flat.append([y for y in trial.outputs if _memory(y) not in own])  # an input that is given back is no fault
+            returned = [y.clone() for y in flat[-1]]
+            time.sleep(_WAIT)
+            late = late or not _all_same(flat[-1], returned)
             kept.append([y.clone() for y in flat[-1]])
         first, second = flat
         shared = any(_memory(a) == _memory(b) != 0 for a in first for b in second)
         changed = not _all_same(first, kept[0])
-        time.sleep(_WAIT)
-        late = not _all_same(second, kept[1])
         load_in_place(self.model, self._state, buffers_only=True)
         given = self._inputs(inputs)
         own = {_memory(v) for v in given if isinstance(v, Tensor)}
@@ -267,6 +269,20 @@ class Runner:
             torch.use_deterministic_algorithms(strict, warn_only=warn)
         load_in_place(self.model, self._state, buffers_only=True)
         return sum(int(y.isnan().sum()) for y in filled.outputs if y.is_floating_point())
+
+    def unordered(self, inputs: list[Any]) -> bool:
+        """Whether evaluation gives another answer while the current stream has yet to write the inputs."""
+        if self.device.type != "cuda":
+            return False
+        others = [1.5 * v + 0.25 if isinstance(v, Tensor) and v.is_floating_point() else v for v in inputs]
+        self._forward(others)
+        torch.cuda.synchronize(self.device)
+        at_once = [y.clone() for y in self._forward(inputs)]
+        given = self._inputs(inputs)
+        torch.cuda.synchronize(self.device)
+        waited = run_trial(self.model, given, training=False, cotangent=None).outputs
+        torch.cuda.synchronize(self.device)
+        return any(_far(a, b) for a, b in zip(at_once, waited, strict=True))
 
     def dropped(self) -> bool:
         """Whether a dropout that is switched off would have dropped something."""

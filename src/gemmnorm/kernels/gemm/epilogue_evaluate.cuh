@@ -20,9 +20,9 @@ __device__ __forceinline__ void batch_coefficients(const Features<Params>& f, Ti
 #pragma unroll 2
   for (int c = threadIdx.x % 32; c < COLUMNS; c += 32) {
     const int j = min(tile.n * COLUMNS + c, f.p.features - 1);
-    slope[c] = f.gamma(j) * f.s(j) * f.p.rstd[j];
+    slope[c] = f.gamma(j) * f.s(j) * load_l2(f.p.rstd + j);
     shift[c] = f.shift(j);
-    mean[c] = f.p.mean[j];
+    mean[c] = load_l2(f.p.mean + j);
     if (!f.p.keep_product) continue;
     for (int row = tile.m * ROWS; row < min((tile.m + 1) * ROWS, f.p.batch); row += kGroupRows)
       f.p.group_mean[static_cast<i64>(row / kGroupRows) * f.p.features + j] = mean[c];
@@ -63,17 +63,24 @@ struct KnownStatisticsEpilogue {
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = true;
   static constexpr bool kTrains = false;
+  static constexpr int kPasses = 1;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>
     __device__ __forceinline__ static void run(const Features<Params>& f, const TileScheduler& scheduler, const Counters&,
                                                Smem& shared, int warp) {
-      if (warp != 1) return;
+      if (warp == 1) compute_coefficients(f, scheduler, shared, [](Tile) {});
+    }
+    // One warp: of every tile, once `wait_for(tile)` returns.
+    template <class Smem, class Wait>
+    __device__ __forceinline__ static void compute_coefficients(const Features<Params>& f, const TileScheduler& scheduler,
+                                                                Smem& shared, const Wait& wait_for) {
       PipelineState<2> state(1);
       for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
         const Tile tile = scheduler.at(t);
         auto& s = shared.epilogue;
+        wait_for(tile);
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
         if constexpr (OF_BATCH) batch_coefficients<G::TM, G::TN>(f, tile, slope, shift, s.mean[state.stage]);

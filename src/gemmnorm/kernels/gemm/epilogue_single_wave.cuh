@@ -19,6 +19,7 @@ struct SingleWaveEpilogue {
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = false;
   static constexpr bool kTrains = true;
+  static constexpr int kPasses = 1;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
   // Tiles of a number below wait in the staging buffer; the rest, the last of each block, in the accumulators.
@@ -38,24 +39,10 @@ struct SingleWaveEpilogue {
     // One warp of each block merges its share of a panel's features, for tiles that left the accumulators before.
     __device__ __forceinline__ static void merge_panels(const Features<Params>& f, const TileScheduler& scheduler,
                                                         const Counters& counters, int in_staging) {
-      int lanes = 1;  // to a feature: as many as leave a feature or more to each block of the panel
-      while (lanes < 32 && scheduler.tiles_m * (32 / lanes) > G::TN) lanes *= 2;
-      const int lane = threadIdx.x % 32, columns = 32 / lanes;
 #pragma unroll 1
       for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
         const Tile tile = scheduler.at(t);
-        if (!scheduler.begins_before(tile.n, in_staging) && f.p.batch <= kDirectRows) continue;
-#pragma unroll 1
-        for (int c = tile.m * columns; c < G::TN; c += scheduler.tiles_m * columns) {
-          const int j = tile.n * G::TN + c + lane / lanes, existing = min(j, f.p.features - 1);
-          const FeatureValues values = f.values(existing);
-          if (lane == 0) wait_until(counters.complete(tile.n), 2 * scheduler.tiles_m);
-          __syncwarp();
-          const ColumnStatistics merged = merge_column<8>(f, lane % lanes, lanes, existing);
-          if (lane % lanes == 0 && j < f.p.features) f.finish(j, values, merged.mean, merged.m2);
-          __syncwarp();
-          if (lane == 0) signal(counters.merged(tile.n), columns);
-        }
+        if (scheduler.begins_before(tile.n, in_staging) || f.p.batch > kDirectRows) merge_share<G>(f, scheduler, counters, tile);
       }
     }
 

@@ -37,6 +37,14 @@ __device__ __forceinline__ void signal_warp_done(u64& warps_done) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_done);
 }
 
+// The block's tiles, as often as the epilogue wants them.
+template <class G, class Visit>
+__device__ __forceinline__ void for_each_tile(const TileScheduler& scheduler, const Visit& visit) {
+#pragma unroll 1
+  for (int pass = 0; pass < G::Epilogue::kPasses; ++pass)
+    for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) visit(t);
+}
+
 // One thread loads the operands of the block's tiles.
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler& scheduler, Shared& shared,
@@ -45,7 +53,7 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
   const int rows = G::kEvaluates ? min(G::TM, (p.batch + 7) / 8 * 8) : G::TM;
   const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
   PipelineState<G::kStages> state(1);
-  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+  for_each_tile<G>(scheduler, [&](int t) {
     const Tile tile = scheduler.at(t);
     produce(shared.ring, state, 0, G::steps(p), G::kPlanes * (rows + G::TN) * kRowBytes, [&](int k, int stage, u64* full) {
       conversion.wait_for(tile, k);
@@ -56,7 +64,7 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
         tma_load(shared.weight[stage][plane], p.map_weight, full, column, tile.n * G::TN, kEvictNormal);
       }
     });
-  }
+  });
 }
 
 // A consumer warpgroup: main loop and epilogue of the block's tiles. Where the ring holds more than a tile's stages, consumer 1
@@ -73,7 +81,8 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
   typename G::Accumulators acc;
   const bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
   if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
-  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+  bool first = takes_turns;
+  for_each_tile<G>(scheduler, [&](int t) {
     epilogue.begin(t);
     if constexpr (G::kSplit) {
       const typename G::Scaling scaling(f.p, shared.scaling, consumer);
@@ -83,9 +92,10 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
       G::Mainloop::run(shared.ring, state, G::steps(f.p), [&](int stage) { return a(0, stage); },
                        [&](int stage) { return b(0, stage); }, acc);
     }
-    if (takes_turns && consumer == 0 && t == static_cast<int>(blockIdx.x)) named_barrier_arrive(kTurn, 256);
+    if (first && consumer == 0) named_barrier_arrive(kTurn, 256);
+    first = false;
     epilogue.store(t, scheduler.at(G::kSplit ? opaque(t) : t), acc);
-  }
+  });
   epilogue.end();
 }
 

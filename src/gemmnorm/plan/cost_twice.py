@@ -1,0 +1,109 @@
+"""The predicted times of what multiplies twice, or has statistics before it multiplies, by the terms of `cost`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from . import gram
+from .cost import (
+    Constants,
+    Counted,
+    count_cast,
+    count_gemm,
+    count_product,
+    empty,
+    gemm_terms,
+    misaligned,
+    overlapped,
+    pass_terms,
+    product_time,
+)
+from .problem import CHIPS, DTYPE_BYTES, Problem
+
+
+def count_two_passes(problem: Problem, gemm: Any) -> Counted:
+    """`fused_gemm` for statistics, their merge, and `fused_gemm` once more, as in evaluation."""
+    return {
+        "first": count_gemm(problem, replace(gemm, schedule="exact-statistics")),
+        "second": _count_normalize(problem, gemm),
+    }
+
+
+def count_in_one_launch(problem: Problem, gemm: Any) -> Counted:
+    """Both passes by one launch, whose blocks wait for each other between them."""
+    counted = count_two_passes(problem, gemm)
+    rows, _ = gemm.tile.counts(problem)
+    merged = {"groups": 0, "launches": counted["first"]["launches"] - 1, "grid_waits": 1, "row_tiles": rows}
+    return counted | {"first": counted["first"] | merged}
+
+
+def _count_normalize(problem: Problem, gemm: Any) -> Counted:
+    """`fused_gemm` once the statistics are known."""
+    known = replace(problem, training=False, cast=(), copied=())
+    return count_gemm(known, replace(gemm, schedule="normalize")) | {"misaligned": misaligned(problem)}
+
+
+def count_gram(problem: Problem, gemm: Any) -> Counted:
+    """Statistics by the Gram matrix of x, two launches that find them, and `fused_gemm`."""
+    counted, size = empty(), DTYPE_BYTES[problem.dtype]
+    count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
+    counted["launches"] += 2
+    blocks, parts, slices = (problem.chip or CHIPS[90]).multiprocessors, gram.parts(problem), gram.slices(problem)
+    across = -(-problem.in_features // gram.TILE)
+    columns = -(-problem.in_features // 16)
+    together = min(-(-problem.out_features // 16 // blocks), 4)
+    return counted | {
+        "second": _count_normalize(problem, gemm),
+        "gram_stages": float(-(-problem.batch // (gram.STAGE_ROWS * slices))),
+        "gram_bytes": float(size * across**2 * gram.TILE * problem.batch),
+        "gram_partial_bytes": 8.0 * slices * parts * gram.TILE**2,
+        "gram_squares": float(
+            -(-problem.out_features // 16 // blocks // together) * columns * -(-columns // gram.WARPS)
+        ),
+    }
+
+
+def count_again(problem: Problem, gemm: Any) -> Counted:
+    """`fused_gemm` for sums, their merge, and `fused_gemm` for the product's gradient; two products by cuBLAS."""
+    b, i, o = problem.batch, problem.in_features, problem.out_features
+    out_size, problem = DTYPE_BYTES[problem.out_dtype], replace(problem, cast=())
+    sums = count_gemm(problem, replace(gemm, schedule="exact-statistics"))
+    sums["traffic"] += b * o * out_size  # y's gradient, which comes as a stored tile leaves
+    sums["tile_bytes"] += sums["tile_elements"] * out_size
+    # It reads y's gradient and writes the product's, as that of the forward writes y and a kept product.
+    gradient = count_gemm(replace(problem, training=False, keep_product=True), replace(gemm, schedule="normalize"))
+    products = {"by_x": count_product(problem, b, i, o), "by_weight": count_product(problem, o, i, b)}
+    return {"first": sums, "second": gradient, **products}
+
+
+# --- what it takes ---------------------------------------------------------------------------------------------------
+
+
+def two_pass_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+    first, second = gemm_terms(n["first"], c), gemm_terms(n["second"], c)
+    second["prologue"] = second["prologue"] - c.first + c.launch
+    return {name: first[name] + second[name] for name in first}
+
+
+def one_launch_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+    found = two_pass_terms(n, c)
+    return {**found, "prologue": found["prologue"] - c.launch - c.prologue}
+
+
+def gram_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+    second = gemm_terms(n["second"], c)
+    second["prologue"] = second["prologue"] - c.first + c.launch
+    matrix = overlapped(n["gram_stages"] * c.gram_stage_ns / 1e3, n["gram_bytes"] / c.l2_bandwidth / 1e6)
+    return {
+        "Gram matrix": c.first + c.gram + matrix + n["gram_partial_bytes"] / c.l2_bandwidth / 1e6,
+        "squares": n["gram_squares"] * c.gram_square_ns / 1e3,
+        **{name: value + second.get(name, 0.0) for name, value in pass_terms(n, c).items()},
+        **{name: value for name, value in second.items() if name not in pass_terms(n, c)},
+    }
+
+
+def again_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+    products = 2 * c.first + product_time(n["by_x"], c) + product_time(n["by_weight"], c)
+    return {"products": products, **two_pass_terms(n, c)}
