@@ -65,6 +65,7 @@ GRID = (
     (64, 256, 512, 1024, 2048, 4096, 8192),
     (64, 128, 256, 512, 1024, 2048, 4096, 8192),
 )
+PHASES = ((True, "forward"), (False, "forward"), (True, "backward"))  # training or not, and which
 MOST_FLOPS = 3e11  # of the grid's problems
 SLOW, LEAST = 2.0, 3  # times the fastest from where one round is enough; rounds of the others at least
 
@@ -378,18 +379,20 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=400.0, help="seconds, compiling included")
     parser.add_argument("--only", default="", help="kinds and phases, by commas: bf16,backward")
     parser.add_argument("--add", help="an earlier run's file: measure those of its problems that have new candidates")
-    parser.add_argument("--sizes", nargs="*", default=[], help="16384x4096x4096 …: these sizes alone, all kinds")
+    parser.add_argument("--sizes", nargs="*", default=[], help="16384x4096x4096 …: these alone, without gradients")
     parser.add_argument("--list", action="store_true", help="print the problems, run nothing")
     options = parser.parse_args()
     begin = time.monotonic()
     sources.translation_unit = unit  # type: ignore[assignment]
-    chosen = list(dict.fromkeys(cases()))
+    sizes = [tuple(map(int, text.split("x"))) for text in options.sizes]
+    asked = (
+        case(kind, one, t, phase == "backward", phase=phase)
+        for one, kind, (t, phase) in itertools.product(sizes, KINDS, PHASES)
+    )
+    chosen = list(dict.fromkeys(asked if sizes else cases()))
     words = [word for word in options.only.split(",") if word]
     kinds, phases = [w for w in words if w in KINDS], [w for w in words if w in ("forward", "backward")]
     chosen = [c for c in chosen if (not kinds or c.kind in kinds) and (not phases or c.phase in phases)]
-    if options.sizes:
-        sizes = {tuple(map(int, text.split("x"))) for text in options.sizes}
-        chosen = [c for c in chosen if (c.problem.batch, c.problem.in_features, c.problem.out_features) in sizes]
     rows = earlier(options.add) if options.add else []
     if options.add:
         known = {described(row): row["us"] for row in rows}
