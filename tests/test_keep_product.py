@@ -14,6 +14,8 @@ from gpu_support import assert_accurate, fused, golden, model, poisoned_memory, 
 from support import Chain, arguments, step, stir, twin
 from test_emulated import SMALL_HOPPER
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import gemmnorm
 from gemmnorm import linear_scale_batch_norm, plan
@@ -97,6 +99,24 @@ def test_under_autocast_where_y_is_float32(again_by):
             got = step(ours, lambda x: call(ours, x, shapes), x, grad)
     assert got["y"].dtype == torch.float32 and kept_nothing(shapes, 600, 264)
     assert_accurate(got, theirs, want, module, x, grad, 2.0**-8, factor=1.5)
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.ops.gemmnorm.linear_scale_batch_norm not in flop_registry, reason="PyTorch 2.5")
+@pytest.mark.parametrize("wanted", [True, False])
+def test_flops_are_those_of_a_checkpointed_chain(wanted):
+    module = stir(Chain(72, 136)).bfloat16()
+
+    def counted(f):
+        x = torch.randn(130, 72, dtype=torch.bfloat16, requires_grad=wanted)
+        with FlopCounterMode(display=False) as counter:
+            f(x).sum().backward()
+        return counter.get_total_flops()
+
+    with emulated(SMALL_HOPPER):
+        ours = counted(lambda x: call(module, x, []))
+    again = counted(lambda x: checkpoint(module, x, use_reentrant=False))
+    assert ours == again == (4 if wanted else 3) * 2 * 130 * 72 * 136
 
 
 @needs_compiler

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import pickle
 
 import pytest
 import torch
 import torch.nn.utils.parametrize
 import torch.nn.utils.prune
-from support import Chain, assert_same, step, worst
+from support import Chain, assert_same, step, stir, worst
 from torch import nn
 
+import gemmnorm
 from gemmnorm import GemmNormError, LinearScaleBatchNorm1d
 
 
@@ -215,8 +217,6 @@ def test_from_existing_modules_and_back():
     scale = nn.Parameter(torch.randn(4))
     scaled = LinearScaleBatchNorm1d.from_modules(head[0], head[1], scale)
     assert scaled.scale is scale and next(iter(scaled.state_dict())) == "scale"
-    with pytest.raises(ValueError, match="scale: expected None"):
-        scaled.to_modules()
     for arguments, message in (
         ((nn.Identity(), head[1]), "linear: expected an nn.Linear; got Identity"),
         ((head[0], nn.LayerNorm(4)), "bn: expected an nn.BatchNorm1d or nn.SyncBatchNorm; got LayerNorm"),
@@ -226,6 +226,25 @@ def test_from_existing_modules_and_back():
     ):
         with pytest.raises(GemmNormError, match=message):
             LinearScaleBatchNorm1d.from_modules(*arguments)
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (1,), ()])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_a_scale_goes_to_plain_modules_and_back(shape, activation, calls):
+    ours = stir(LinearScaleBatchNorm1d(6, 4, scale=shape, activation=activation))
+    plain, x = ours.to_modules(), torch.randn(9, 6)
+    assert plain.scale is ours.scale and plain.gemm is ours.gemm and plain.bn is ours.bn
+    assert list(plain.state_dict()) == list(ours.state_dict())
+    names = ["gemm", "bn"] + ["activation"] * (activation is not None)
+    assert list(dict(plain.named_children())) == names and type(plain.gemm) is nn.Linear
+    assert worst(copy.deepcopy(plain)(x), copy.deepcopy(ours)(x), 1e-6, 1e-6) is None
+    loaded = pickle.loads(pickle.dumps(plain.eval()))
+    assert worst(loaded(x), ours.eval()(x), 1e-6, 1e-6) is None
+    back = LinearScaleBatchNorm1d.from_modules(plain.gemm, plain.bn, plain.scale, plain.activation)
+    assert back.scale is ours.scale and back.activation == ours.activation and not back.training
+    calls.clear()
+    gemmnorm.fuse(plain)(x)
+    assert len(calls) == 1
 
 
 def test_a_synchronised_norm_keeps_its_group_both_ways():

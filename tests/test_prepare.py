@@ -74,6 +74,30 @@ def test_the_module_of_its_own() -> None:
         assert not evaluated(module, torch.randn(5, 40))[1]  # so few rows are split on the way
 
 
+@pytest.mark.parametrize("change", ["nothing", "optimizer", "load_state_dict", "behind PyTorch's back"])
+def test_a_convolution_over_single_positions(change: str) -> None:
+    torch.manual_seed(3)
+    conv = nn.Conv2d(96, 264, 1, bias=False)
+    model = gemmnorm.fuse(nn.Sequential(conv, nn.BatchNorm2d(264)).eval())
+    x = torch.randn(3, 96, 10, 10).contiguous(memory_format=torch.channels_last)
+    with emulated(SMALL_HOPPER):
+        plain, before = evaluated(model, x)
+        gemmnorm.prepare(model)
+        ahead, after = evaluated(model, x)
+        gemmnorm.prepare(nn.Linear(40, 72))  # looks at what is known
+        assert (before, after) == (False, True) and evaluated(model, x)[1] and torch.equal(plain, ahead)
+        conv.weight.grad = torch.ones_like(conv.weight)
+        {
+            "nothing": lambda: gemmnorm.unprepare(model),
+            "optimizer": lambda: torch.optim.SGD([conv.weight], lr=1.0).step(),
+            "load_state_dict": lambda: conv.load_state_dict({"weight": torch.randn(264, 96, 1, 1)}),
+            "behind PyTorch's back": lambda: conv.weight.data.mul_(1.5),
+        }[change]()
+        new, found = evaluated(model, x)
+    assert found == ("back" in change)
+    torch.testing.assert_close(new, gemmnorm.unfuse(model)(x), rtol=1e-5, atol=1e-5)
+
+
 def test_a_weight_that_the_planner_would_not_split_is_not_kept() -> None:
     few, many = nn.Linear(512, 64).weight, nn.Linear(512, 512).weight
     with emulated(plan.chip_for(90)), gemmnorm.set_strategy(None):

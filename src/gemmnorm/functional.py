@@ -57,7 +57,8 @@ def linear_scale_batch_norm(
         strategy: one of `gemmnorm.plan.STRATEGIES`; None lets the planner choose.
         keep_product: False keeps nothing of y's size for the backward in training, which multiplies x Wᵀ again; where
             that cannot be (not Hopper, float32 without TF32, rows that are no multiple of 16 bytes) the product is
-            kept. "auto" leaves it to `set_keep_product`, and that to the predicted time.
+            kept. "auto" leaves it to `set_keep_product`, and that to the predicted time. `FlopCounterMode` counts what
+            is multiplied again, as it does under a checkpoint.
 
     Returns:
         y [B, O], of the dtype that the chain of PyTorch ops would return, under autocast too.

@@ -133,21 +133,25 @@ class LinearScaleBatchNorm1d(nn.Module):
         self.bn = _with_tensors_of(bn) if isinstance(bn, nn.SyncBatchNorm) else bn
         return self.train(bn.training)
 
-    def to_modules(self) -> nn.Sequential:
-        """The chain as an `nn.Sequential` of plain modules over the same parameters and buffers: `gemm`, `bn` (a
-        SyncBatchNorm where there is a process group) and `activation`.
+    def to_modules(self) -> nn.Sequential | PlainChain:
+        """The chain as plain modules over the same parameters and buffers, under the same names: `gemm`, `bn` (a
+        SyncBatchNorm where there is a process group) and `activation`; an `nn.Sequential`, or where there is a `scale`,
+        which no module of PyTorch's holds, a `PlainChain`. `fuse` finds the chain in either.
 
-        Raises:
-            GemmNormValueError: there is a scale, which no module of PyTorch's holds.
+        Examples:
+            >>> plain = gemmnorm.LinearScaleBatchNorm1d(128, 256).to_modules()
+            >>> type(plain.gemm), plain.scale.shape
+            (<class 'torch.nn.modules.linear.Linear'>, torch.Size([256]))
         """
-        if self.scale is not None:
-            raise GemmNormValueError("scale: expected None, as PyTorch has no module for it; got a parameter")
-        found = nn.Sequential()
-        found.add_module("gemm", self.gemm)
         group = self.process_group
-        found.add_module("bn", self.bn if group is None else nn.SyncBatchNorm.convert_sync_batchnorm(self.bn, group))
-        if self.activation is not None:
-            found.add_module("activation", activations.to_module(self.activation))
+        bn = self.bn if group is None else nn.SyncBatchNorm.convert_sync_batchnorm(self.bn, group)
+        activation = None if self.activation is None else activations.to_module(self.activation)
+        if self.scale is not None:
+            return PlainChain(self.gemm, self.scale, bn, activation).train(self.training)
+        found = nn.Sequential()
+        for name, child in (("gemm", self.gemm), ("bn", bn), ("activation", activation)):
+            if child is not None:
+                found.add_module(name, child)
         return found.train(self.training)
 
     @property
@@ -195,6 +199,28 @@ class LinearScaleBatchNorm1d(nn.Module):
         memo[id(self.process_group)] = self.process_group  # a group can only be shared
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
+
+
+class PlainChain(nn.Module):
+    """activation(bn(gemm(x) · scale)), module by module: what `LinearScaleBatchNorm1d.to_modules` gives.
+
+    Args:
+        gemm: [B, I] → [B, O].
+        scale: [O], [1, O], [1] or [].
+        bn: of O features.
+        activation: None for none.
+
+    Shape: x [B, I] → y [B, O].
+    """
+
+    def __init__(self, gemm: nn.Linear, scale: nn.Parameter, bn: nn.Module, activation: nn.Module | None) -> None:
+        super().__init__()
+        self.gemm, self.scale, self.bn, self.activation = gemm, scale, bn, activation
+
+    def forward(self, input: Tensor) -> Tensor:
+        """y [B, O] for x [B, I]."""
+        y: Tensor = self.bn(self.gemm(input) * self.scale)
+        return y if self.activation is None else self.activation(y)
 
 
 def _scale_shape(scale: Any, out_features: int) -> tuple[int, ...] | None:

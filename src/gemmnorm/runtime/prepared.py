@@ -31,12 +31,19 @@ class PreparedWeight:
     stream: int
 
 
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight → PreparedWeight
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter → PreparedWeight
 
 
 def _seen(weight: Tensor) -> tuple[Any, ...]:
     """What changes with every change that PyTorch knows of. The kernel looks at the contents."""
+    weight = weight if weight.dim() == 2 else weight.flatten(1)  # a convolution's
     return getattr(weight, "_version", 0), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device
+
+
+def _key(weight: Tensor) -> Tensor:
+    """`weight`, or the parameter [O, I, 1, …] of the convolution that it is a view of."""
+    base = weight._base
+    return weight if base is None or base.numel() != weight.numel() else base
 
 
 def make(weight: Tensor, problem: Problem, scalars: tuple[Any, ...]) -> None:
@@ -49,7 +56,7 @@ def make(weight: Tensor, problem: Problem, scalars: tuple[Any, ...]) -> None:
     assert split is not None and exponents is not None and largest is not None and total is not None
     stream = driver.stream_handle(weight.device.index)
     driver.synchronize(weight.device)
-    _known[weight] = PreparedWeight((split, exponents, largest, total, checksums), _seen(weight), stream)
+    _known[_key(weight)] = PreparedWeight((split, exponents, largest, total, checksums), _seen(weight), stream)
 
 
 def find(weight: Tensor) -> PreparedWeight | None:
@@ -57,7 +64,7 @@ def find(weight: Tensor) -> PreparedWeight | None:
 
     None in a call that is captured too: a graph would use it for ever.
     """
-    found: PreparedWeight | None = _known.get(weight)
+    found: PreparedWeight | None = _known.get(_key(weight))
     if found is None:
         return None
     if found.made_of != _seen(weight):
@@ -73,4 +80,4 @@ def find(weight: Tensor) -> PreparedWeight | None:
 
 def forget(weight: Tensor) -> bool:
     """Drop what `make` has made of `weight`; whether there was anything."""
-    return _known.pop(weight, None) is not None
+    return _known.pop(_key(weight), None) is not None
