@@ -43,14 +43,12 @@ SIZES = {
     "tall": (17000, 64, 520, 132),
     "twice": (1100, 72, 264, 6),  # multiplied
     "twice in one launch": (1100, 72, 264, 6),
-    "x held": (1100, 72, 264, 6),
     "gram": (1100, 72, 264, 6),
     "odd rows": (300, 137, 265, 16),  # split operands and copies; and y a feature at a time
 }
 WANTED = {
     "twice": lambda c: getattr(c.way, "schedule", "") == "two-pass",
     "twice in one launch": lambda c: getattr(c.way, "schedule", "") == "persistent-two-pass",
-    "x held": lambda c: getattr(getattr(c.way, "tile", None), "held", 0) > 0,
     "gram": lambda c: getattr(c.way, "schedule", "") == "gram",
     "--without-small": lambda c: not isinstance(c.way, small.Shape),  # at which synccheck ends the process
 }

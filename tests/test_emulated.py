@@ -190,20 +190,6 @@ def test_multiplied_twice(way, name, one_tile):
             assert torch.allclose(got.double(), wanted.double(), atol=1e-2)
 
 
-@pytest.mark.parametrize("one_tile", [(256, 128), (64, 128), (128, 64), (128, 32)], indirect=True)
-@pytest.mark.parametrize("name", ["bf16", "tf32"])
-@pytest.mark.parametrize("way", [BY_LAUNCHES, BY_ONE, ("one_kernel", "Evaluate")], ids=lambda way: way[1])
-def test_x_held_for_a_row_of_tiles(way, name, one_tile, forced):
-    """A ring that one row fills in part, or wraps around in the next; rows of tiles that two blocks share."""
-    forced(lambda c: c.phase == "backward" or ways.held(c))
-    strategy, epilogue = way
-    options = {"training": epilogue != "Evaluate", "epilogue": epilogue, "activation": "silu", "scale_shape": (264,)}
-    for batch, inner in ((900, 72), (600, 24)):
-        with precision(name), runtime.recording() as plans:
-            check(SMALL_HOPPER, strategy, name, batch, inner, 264, **options)
-        assert all(int(launch.member("kHeldStages")) for launch in plans[0].launches if launch.function == "fused_gemm")
-
-
 @pytest.mark.parametrize(
     ("name", "sizes", "one_tile", "options"),
     [

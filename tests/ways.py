@@ -41,11 +41,6 @@ def small_panel(c: Candidate) -> bool:
     return isinstance(c.way, small.Shape)
 
 
-def held(c: Candidate) -> bool:
-    """x stays in shared memory for a row of tiles."""
-    return isinstance(c.way, Gemm) and c.way.tile.held > 0
-
-
 def fused_gemm(c: Candidate) -> bool:
     return isinstance(c.way, Gemm)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import cast, cost, cost_twice, gradient, gram, library, panels, small, split
-from .gemm import STAGES, TWICE, WIDE, Gemm, Tile, gemm_plan, refusal
+from .gemm import STAGES, WIDE, Gemm, Tile, gemm_plan, refusal
 from .problem import CHIPS, DTYPE_BYTES, Problem
 from .small import clusters_at_once
 from .split import ALL_ROWS
@@ -124,8 +124,6 @@ def _words(problem: Problem, way: Gemm | small.Shape | panels.Shape | Gradient |
         yield f"128x{way.columns} by {way.blocks} blocks along K"
     elif isinstance(way, Gemm):
         yield f"{way.tile.rows}x{way.tile.columns} {way.schedule}, {way.panels} panels by {way.group_panels}"
-        if way.tile.held:
-            yield "x held"
         if way.cluster > 1:
             yield f"in clusters of {way.cluster}"
         if way.in_registers:
@@ -169,7 +167,6 @@ def variants(problem: Problem) -> tuple[Candidate, ...]:
         replace(found, way=replace(found.way, group_panels=count))
         for found in _gemms(problem)
         if isinstance(found.way, Gemm) and found.way.schedule != "single-wave" and not found.way.converts(problem)
-        if not found.way.tile.held
         for count in TOGETHER
         if _several_waves(problem, found.way.tile) and found.way.group_panels != count <= found.way.panels
     )
@@ -215,7 +212,7 @@ def _gemms(problem: Problem) -> Iterator[Candidate]:
             yield Candidate(problem, "forward", strategy, refusal=reason)
             continue
         for tile in tiles(problem):
-            for gemm in (*_schedules(problem, strategy, tile), *_holding_x(problem, strategy, tile)):
+            for gemm in _schedules(problem, strategy, tile):
                 for converted in _conversions(problem, gemm):
                     yield Candidate(problem, "forward", strategy, converted)
 
@@ -239,17 +236,6 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
         if not problem.split:
             yield replace(everything, schedule="persistent-two-pass")
         yield from _single_waves(problem, everything)
-
-
-def _holding_x(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
-    """Schedules that store no product, where K fits the stages of x that a row of tiles shares."""
-    _, panels = tile.counts(problem)
-    held = tile.holding_x()
-    if tile.planes > 1 or panels == 1 or -(-problem.in_features // tile.k) > held.held:
-        return
-    for gemm in _schedules(problem, strategy, tile):
-        if gemm.schedule in (*TWICE, "persistent-two-pass", "evaluate"):
-            yield replace(gemm, tile=held, group_panels=panels)
 
 
 def _several_waves(problem: Problem, tile: Tile) -> bool:

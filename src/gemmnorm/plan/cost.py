@@ -259,7 +259,7 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
         "swapped": float(waves * (tile.rows < 128)),
         "unswapped": float(waves * (tile.columns < 128) * problem.training),
         "width": of_tile / 128,
-        "loaded": (tile.rows / _sharing(tile, rows * panels, panels, blocks) + tile.columns) * tile.planes,
+        "loaded": (tile.rows + tile.columns) * tile.planes,
         "products": 3 if tile.planes == 2 else 1,
         "tile_elements": waves * of_tile,
         "tile_bytes": (1 if staged else waves) * of_tile * ((not statistics) * out_size + size * stored),
@@ -277,11 +277,6 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
         "inside": float(inside > 0),
         "split": float(problem.split),
     }
-
-
-def _sharing(tile: Any, tiles: int, panels: int, blocks: int) -> int:
-    """Tiles for which x is loaded once."""
-    return max(1, min(panels, tiles // blocks)) if tile.held else 1
 
 
 def misaligned(problem: Problem) -> float:

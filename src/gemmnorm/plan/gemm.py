@@ -27,7 +27,6 @@ ENTRIES = {
     "normalize": "fused_gemm_scale_bn_apply",
 }
 COEFFICIENTS = 6 * 4  # bytes a feature of known statistics, beside partial ones
-HELD_RING = 3  # stages of the weight's ring where x is held
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows where the kernel converts; shared memory where it splits them
 # Schedule → the kernel's epilogue, and its file (kernels/gemm/epilogue_<file>.cuh).
@@ -67,10 +66,7 @@ _SPLIT = (
 
 @dataclass(frozen=True)
 class Tile:
-    """The GEMM's tile: `rows` by `columns`, a ring of `stages`, and the shared memory that takes.
-
-    Where x is `held`, that many stages of it stay for a row of tiles, and the ring is the weight's.
-    """
+    """The GEMM's tile: `rows` by `columns`, a ring of `stages`, and the shared memory that takes."""
 
     rows: int
     columns: int
@@ -78,7 +74,6 @@ class Tile:
     size: int  # bytes of an operand's element in shared memory
     planes: int  # of an operand: 2 where it is split
     staged: bool  # the product passes through shared memory on its way out
-    held: int = 0
 
     @property
     def width(self) -> int:
@@ -98,26 +93,19 @@ class Tile:
     @property
     def shared(self) -> int:
         """At least sizeof(GemmShared): the kernel asserts it when it is compiled."""
-        size = self.planes * ((self.held or self.stages) * self.rows + self.stages * self.columns) * ROW_BYTES
+        size = self.stages * self.planes * (self.rows + self.columns) * ROW_BYTES
         size += 2 * (max(self.rows, 128) * self.columns if self.staged else 1024)
         size += 32 if self.columns == WIDE else 2 * 4 * self.columns * 4  # sums over warps
         size += (2 * 2 + 4) * self.columns * 4  # coefficients and statistics
         size += (2 * 2 * self.width + 2 * 64) * 4 if self.planes == 2 else 0  # powers of two
-        size += 2 * (self.stages + max(self.held, 1)) * 8 + 5 * 8 + 64  # barriers
+        size += 2 * self.stages * 8 + 5 * 8 + 64  # barriers
         return -(-size // 1024) * 1024
 
     def without_staging(self) -> Tile:
         """Of a kernel that stores no tile: the ring has the memory."""
         found = replace(self, staged=False)
-        stage = self.planes * ((0 if self.held else self.rows) + self.columns) * ROW_BYTES + 2 * 8
+        stage = self.planes * (self.rows + self.columns) * ROW_BYTES + 2 * 8
         return replace(found, stages=self.stages + (SHARED - found.shared) // stage)
-
-    def holding_x(self) -> Tile:
-        """With as many stages of x as fit beside a short ring."""
-        found = replace(self, stages=HELD_RING, held=1)
-        return replace(
-            found, held=1 + (SHARED - COEFFICIENTS * self.columns - found.shared) // (self.rows * ROW_BYTES + 2 * 8)
-        )
 
     @property
     def group_rows(self) -> int:
@@ -258,7 +246,6 @@ def members(problem: Problem, tile: Tile, shared: int) -> tuple[tuple[str, str |
         ("kTileRows", tile.rows),
         ("kTileColumns", tile.columns),
         ("kStages", tile.stages),
-        ("kHeldStages", tile.held),
         ("kSharedBytes", shared),
     )
 

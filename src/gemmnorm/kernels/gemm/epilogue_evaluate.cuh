@@ -77,8 +77,7 @@ struct KnownStatisticsEpilogue {
     __device__ __forceinline__ static void compute_coefficients(const Features<Params>& f, const TileScheduler& scheduler,
                                                                 Smem& shared, const Wait& wait_for) {
       PipelineState<2> state(1);
-      const TileRange mine = tiles_of_block<G::kHolds>(scheduler);
-      for (int t = mine.first; t < mine.end; t += mine.step) {
+      for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
         const Tile tile = scheduler.at(t);
         auto& s = shared.epilogue;
         wait_for(tile);

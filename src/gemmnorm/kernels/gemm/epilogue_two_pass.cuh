@@ -35,9 +35,8 @@ struct TwoPassEpilogue {
           __syncwarp();
         });
       } else {
-        const TileRange mine = tiles_of_block<G::kHolds>(scheduler);
 #pragma unroll 1
-        for (int t = mine.first + (warp - 2) * mine.step; t < mine.end; t += 2 * mine.step)
+        for (int t = blockIdx.x + (warp - 2) * gridDim.x; t < scheduler.tiles(); t += 2 * gridDim.x)
           merge_share<G>(f, scheduler, counters, scheduler.at(t));
       }
     }
@@ -59,17 +58,16 @@ struct TwoPassEpilogue {
       if (known) return Base::store(t, tile, acc);
       tile_of_accumulators.template take_means<false, false>(f, shared.epilogue.statistics, tile, acc);
       tile_of_accumulators.template take_squares<false, false>(f, shared.epilogue.statistics, tile, acc, nullptr);
-      const TileRange mine = tiles_of_block<G::kHolds>(scheduler);
-      known = t + mine.step >= mine.end;
-      if (known) signal_tiles(mine);
+      known = t + static_cast<int>(gridDim.x) >= scheduler.tiles();
+      if (known) signal_tiles();
     }
 
     // All of the block's tiles at once: before the last nobody could go on, and a fence takes as long as a tile.
-    __device__ __forceinline__ void signal_tiles(TileRange mine) const {
+    __device__ __forceinline__ void signal_tiles() const {
       named_barrier_sync(1 + consumer, 128);
       if (thread > 0) return;
       fence_device();
-      for (int t = mine.first; t < mine.end; t += mine.step) add_relaxed(counters.complete(scheduler.at(t).n), 1);
+      for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) add_relaxed(counters.complete(scheduler.at(t).n), 1);
     }
   };
 };

@@ -12,7 +12,6 @@
 #include "gemm/accumulator_swap_ab.cuh"
 #include "gemm/conversion.cuh"
 #include "gemm/mainloop.cuh"
-#include "gemm/mainloop_held.cuh"
 #include "gemm/operands.cuh"
 #include "gemm/types.cuh"
 
@@ -22,14 +21,13 @@ constexpr int kTurn = 4;  // a named barrier
 
 template <class G>
 struct GemmShared {
-  alignas(1024) unsigned char x[G::kHolds ? G::kHeldStages : G::kStages][G::kPlanes][G::TM * kRowBytes];
+  alignas(1024) unsigned char x[G::kStages][G::kPlanes][G::TM * kRowBytes];
   alignas(1024) unsigned char weight[G::kStages][G::kPlanes][G::TN * kRowBytes];
   alignas(1024) unsigned char staging[2][G::kStaged && G::Epilogue::kStores ? G::Shape::kStagingBytes : 1024];
   typename G::Conversion::Shared conversion;
   alignas(16) typename G::Scaling::Shared scaling;  // read two floats at a time
   alignas(16) typename G::Epilogue::Shared epilogue;  // likewise
   Pipeline<G::kStages> ring;
-  Pipeline<G::kHolds ? G::kHeldStages : 1> held;
   u64 warps_done;  // completes when all warps but the producer's are done with the counters
 };
 
@@ -42,21 +40,9 @@ __device__ __forceinline__ void signal_warp_done(u64& warps_done) {
 // The block's tiles, as often as the epilogue wants them.
 template <class G, class Visit>
 __device__ __forceinline__ void for_each_tile(const TileScheduler& scheduler, const Visit& visit) {
-  const TileRange mine = tiles_of_block<G::kHolds>(scheduler);
 #pragma unroll 1
   for (int pass = 0; pass < G::Epilogue::kPasses; ++pass)
-    for (int t = mine.first; t < mine.end; t += mine.step) visit(t);
-}
-
-// Of a row of tiles, the block's first and last.
-struct TileOfRow {
-  bool first, last;
-};
-template <class G>
-__device__ __forceinline__ TileOfRow tile_of_row(const TileScheduler& scheduler, int t) {
-  const TileRange mine = tiles_of_block<G::kHolds>(scheduler);
-  const int n = scheduler.at(t).n;
-  return {t == mine.first || n == 0, t == mine.end - 1 || n == scheduler.tiles_n - 1};
+    for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) visit(t);
 }
 
 // One thread loads the operands of the block's tiles.
@@ -67,23 +53,8 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
   const int rows = G::kEvaluates ? min(G::TM, (p.batch + 7) / 8 * 8) : G::TM;
   const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
   PipelineState<G::kStages> state(1);
-  PipelineState<G::kHolds ? G::kHeldStages : 1> held(1);
   for_each_tile<G>(scheduler, [&](int t) {
     const Tile tile = scheduler.at(t);
-    if constexpr (G::kHolds) {
-      const bool first = tile_of_row<G>(scheduler, t).first;
-      for (int k = 0; k < G::steps(p); ++k) {
-        const auto load_x = [&](int, int stage, u64* full) {
-          tma_load(shared.x[stage][0], p.map_x, full, k * G::kTileK, tile.m * G::TM, x_policy);
-        };
-        const auto load_weight = [&](int, int stage, u64* full) {
-          tma_load(shared.weight[stage][0], p.map_weight, full, k * G::kTileK, tile.n * G::TN, kEvictNormal);
-        };
-        if (first) produce(shared.held, held, k, k + 1, rows * kRowBytes, load_x);
-        produce(shared.ring, state, k, k + 1, G::TN * kRowBytes, load_weight);
-      }
-      return;
-    }
     produce(shared.ring, state, 0, G::steps(p), G::kPlanes * (rows + G::TN) * kRowBytes, [&](int k, int stage, u64* full) {
       conversion.wait_for(tile, k);
 #pragma unroll
@@ -105,22 +76,15 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
     return (G::Shape::kSwapAB ? shared.weight[stage][plane] : shared.x[stage][plane]) + consumer * 64 * kRowBytes;
   };
   const auto b = [&](int plane, int stage) { return G::Shape::kSwapAB ? shared.x[stage][plane] : shared.weight[stage][plane]; };
-  PipelineState<G::kHolds ? G::kHeldStages : 1> held(0);
   typename G::Epilogue::template Consumer<Shared> epilogue(f, scheduler, counters, shared, consumer);
   PipelineState<G::kStages> state(0);
   typename G::Accumulators acc;
-  const TileRange mine = tiles_of_block<G::kHolds>(scheduler);
-  const bool takes_turns = G::steps(f.p) < G::kStages && mine.first < mine.end;
+  const bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
   if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
   bool first = takes_turns;
   for_each_tile<G>(scheduler, [&](int t) {
     epilogue.begin(t);
-    if constexpr (G::kHolds) {
-      HeldMainloop<typename G::Operand::Element, G::kWidth>::run(
-          shared.held, held, shared.ring, state, G::steps(f.p), tile_of_row<G>(scheduler, t).last,
-          [&](int x, int weight) { return a(0, G::Shape::kSwapAB ? weight : x); },
-          [&](int x, int weight) { return b(0, G::Shape::kSwapAB ? x : weight); }, acc);
-    } else if constexpr (G::kSplit) {
+    if constexpr (G::kSplit) {
       const typename G::Scaling scaling(f.p, shared.scaling, consumer);
       G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
       scaling.apply(acc);
@@ -164,7 +128,6 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     prefetch_tensormap(p.map_x);
     prefetch_tensormap(p.map_weight);
     shared.ring.init(2);
-    if (G::kHolds) shared.held.init(2);
     shared.epilogue.init();
     shared.conversion.init();
     mbarrier_init(&shared.warps_done, kGemmThreads / 32 - 1);

@@ -56,18 +56,6 @@ struct TileScheduler {
   }
 };
 
-// The numbers of a block's tiles. CONTIGUOUS: neighbours in the order, so that those of a row of tiles share x.
-struct TileRange {
-  int first, end, step;
-};
-template <bool CONTIGUOUS>
-__device__ __forceinline__ TileRange tiles_of_block(const TileScheduler& scheduler) {
-  const int block = blockIdx.x, blocks = gridDim.x, tiles = scheduler.tiles();
-  if (!CONTIGUOUS) return {block, tiles, blocks};
-  const auto begin = [&](int b) { return static_cast<int>(static_cast<i64>(tiles) * b / blocks); };
-  return {begin(block), begin(block + 1), 1};
-}
-
 template <int TM, int TN, class Params>
 __device__ __forceinline__ TileScheduler tile_scheduler(const Params& p) {
   return {(p.batch + TM - 1) / TM, (p.features + TN - 1) / TN, p.group_panels};

@@ -39,8 +39,6 @@ struct GemmTypes {
   using Activation = typename Config::Activation;
   using Operand = OperandTraits<typename Config::Operand>;
   static constexpr int TM = Config::kTileRows, TN = Config::kTileColumns, kStages = Config::kStages;
-  static constexpr int kHeldStages = Config::kHeldStages;  // of x, for a row of tiles; 0 where x streams like the weight
-  static constexpr bool kHolds = kHeldStages > 0;
   using Shape = TileShape<TM, TN>;
   static constexpr int kWidth = Shape::kWidth, kPlanes = Operand::kPlanes;
   static constexpr bool kSplit = kPlanes == 2;
