@@ -386,7 +386,7 @@ def main() -> None:
     sources.translation_unit = unit  # type: ignore[assignment]
     sizes = [tuple(map(int, text.split("x"))) for text in options.sizes]
     asked = (
-        case(kind, one, t, phase == "backward", phase=phase)
+        case(kind, one, t, phase == "backward", phase=phase, varied=True)
         for one, kind, (t, phase) in itertools.product(sizes, KINDS, PHASES)
     )
     chosen = list(dict.fromkeys(asked if sizes else cases()))
