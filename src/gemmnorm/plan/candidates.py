@@ -20,7 +20,6 @@ from .steps import Plan
 
 CLUSTER = 4  # blocks at most: of larger ones fewer run at once than there are multiprocessors for
 GROUP = 8  # panels that are worked on together: 4 to 16 differ by some percent, and a small last group costs most
-GROUP_BYTES = 2e6  # of the weight: with few inputs more panels than that, for memory takes whole rows of y faster
 TOGETHER = (4, 6, 12, 16, 24)  # panels that are worked on together, as `variants` has them
 SHARES = (0.0, 0.25, 0.5)  # of the rows that later waves need, converted before as well; or all
 
@@ -221,8 +220,8 @@ def _gemms(problem: Problem) -> Iterator[Candidate]:
 def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
     """What one tile's way of working can be, with all operands converted before."""
     rows, panels = tile.counts(problem)
-    chunks, few = cast.chunks(problem), _together(problem, tile, GROUP)
-    everything = Gemm(tile, "", _together(problem, tile), panels, weight_rows=problem.out_features, chunks=chunks)
+    together, chunks = _together(problem, tile), cast.chunks(problem)
+    everything = Gemm(tile, "", together, panels, weight_rows=problem.out_features, chunks=chunks)
     if not problem.training:
         yield replace(everything, schedule="evaluate")
     elif strategy == "gemm_stats_apply":
@@ -233,10 +232,10 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
     elif rows == 1:
         yield replace(everything, schedule="single-tile")
     else:
-        yield replace(everything, schedule="persistent", group_panels=few)
+        yield replace(everything, schedule="persistent")
         if not problem.split:
             yield replace(everything, schedule="persistent-two-pass")
-        yield from _single_waves(problem, replace(everything, group_panels=few))
+        yield from _single_waves(problem, everything)
 
 
 def _several_waves(problem: Problem, tile: Tile) -> bool:
@@ -244,15 +243,10 @@ def _several_waves(problem: Problem, tile: Tile) -> bool:
     return rows * panels > (problem.chip or CHIPS[90]).multiprocessors
 
 
-def _together(problem: Problem, tile: Tile, most: int = 0) -> int:
-    """Panels that are worked on together, so that the L2 holds what their tiles share: about `most`, no small rest.
-
-    Where no panel waits to be normalised, with few inputs more than `GROUP`.
-    """
+def _together(problem: Problem, tile: Tile) -> int:
+    """Panels that are worked on together, so that the L2 holds what their tiles share: about `GROUP`, no small rest."""
     _, panels = tile.counts(problem)
-    of_panel = tile.columns * problem.in_features * DTYPE_BYTES[problem.dtype]
-    most = most or max(GROUP, int(GROUP_BYTES // of_panel))
-    return -(-panels // max(1, round(panels / most)))
+    return -(-panels // max(1, round(panels / GROUP)))
 
 
 def _dividing(panels: int, most: int) -> int:

@@ -32,11 +32,13 @@ def count_two_passes(problem: Problem, gemm: Any) -> Counted:
 
 
 def count_in_one_launch(problem: Problem, gemm: Any) -> Counted:
-    """Both passes by one launch, whose blocks wait for each other between them."""
+    """Both passes by one launch, whose blocks wait for each other between them; two warps of each merge."""
     counted = count_two_passes(problem, gemm)
     rows, _ = gemm.tile.counts(problem)
-    merged = {"groups": 0, "launches": counted["first"]["launches"] - 1, "grid_waits": 1, "row_tiles": rows}
-    return counted | {"first": counted["first"] | merged}
+    rounds = -(-problem.out_features // (2 * (problem.chip or CHIPS[90]).multiprocessors))
+    first = counted["first"]
+    merged = {"groups": first["groups"] * rounds, "launches": first["launches"] - 1, "grid_waits": 1, "row_tiles": rows}
+    return counted | {"first": first | merged}
 
 
 def _count_normalize(problem: Problem, gemm: Any) -> Counted:
