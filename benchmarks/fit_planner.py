@@ -216,13 +216,16 @@ def report(every: Sequence[Row], times: Sequence[dict[str, float]]) -> None:
 def exceptions(every: Sequence[Row], times: Sequence[dict[str, float]]) -> list[tuple[str, ...]]:
     """Lines of the table of measured bests: problems of TARGETS and BROUGHT whose predicted choice is slower."""
     found: dict[tuple[str, ...], str] = {}
+    seen: set[tuple[str, ...]] = set()
     pairs = sorted(zip(every, times, strict=True), key=lambda pair: pair[0].problem.save)  # a line serves both
     for row, predictions in pairs:
-        if row.problem.dtype == "float16":  # bfloat16's lines serve both
+        key = tables.key(row.problem, row.phase)
+        if row.problem.dtype == "float16" or (row.problem.save and key in seen):  # bfloat16's lines serve both
             continue
+        seen.add(key)
         if row.held and row.us[min(predictions, key=predictions.__getitem__)] > REGRET * row.best:
             name = min(row.us, key=row.us.__getitem__)
-            found.setdefault(tables.key(row.problem, row.phase), name)
+            found.setdefault(key, name)
     return [(*key, name) for key, name in sorted(found.items())]
 
 

@@ -41,7 +41,7 @@ __device__ __forceinline__ void signal_warp_done(u64& warps_done) {
 template <class G, class Visit>
 __device__ __forceinline__ void for_each_tile(const TileScheduler& scheduler, const Visit& visit) {
 #pragma unroll 1
-  for (int pass = 0; pass < G::Epilogue::kPasses; ++pass)
+  for (int i = 0; i < G::Epilogue::kPasses; ++i)
     for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) visit(t);
 }
 
