@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import gemmnorm
 from gemmnorm import LinearScaleBatchNorm1d, linear_scale_batch_norm
+from gemmnorm.op import route
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 BACKENDS = [
@@ -20,7 +21,6 @@ BACKENDS = [
     "aot_eager",
     pytest.param("inductor", marks=pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")),
 ]
-NAMES_EXPORTS = pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="Dynamo does not say so")
 
 
 class Plain(nn.Module):
@@ -98,9 +98,12 @@ def test_the_graph_holds_the_operator_once():
     assert len(seen) == 1 and len(seen[0]) == 1
 
 
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_fused_model_holds_the_operator_forward_and_backward(training):
+def test_a_fused_model_holds_the_operator_forward_and_backward(training, named, monkeypatch):
     """Not the plain ops, which compute the same: `torch.compiler.is_exporting()` is traced as True by some versions."""
+    if not named:
+        monkeypatch.setattr(route, "_asked", None)
     graphs = {"forward": [], "backward": []}
 
     def record(phase):
@@ -123,8 +126,12 @@ def test_a_fused_model_holds_the_operator_forward_and_backward(training):
         assert not any(plain in t for t in graphs[phase] for plain in ("addmm", "aten.mm", "native_batch_norm"))
 
 
-@pytest.mark.parametrize("strict", [pytest.param(True, marks=NAMES_EXPORTS), False])
-def test_an_export_of_a_fused_model_holds_plain_ops(strict):
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_export_of_a_fused_model_holds_plain_ops(strict, named, monkeypatch):
+    """`named`: with `torch.compiler.is_exporting`, which PyTorch has from 2.7 on; else Dynamo itself is asked."""
+    if not named:
+        monkeypatch.setattr(route, "_asked", None)
     model = gemmnorm.fuse(stir(Plain(12, 7)).eval())
     x = torch.randn(16, 12)
     program = torch.export.export(model, (x,), strict=strict)
@@ -163,7 +170,7 @@ def test_autocast_inside():
     assert worst(got, expected, 3e-2, 3e-2) is None
 
 
-@pytest.mark.parametrize("strict", [pytest.param(True, marks=NAMES_EXPORTS), False])
+@pytest.mark.parametrize("strict", [True, False])
 def test_export(strict):
     module = LinearScaleBatchNorm1d(6, 8).eval()
     x = torch.randn(4, 6)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import activations, plan
 from .chain import ChainCall
-from .errors import GemmNormTypeError, GemmNormValueError
+from .errors import GemmNormRuntimeError, GemmNormTypeError, GemmNormValueError
 
 
 class LinearScaleBatchNorm1d(nn.Module):
@@ -192,6 +192,13 @@ class LinearScaleBatchNorm1d(nn.Module):
         parts += [] if self.activation is None else [f"activation={self.activation}"]
         parts += [] if self.process_group is None else [f"process_group={self.process_group}"]
         return ", ".join(parts)
+
+    def __prepare_scriptable__(self) -> Any:
+        """`torch.jit.script` asks for what it is to read; putting plain modules there would change the model."""
+        raise GemmNormRuntimeError(
+            "torch.jit.script: expected modules whose source is TorchScript; got a LinearScaleBatchNorm1d. Script"
+            " module.to_modules(), or take torch.jit.trace or torch.export, which see the plain operations"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearScaleBatchNorm1d:
         new = self.__class__.__new__(self.__class__)

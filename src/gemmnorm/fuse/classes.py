@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from ..chain import ChainCall
+from ..errors import GemmNormRuntimeError
 from .analysis import OwnerPlan, analyse, check_is_module, is_as_recorded, original_class, plan_of
 from .tracing import forward_of, is_replaced
 from .writing import forwarded, signature
@@ -206,6 +207,13 @@ class Fused:
 
     def __init_subclass__(cls, **_: Any) -> None:
         """A class that keeps a list of its subclasses is not to hear of this one."""
+
+    def __prepare_scriptable__(self) -> Any:
+        """`torch.jit.script` asks for what it is to read; the fused `forward` is not TorchScript."""
+        raise GemmNormRuntimeError(
+            "torch.jit.script: expected modules whose source is TorchScript; got a fused one. Script"
+            " gemmnorm.unfuse(model), or take torch.jit.trace or torch.export, which see the plain operations"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the original class plus "fuse this": the class that `fuse` made cannot be imported."""

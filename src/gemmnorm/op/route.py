@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -63,20 +64,24 @@ def linear_scale_batch_norm(operands: Operands, options: Options, process_group:
     return y
 
 
-if hasattr(torch.compiler, "is_exporting"):  # PyTorch 2.7
+_asked = getattr(torch.compiler, "is_exporting", None)  # from PyTorch 2.7 on
 
-    def is_exporting() -> bool:
-        """`torch.compiler.is_exporting`, called at trace time: Dynamo of 2.8 to 2.11 traces it as True everywhere."""
-        return torch.compiler.is_exporting()
 
-    # All that `torch.compiler.assume_constant_result` does after importing Dynamo, which takes longer than `gemmnorm`.
-    is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
-else:
+def is_exporting() -> bool:
+    """Called at trace time: Dynamo of 2.8 to 2.11 traces `torch.compiler.is_exporting` as True everywhere.
 
-    def is_exporting() -> bool:
-        """A trace that is not Dynamo's is `torch.export(strict=False)`'s."""
-        return not torch.compiler.is_dynamo_compiling()
+    Before 2.7, Dynamo's own trace says so, and a trace that is not Dynamo's is `torch.export(strict=False)`'s.
+    """
+    if _asked is not None:
+        return _asked()  # type: ignore[no-any-return]
+    try:
+        return sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().export  # type: ignore
+    except (KeyError, AttributeError):
+        return True
 
+
+# All that `torch.compiler.assume_constant_result` does after importing Dynamo, which takes longer than `gemmnorm`.
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 UNKNOWN = "this PyTorch lacks private names that gemmnorm needs (docs/private_api.md)"
 

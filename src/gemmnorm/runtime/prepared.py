@@ -36,13 +36,13 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter → PreparedWei
 
 def _seen(weight: Tensor) -> tuple[Any, ...]:
     """What changes with every change that PyTorch knows of. The kernel looks at the contents."""
-    weight = weight if weight.dim() == 2 else weight.flatten(1)  # a convolution's
+    weight = weight.flatten(1) if len(weight.shape) > 2 else weight  # a convolution's
     return getattr(weight, "_version", 0), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device
 
 
 def _key(weight: Tensor) -> Tensor:
     """`weight`, or the parameter [O, I, 1, …] of the convolution that it is a view of."""
-    base = weight._base
+    base = getattr(weight, "_base", None)
     return weight if base is None or base.numel() != weight.numel() else base
 
 
