@@ -15,6 +15,7 @@ Read in this order:
 - `random_problems.py`  problems drawn from a seed, and what a result file of them says
 - `model_files.py`  MODEL.py and replacements of it → a result file
 - `comparison.py`   a result file against an older one
+- `history.py`      a result over all older ones
 - `environment.py`  facts about this machine
 - `documents.py`    what every result file has in common, those of other commands too
 """
@@ -26,6 +27,7 @@ from .cell import Options
 from .comparison import check_comparable, compare
 from .documents import SCHEMA, Document, command_line, new_document, write_json, write_text
 from .environment import default_device, environment, major, nvcc_version, package_version
+from .history import history
 from .model_files import FileOptions, bench_files
 from .suite import run_suite, tests_of
 
@@ -44,6 +46,7 @@ __all__ = [
     "compile_ahead",
     "default_device",
     "environment",
+    "history",
     "major",
     "new_document",
     "nvcc_version",

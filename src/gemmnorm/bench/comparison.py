@@ -34,16 +34,16 @@ def compare(new: Document, old: Document, name: str = "OLD") -> Document:
         GemmNormValueError: the results are of different kinds or machines, or have no cell in common.
     """
     check_comparable(new["kind"], new.get("environment") or {}, old, name)
-    before = dict(_cells(old))
-    cells = [_cell(key, before[key], row) for key, row in _cells(new) if key in before]
+    before = dict(cells_of(old))
+    cells = [{"cell": _name(key), **judged(before[key], row)} for key, row in cells_of(new) if key in before]
     if not cells:
         raise GemmNormValueError(f"{name}: expected a cell that was measured now as well; got none")
     slower = sum(cell["verdict"] == "slower" for cell in cells)
     return {"old": name, "created": old.get("created"), "cells": cells, "regressions": slower}
 
 
-def _cells(document: Document) -> Iterator[tuple[tuple[Any, ...], Document]]:
-    """The planner's choice of every cell, or every variant of a model file but the peers."""
+def cells_of(document: Document) -> Iterator[tuple[tuple[Any, ...], Document]]:
+    """Key and row of every cell: the planner's choice, or every variant of a model file but the peers."""
     for row in document["rows"]:
         if document.get("kind") == "bench-files":
             if row.get("kind") in ("fused", "candidate"):
@@ -52,13 +52,18 @@ def _cells(document: Document) -> Iterator[tuple[tuple[Any, ...], Document]]:
             yield tuple(row.get(k) for k in _CELL), row
 
 
-def _in_gemms(row: Document) -> float:
+def in_gemms(row: Document) -> float:
+    """R: the time over the bare GEMM's, or the time itself without one."""
     return float(row["ms"]) / (row.get("gemm_ms") or 1.0)
 
 
-def _cell(key: tuple[Any, ...], old: Document, new: Document) -> Document:
-    before, now = _in_gemms(old), _in_gemms(new)
+def judged(old: Document, new: Document) -> Document:
+    """R of two rows of one cell, its change, how much is allowed, and the verdict."""
+    before, now = in_gemms(old), in_gemms(new)
     limit = max(TOLERANCE, sum((row.get("ms_iqr") or 0.0) / row["ms"] for row in (old, new)))
     word = "slower" if now > before * (1 + limit) else "faster" if before > now * (1 + limit) else "same"
-    name = " ".join("amp" if part is True else str(part) for part in key if part is not False and part is not None)
-    return {"cell": name, "old": before, "new": now, "change": now / before, "limit": limit, "verdict": word}
+    return {"old": before, "new": now, "change": now / before, "limit": limit, "verdict": word}
+
+
+def _name(key: tuple[Any, ...]) -> str:
+    return " ".join("amp" if part is True else str(part) for part in key if part is not False and part is not None)

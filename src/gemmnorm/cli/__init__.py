@@ -6,6 +6,8 @@
 - `explain.py`   plans of a model file, or of sizes alone
 - `doctor.py`    what this machine has and lacks
 - `report.py`    every result file as tables for a terminal
+- `over_time.py` a result beside older ones, as text
+- `tables.py`    tables that keep their figures whole
 - `figures.py`   figures of result files as words
 - `progress.py`  what is being done, on standard error
 

@@ -32,12 +32,20 @@ examples:
   gemmnorm bench model.py model_new.py            side by side with eager and torch.compile
   gemmnorm explain 2048 2048 8192 --dtype bf16    which kernels run, and why
   gemmnorm report result.json -o page.html        a result as one page
+  gemmnorm report new.json --history runs/        R and S over older runs
   gemmnorm doctor                                 what this machine has, what is missing
 
 Exit code 0: done, and equal; 1: NEW is not equal, raises, hangs or crashes, its kernels do not compile, or something
 is slower than in `bench --compare OLD.json`; 2: nothing could be judged (a wrong command or path, a bad MODEL, no
 chain).
 """
+
+
+_HISTORY: dict[str, Any] = {
+    "nargs": "+",
+    "metavar": "OLD.json",
+    "help": "older results, or folders of them: R and S over runs",
+}
 
 
 def _one_or_more(choices: Sequence[str]) -> Any:
@@ -128,6 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
     made = commands.add_parser("report", help="Render a result file.", description="Render a result file.")
     made.add_argument("result", metavar="RESULT.json")
     made.add_argument("-o", "--output", metavar="PAGE.html", help="as one HTML page that needs no network")
+    made.add_argument("--history", **_HISTORY)
     made.set_defaults(command="report")
 
     command("doctor", "What this machine has, what will run, what is missing and what mends it.")
@@ -187,6 +196,7 @@ def _add_bench_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--budget", type=_seconds, default=1.5, metavar="S", help="sampling time per cell or phase (1.5)")
     made.add_argument("--resume", action="store_true", help="keep what --json FILE has and measure only the rest")
     made.add_argument("--compare", metavar="OLD.json", help="exit code 1 where a cell is slower than in this result")
+    made.add_argument("--history", **_HISTORY)
     made.add_argument("--junit", metavar="FILE", help="put a pytest run's counts into the result file")
 
 

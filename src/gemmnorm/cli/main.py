@@ -31,6 +31,7 @@ from ..bench import (
     compile_ahead,
     default_device,
     environment,
+    history,
     new_document,
     random_problems,
     run_suite,
@@ -163,7 +164,10 @@ def _bench(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         old = report.load(arguments.compare)
         kind = "bench-files" if arguments.files else "bench"
         check_comparable(kind, environment(device), old, arguments.compare)
+    olds = report.load_runs(arguments.history or [])
     document = _bench_files(arguments) if arguments.files else _bench_suite(arguments, parser)
+    if olds:
+        document["history"] = history(document, olds, arguments.json)
     if old is not None:
         document["comparison"] = compare(document, old, arguments.compare)
     _finish(document, arguments)
@@ -274,6 +278,8 @@ def _explain(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 def _report(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     document = report.load(arguments.result)
+    if arguments.history:
+        document["history"] = history(document, report.load_runs(arguments.history), arguments.result)
     if arguments.page:
         write_text(arguments.page, page(document))
         print(f"wrote {arguments.page}", file=sys.stderr)

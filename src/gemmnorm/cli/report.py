@@ -14,15 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ..bench import SCHEMA, Document, random_problems
 from ..errors import GemmNormError
-from . import figures
+from . import figures, over_time
+from .tables import FittingTable
 
 _WIDTH = 150  # where the output is no terminal
 
@@ -45,6 +44,23 @@ def load(path: str | Path) -> Document:
         raise ReportError(f"{path}: expected JSON, got {error}") from error
     check(document, str(path))
     return dict(document)
+
+
+def load_runs(paths: Sequence[str]) -> list[tuple[str, Document]]:
+    """Names and documents of result files; of a folder, of every result file in it.
+
+    Raises:
+        ReportError: a path is neither, as in `load`.
+    """
+    runs = []
+    for path in map(Path, paths):
+        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+            try:
+                runs.append((file.name if file.is_absolute() else str(file), load(file)))
+            except ReportError:
+                if file == path:
+                    raise
+    return runs
 
 
 def check(document: Any, name: str = "document") -> None:
@@ -102,43 +118,6 @@ def text(document: Document) -> str:
     for part in render(document):
         out.print(part)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
-
-
-# --- tables ----------------------------------------------------------------------------------------------------------
-
-
-class FittingTable:
-    """A table that leaves whole columns out, rather than letters of figures, where there is no room for all.
-
-    Args:
-        left: so many columns are words, at the left.
-        spare: columns, by number, that may go: the first of them goes first.
-    """
-
-    def __init__(self, title: str, columns: Sequence[str], left: int, spare: Sequence[int]) -> None:
-        self._title, self._columns, self._left, self._spare = title, columns, left, spare
-        self._rows: list[tuple[str, ...]] = []
-
-    def add_row(self, *cells: str) -> None:
-        """One cell for each column."""
-        self._rows.append(cells)
-
-    def _without(self, gone: Sequence[int]) -> Table:
-        table = Table(title=self._title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-        kept = [i for i in range(len(self._columns)) if i not in gone]
-        for i in kept:
-            table.add_column(self._columns[i], justify="left" if i < self._left else "right", no_wrap=True)
-        for row in self._rows:
-            table.add_row(*(row[i] for i in kept))
-        return table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        unlimited = options.update(max_width=10_000)
-        for count in range(len(self._spare) + 1):
-            table = self._without(self._spare[:count])
-            if Measurement.get(console, unlimited, table).maximum <= options.max_width:
-                break
-        yield table
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------
@@ -303,22 +282,7 @@ def _left_out(document: Document) -> Iterable[RenderableType]:
         yield Text(f"not run: {names}: {reason}")
     for note in document.get("notes", []):
         yield Text(f"note: {note}")
-    yield from _comparison(document)
-
-
-def _comparison(document: Document) -> Iterable[RenderableType]:
-    """What became of an older result's cells."""
-    found = document.get("comparison")
-    if not found:
-        return
-    title = f"R against {found['old']} of {found['created']}"
-    table = FittingTable(title, ["cell", "old R", "R", "change", "allowed", ""], 1, (4, 1))
-    for cell in found["cells"]:
-        figures_of = (f"{cell[key]:.3f}" for key in ("old", "new", "change"))
-        table.add_row(str(cell["cell"]), *figures_of, f"{1 + cell['limit']:.3f}", str(cell["verdict"]))
-    yield table
-    count = found["regressions"]
-    yield Text(f"{count} of {len(found['cells'])} cells are slower", style="bold red" if count else "bold green")
+    yield from over_time.sections(document)
 
 
 def _bench_files(document: Document) -> Iterable[RenderableType]:
@@ -354,7 +318,7 @@ def _bench_files(document: Document) -> Iterable[RenderableType]:
         yield Text(str(document["detail"]), style="red")
     for note in document.get("notes", []):
         yield Text(f"note: {note}")
-    yield from _comparison(document)
+    yield from over_time.sections(document)
 
 
 def _cast(document: Document) -> str:

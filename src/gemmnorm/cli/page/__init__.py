@@ -2,6 +2,7 @@
 
 - `build.py`     kinds of documents → the sections of the page, the verdict first
 - `timings.py`   sections about times and errors
+- `over_time.py` sections about older results
 - `checks.py`    sections about the comparisons of `verify`
 - `plans.py`     sections about plans, their candidates and the parts of their predicted time
 - `charts.py`    charts, of positioned HTML elements: text keeps its size on a phone and its colour follows the theme

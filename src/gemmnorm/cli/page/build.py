@@ -9,7 +9,7 @@ from typing import Any
 
 from ...bench import Document
 from .. import figures, report
-from . import checks, plans, timings
+from . import checks, over_time, plans, timings
 from .html import Html, section, table, tag
 
 MARK = '<meta name="generator" content="gemmnorm">'  # in every page: what has it may be overwritten
@@ -145,7 +145,8 @@ def _bench_head(document: Document) -> Verdict:
 
 
 def _bench(document: Document) -> Iterable[Html]:
-    yield timings.comparison(document)
+    yield over_time.comparison(document)
+    yield over_time.history(document)
     yield from timings.random(document) if document.get("random") else timings.suite(document)
 
 
@@ -164,7 +165,8 @@ def _files_head(document: Document) -> Verdict:
 def _files(document: Document) -> Iterable[Html]:
     if document.get("report"):
         yield section("What was found", tag("p", document["report"], class_="pre"))
-    yield timings.comparison(document)
+    yield over_time.comparison(document)
+    yield over_time.history(document)
     yield from timings.files(document)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -202,3 +203,49 @@ def scatter(points: Sequence[Point], x_title: str, y_title: str, *, level: float
         tag("figcaption", tag("span", f"→ {x_title}"), tag("span", f"↑ {y_title}")),
         class_="scatter",
     )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one run measured: its number from 0, the value, the class of its mark, what a pointer over it reads."""
+
+    run: int
+    value: float
+    kind: str
+    title: str
+
+
+Trend = tuple[str, Sequence[tuple[str, Sequence[Step]]]]  # a row's name, and its figures, each with its steps
+
+
+def trends(groups: Sequence[tuple[str, Sequence[Trend]]], runs: int, *, names: str = "") -> Html:
+    """Groups of rows of small line charts over so many runs, with the last value at the right of each; `names` as in
+    `dots`."""
+
+    def row(name: str, figures: Sequence[tuple[str, Sequence[Step]]]) -> Html:
+        parts = []
+        for symbol, steps in figures:
+            last = f"{steps[-1].value:.2f}" if steps else "–"
+            parts += [_line(steps, runs), tag("span", tag("em", symbol), tag("b", last), class_="figure")]
+        return tag("div", tag("span", name, class_="name", title=name), *parts, class_="row")
+
+    shown = ([tag("h4", title), *(row(*item) for item in rows)] for title, rows in groups)
+    return tag("div", *shown, class_=f"trends {names}")
+
+
+def _line(steps: Sequence[Step], runs: int) -> Html:
+    """One line on a logarithmic axis of its own, which shows no less than a tenth: noise stays small."""
+    values = [step.value for step in steps]
+    room = max(1.0, math.sqrt(1.1 * min(values) / max(values))) if values else 1.0
+    scale = Scale.over(values, room=room)
+
+    def at(step: Step) -> tuple[str, str]:
+        return percent(100 * step.run / max(runs - 1, 1)), percent(100 - scale.place(step.value))
+
+    places = [at(step) for step in steps]
+    lines = [tag("line", x1=a[0], y1=a[1], x2=b[0], y2=b[1]) for a, b in itertools.pairwise(places)]
+    marks = [
+        tag("b", class_=f"mark {step.kind}", style=f"left:{x};top:{y}", title=step.title)
+        for step, (x, y) in zip(steps, places, strict=True)
+    ]
+    return tag("span", tag("svg", *lines, aria_hidden="true"), *marks, class_="track")

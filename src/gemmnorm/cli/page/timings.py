@@ -218,20 +218,6 @@ def _further(rows: Sequence[Document]) -> Html | None:
     return table(["precision", "phase", *(title for title, _, _ in columns)], lines, words=2) if shown else None
 
 
-def comparison(document: Document) -> Html:
-    """What became of an older result's cells."""
-    found = document.get("comparison") or {"cells": []}
-    lines = []
-    for c in sorted(found["cells"], key=lambda c: -c["change"]):
-        word = tag("b", c["verdict"], class_={"slower": "bad", "faster": "good"}.get(c["verdict"], "muted"))
-        lines.append(
-            [c["cell"], f"{c['old']:.3f}", f"{c['new']:.3f}", f"{c['change']:.3f}", f"{1 + c['limit']:.3f}", word]
-        )
-    columns = ("cell", "old R", "R", "change", "allowed", "")
-    lead = f"R, the time over the bare GEMM of the same run, against {found.get('old')} of {found.get('created')}."
-    return section("Against an older result", table(columns, lines) if lines else "", lead=lead)
-
-
 # --- random problems -------------------------------------------------------------------------------------------------
 
 
