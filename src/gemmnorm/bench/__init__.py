@@ -10,6 +10,8 @@ Read in this order:
 - `accuracy.py`     errors against float64, to stand beside a time
 - `roofline.py`     FLOPs and bytes of a cell, and what the device reaches
 - `cell.py`         one cell: bare GEMM, eager, torch.compile and every strategy → rows
+- `spans.py`        kernel spans out of a profile, beside the events' times
+- `cross_check.py`  kernel spans of a suite, in a process of their own
 - `ahead.py`        compiling for many cells at once, before any is timed
 - `suite.py`        a suite of cells → a result file
 - `random_problems.py`  problems drawn from a seed, and what a result file of them says

@@ -187,7 +187,7 @@ class CellRun:
         errors = self.errors(able)
         strategies = [s for s in able if s in errors]
         floors = self._fastest_floors(floor_variants(self.cell, self.prepared))
-        variants = {v.name: v for v in (*floors, *self._peers(), *self._fused(strategies))}
+        variants = {v.name: v for v in (*floors, *self.peers(), *self.fused(strategies))}
         budget_s, tell = self.bench.options.budget_s, self.bench.tell
         decide = [(s, peer) for s in strategies for peer in PEERS if s == chosen.strategy and peer in variants]
         times = timing.interleave(
@@ -206,7 +206,7 @@ class CellRun:
             row.update(ms=found.ms, ms_iqr=found.iqr, samples=found.samples, error=errors.get(strategy))
             row.update(disturbed=found.disturbed, verdicts=times.against(strategy, PEERS))
             row.update(prepared_ms=times.ms("prepared") if strategy == "one_kernel" else None)
-            row.update(self._extras(variants[strategy], self.module, ""))
+            row.update(self._extras(variants[strategy], self.module, ""), kernels=None)
             self.result.rows.append(row)
 
     def errors(self, strategies: Sequence[str]) -> dict[str, float | None]:
@@ -238,7 +238,7 @@ class CellRun:
         order = sorted((v for v in variants if v.name in times.ran), key=lambda v: times.ran[v.name].ms)
         return order[:2]
 
-    def _peers(self) -> Iterator[Variant]:
+    def peers(self) -> Iterator[Variant]:
         """Eager, torch.compile of it, on a GPU eager in a CUDA graph, and for float32 eager in TF32."""
         eager, options = self.prepared.eager, self.bench.options
         yield Variant("eager", self.step(copy.deepcopy(eager)))
@@ -254,7 +254,7 @@ class CellRun:
         torch._dynamo.reset()
         return cast(nn.Module, torch.compile(copy.deepcopy(self.prepared.eager), dynamic=False))
 
-    def _fused(self, strategies: Sequence[str]) -> Iterator[Variant]:
+    def fused(self, strategies: Sequence[str]) -> Iterator[Variant]:
         """Every strategy, and `one_kernel` with prepared weights where those serve."""
         step = self.step(self.module)
         for strategy in strategies:

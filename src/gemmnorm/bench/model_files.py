@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ from . import accuracy, cases, timing
 from .cases import PHASES
 from .documents import Document, new_document
 from .environment import default_device, environment
+from .spans import Replays, SpansError, disagreement
 from .timing import CudaClock, Variant, WallClock
 
 PEERS = ("eager", "compile", "graph")  # kinds of subjects that the others are judged against
@@ -110,6 +111,10 @@ def bench_files(
         failed={},
         notes=[],
     )
+    if not outcome.ok and "answer" in outcome.last:  # all was timed, and the profiler took the process along
+        why = f"kernel spans were not taken: {outcome.status}"
+        answer = outcome.last["answer"]
+        outcome = replace(outcome, status="ok", value={**answer, "notes": [*answer["notes"], why]})
     if outcome.ok:
         document.update(outcome.value)
         document["status"] = "failed" if document["failed"] else "ok"
@@ -216,7 +221,7 @@ def child(model_path: str, candidate_paths: list[str], options: dict[str, Any]) 
             run.notes.append(f"{phase} was not timed: about {expected:.0f} s more, of {chosen.limit_s:.0f} s in all")
             continue
         _time_phase(phase, subjects, run, accurate=expected < left / 2)
-    return {
+    answer = {
         "environment": environment(device),
         "report": str(report),
         "matches": [str(m) for m in report.matches],
@@ -225,6 +230,9 @@ def child(model_path: str, candidate_paths: list[str], options: dict[str, Any]) 
         "failed": run.failed,
         "notes": run.notes,
     }
+    progress({"stage": "kernel spans", "subject": "timing", "answer": answer})
+    _add_spans(subjects, run)
+    return answer
 
 
 def compiled(model: nn.Module) -> nn.Module:
@@ -296,9 +304,7 @@ def _runner(module: nn.Module, inputs: list[Any], phase: str) -> Callable[[], ob
 
 def _time_phase(phase: str, subjects: list[_Subject], run: _Run, accurate: bool) -> None:
     """Time every subject in one phase, and add their rows; `accurate`: compare their outputs with float64 first."""
-    inputs = run.inputs
-    if phase == "train_fwd_bwd":
-        inputs = [tree_map(_leaf, item) for item in inputs]
+    inputs = _inputs(phase, run)
     alive = [s for s in subjects if s.name not in run.failed]
     for s in alive:  # the phase before has moved the running statistics, of each subject by its own number of calls
         getattr(s.module, "_orig_mod", s.module).load_state_dict(run.state)
@@ -336,6 +342,7 @@ def _time_phase(phase: str, subjects: list[_Subject], run: _Run, accurate: bool)
                 error=errors.get(s.name),
                 eager_error=errors.get("eager"),
             )
+            row["kernels"] = None
             row["verdicts"] = times.against(s.name, [p.name for p in alive if p.kind in PEERS and p is not s])
             run.rows.append(row)
 
@@ -353,13 +360,7 @@ def _interleave(
     phase: str, floors: list[Variant], subjects: list[_Subject], inputs: list[Any], run: _Run
 ) -> timing.Timings:
     """Sample the floors and the subjects side by side, saying at each step whose code is running."""
-    variants = list(floors)
-    for s in subjects:
-        limit = run.options.compile_limit_s if s.kind == "compile" else None
-        step = _runner(s.module, inputs, phase)
-        if s.kind == "graph":
-            step = timing.graphed(step, run.device)
-        variants.append(Variant(s.name, step, lambda s=s: gemmnorm.set_strategy(s.strategy), limit_s=limit))  # type: ignore[misc]
+    variants = [*floors, *(_variant(s, phase, inputs, run) for s in subjects)]
     candidates = {s.name for s in subjects if s.kind == "candidate"}
 
     def tell(text: str) -> None:
@@ -373,6 +374,48 @@ def _interleave(
     return timing.interleave(
         variants, run.clock, budget_s=budget_s, min_samples=3, limit_s=limit_s, on_progress=tell, decide=decide
     )
+
+
+def _variant(subject: _Subject, phase: str, inputs: list[Any], run: _Run) -> Variant:
+    """One step of a subject, under its strategy."""
+    limit = run.options.compile_limit_s if subject.kind == "compile" else None
+    step = _runner(subject.module, inputs, phase)
+    if subject.kind == "graph":
+        step = timing.graphed(step, run.device)
+    return Variant(subject.name, step, lambda: gemmnorm.set_strategy(subject.strategy), limit_s=limit)
+
+
+def _add_spans(subjects: list[_Subject], run: _Run) -> None:
+    """Put the kernels' spans into the rows, on a GPU; notes where they disagree with the times, or cannot be had."""
+    if not isinstance(run.clock, CudaClock):
+        return
+    replays = Replays(run.clock)
+
+    def again() -> None:
+        for phase in dict.fromkeys(row["phase"] for row in run.rows):
+            timed = {row["variant"] for row in run.rows if row["phase"] == phase}
+            inputs = _inputs(phase, run)
+            with torch.set_grad_enabled(phase == "train_fwd_bwd"):
+                for s in subjects:
+                    if s.name in timed:
+                        replays.add((phase, s.name), _variant(s, phase, inputs, run))
+
+    try:
+        taken = replays.taken(again)
+    except SpansError as error:
+        run.notes.append(f"kernel spans were not taken: {error}")
+        return
+    run.notes += [f"no kernel span: {phase}: {name}: {why}" for (phase, name), why in replays.failed.items()]
+    for row in run.rows:
+        span = taken.get((row["phase"], row["variant"]))
+        row["kernels"] = span.as_dict() if span else None
+        if why := disagreement(row["ms"], row["kernels"]):
+            run.notes.append(f"{row['phase']}: {row['variant']}: {why}")
+
+
+def _inputs(phase: str, run: _Run) -> list[Any]:
+    """The inputs; where gradients are timed, leaves that want one."""
+    return [tree_map(_leaf, item) for item in run.inputs] if phase == "train_fwd_bwd" else run.inputs
 
 
 def _leaf(value: Any) -> Any:

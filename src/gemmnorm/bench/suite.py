@@ -17,6 +17,7 @@ import torch
 from ..runtime import sources
 from .cases import Cell
 from .cell import Bench, Options, Tell
+from .cross_check import add_spans
 from .documents import Document, command_line, new_document, write_json
 from .environment import environment
 from .timing import reason
@@ -117,6 +118,7 @@ def run_suite(
             if path is not None:
                 write_json(path, document)
         on_cell(cell)
+    document["notes"] += add_spans(document["rows"], cells, device, tell)
     if path is not None:
         write_json(path, document)
     return document

@@ -197,17 +197,24 @@ class CudaClock:
         self.synchronize()
         self._host_ms[variant.name] = worst
 
-    def start(self, variant: Variant) -> Callable[[], float]:
-        """Queue `variant` behind a spin and the L2 flush; the returned function waits and gives milliseconds."""
-        host_ms = self._host_ms.get(variant.name, 1.0)
+    def start(self, variant: Variant, *, marked: bool = False) -> Callable[[], float]:
+        """Queue `variant` behind a spin and the L2 flush; the returned function waits and gives milliseconds.
+
+        `marked`: between two more, short spins, for the readers of a profile (which makes the host slow: `spans.py`).
+        """
+        host_ms = MAX_SPIN_MS if marked else self._host_ms.get(variant.name, 1.0)
         with variant.around():
             begin, end = _event(), _event()
             self.spin(min(1.5 * host_ms + 0.05, MAX_SPIN_MS))
             self._flush.zero_()
             torch.sum(self._flush, 0, out=self._sink)
+            if marked:
+                _sleep(1)
             begin.record()
             variant.run()
             end.record()
+            if marked:
+                _sleep(1)
 
         def wait() -> float:
             end.synchronize()
@@ -231,8 +238,8 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def warm_up(variant: Variant, clock: WallClock | CudaClock) -> str | None:
-    """Call `variant` until it is ready to be timed. Returns None, or the reason it cannot be run."""
+def warm_up(variant: Variant, clock: WallClock | CudaClock, *, timed: bool = True) -> str | None:
+    """Call `variant` until it is ready to be run, and `timed`. Returns None, or the reason it cannot be run."""
     begin = time.perf_counter()
     try:
         for i in range(max(1, variant.warmup)):
@@ -241,7 +248,8 @@ def warm_up(variant: Variant, clock: WallClock | CudaClock) -> str | None:
             if time.perf_counter() - begin > SLOW_S and i + 1 >= variant.least:
                 break
         clock.synchronize()
-        clock.prepare(variant)
+        if timed:
+            clock.prepare(variant)
     except TookTooLong:
         return f"the first call took longer than {variant.limit_s:.0f} s"
     except Exception as error:  # any failure of a peer or of a candidate is a result, not the end of the run

@@ -61,6 +61,34 @@ def megabytes(value: Any) -> str:
     return "–" if found is None else f"{found / 1e6:.3g}" if found < 1e9 else f"{found / 1e6:.0f}"
 
 
+def span(value: Any) -> str:
+    """Of a variant's kernels the milliseconds from the first start to the last end, and how many there are."""
+    return "–" if not value else f"{milliseconds(value['span_ms'])} ({value['count']})"
+
+
+FURTHER = (  # title, key, how it is shown
+    ("graph µs", "graph_us", microseconds),
+    ("eager", "eager_graph_us", microseconds),
+    ("compile", "compile_graph_us", microseconds),
+    ("host µs", "host_us", microseconds),
+    ("eager", "eager_host_us", microseconds),
+    ("sustained ms", "sustained_ms", milliseconds),
+    ("GEMM", "gemm_sustained_ms", milliseconds),
+    ("eager", "eager_sustained_ms", milliseconds),
+    ("kept MB", "peak_activation_bytes", megabytes),
+    ("eager", "eager_activation_bytes", megabytes),
+    ("span ms (kernels)", "kernels", span),
+    ("GEMM", "gemm_kernels", span),
+    ("eager", "eager_kernels", span),
+)
+_OWN = ("graph_us", "host_us", "sustained_ms", "peak_activation_bytes", "kernels")
+
+
+def has_further(row: Document) -> bool:
+    """Whether any of the further figures was measured of this very row."""
+    return any(row.get(key) is not None for key in _OWN)
+
+
 _STANDINGS = ("slower", "undecidable", "same", "faster")
 
 

@@ -240,25 +240,10 @@ def _times(rows: Sequence[Document]) -> FittingTable:
     return table
 
 
-_FURTHER: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("graph µs", "graph_us", figures.microseconds),
-    ("eager", "eager_graph_us", figures.microseconds),
-    ("compile", "compile_graph_us", figures.microseconds),
-    ("host µs", "host_us", figures.microseconds),
-    ("eager", "eager_host_us", figures.microseconds),
-    ("sustained ms", "sustained_ms", figures.milliseconds),
-    ("GEMM", "gemm_sustained_ms", figures.milliseconds),
-    ("eager", "eager_sustained_ms", figures.milliseconds),
-    ("kept MB", "peak_activation_bytes", figures.megabytes),
-    ("eager", "eager_activation_bytes", figures.megabytes),
-)
-
-
 def _further(rows: Sequence[Document]) -> FittingTable | None:
     """Graph replay, host time, sustained time and memory, where any of it was measured."""
-    own = ("graph_us", "host_us", "sustained_ms", "peak_activation_bytes")
-    shown = [row for row in rows if any(row.get(key) is not None for key in own)]
-    columns = [c for c in _FURTHER if any(row.get(c[1]) is not None for row in shown)]
+    shown = [row for row in rows if figures.has_further(row)]
+    columns = [c for c in figures.FURTHER if any(row.get(c[1]) is not None for row in shown)]
     if not shown:
         return None
     titles = ["precision", "phase", "strategy", *(title for title, _, _ in columns)]

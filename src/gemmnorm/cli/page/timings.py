@@ -189,24 +189,9 @@ def _candidates(rows: Sequence[Document]) -> Html:
     return table(columns, lines, words=3)
 
 
-_FURTHER = (
-    ("graph µs", "graph_us", figures.microseconds),
-    ("eager", "eager_graph_us", figures.microseconds),
-    ("compile", "compile_graph_us", figures.microseconds),
-    ("host µs", "host_us", figures.microseconds),
-    ("eager", "eager_host_us", figures.microseconds),
-    ("sustained ms", "sustained_ms", figures.milliseconds),
-    ("GEMM", "gemm_sustained_ms", figures.milliseconds),
-    ("eager", "eager_sustained_ms", figures.milliseconds),
-    ("kept MB", "peak_activation_bytes", figures.megabytes),
-    ("eager", "eager_activation_bytes", figures.megabytes),
-)
-
-
 def _further(rows: Sequence[Document]) -> Html | None:
-    own = ("graph_us", "host_us", "sustained_ms", "peak_activation_bytes")
-    shown = [row for row in rows if row.get("chosen") and any(row.get(key) is not None for key in own)]
-    columns = [c for c in _FURTHER if any(row.get(c[1]) is not None for row in shown)]
+    shown = [row for row in rows if row.get("chosen") and figures.has_further(row)]
+    columns = [c for c in figures.FURTHER if any(row.get(c[1]) is not None for row in shown)]
     lines = [
         [
             figures.condition(row),
