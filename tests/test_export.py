@@ -345,7 +345,9 @@ def test_by_default_a_file_is_for_this_machine(monkeypatch, capability, target, 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
 def test_the_cuda_part_compiles(nested):
     assert exporting.compile_check(nested.path, "sm_90") is None
-    assert exporting.compile_check(_broken(nested.path), "sm_90")
+    assert exporting.compile_check(_broken(nested.path, "#error broken"), "sm_90")
+    in_host = "int f(const torch::Tensor& t) { return t.no(); }"
+    assert 'has no member "no"' in str(exporting.compile_check(_broken(nested.path, in_host), "sm_90"))
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
@@ -353,9 +355,9 @@ def test_the_own_product_compiles_for_hopper(tmp_path):
     assert exporting.compile_check(hopper(tmp_path, dtype="float32").path, "sm_90") is None
 
 
-def _broken(path: Path) -> Path:
+def _broken(path: Path, line: str) -> Path:
     broken = path.with_name("broken.py")
-    broken.write_text(path.read_text().replace('_HOST = r"""\n', '_HOST = r"""\n#error broken\n'))
+    broken.write_text(path.read_text().replace('_HOST = r"""\n', f'_HOST = r"""\n{line}\n'))
     return broken
 
 

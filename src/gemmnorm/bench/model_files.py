@@ -230,8 +230,9 @@ def child(model_path: str, candidate_paths: list[str], options: dict[str, Any]) 
         "failed": run.failed,
         "notes": run.notes,
     }
-    progress({"stage": "kernel spans", "subject": "timing", "answer": answer})
-    _add_spans(subjects, run)
+    if isinstance(run.clock, CudaClock):
+        progress({"stage": "kernel spans", "subject": "timing", "answer": answer})
+        _add_spans(subjects, run.clock, run)
     return answer
 
 
@@ -385,11 +386,9 @@ def _variant(subject: _Subject, phase: str, inputs: list[Any], run: _Run) -> Var
     return Variant(subject.name, step, lambda: gemmnorm.set_strategy(subject.strategy), limit_s=limit)
 
 
-def _add_spans(subjects: list[_Subject], run: _Run) -> None:
-    """Put the kernels' spans into the rows, on a GPU; notes where they disagree with the times, or cannot be had."""
-    if not isinstance(run.clock, CudaClock):
-        return
-    replays = Replays(run.clock)
+def _add_spans(subjects: list[_Subject], clock: CudaClock, run: _Run) -> None:
+    """Put the kernels' spans into the rows; notes where they disagree with the times, or cannot be had."""
+    replays = Replays(clock)
 
     def again() -> None:
         for phase in dict.fromkeys(row["phase"] for row in run.rows):
