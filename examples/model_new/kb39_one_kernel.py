@@ -531,8 +531,13 @@ __device__ __forceinline__ void setmaxnreg_inc() {
 }
 
 // Counters in global memory that order what other blocks wrote: #memory-consistency-model
+__device__ __forceinline__ void add_relaxed(u32* counter, u32 value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+__device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void signal(u32* counter, u32 value) {
-  asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+  fence_device();
+  add_relaxed(counter, value);
 }
 __device__ __forceinline__ u32 load_acquire(const u32* counter) {
   u32 value;
@@ -1422,6 +1427,14 @@ __device__ __forceinline__ void signal_warp_done(u64& warps_done) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_done);
 }
 
+// The block's tiles, as often as the epilogue wants them.
+template <class G, class Visit>
+__device__ __forceinline__ void for_each_tile(const TileScheduler& scheduler, const Visit& visit) {
+#pragma unroll 1
+  for (int i = 0; i < G::Epilogue::kPasses; ++i)
+    for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) visit(t);
+}
+
 // One thread loads the operands of the block's tiles.
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler& scheduler, Shared& shared,
@@ -1430,7 +1443,7 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
   const int rows = G::kEvaluates ? min(G::TM, (p.batch + 7) / 8 * 8) : G::TM;
   const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
   PipelineState<G::kStages> state(1);
-  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+  for_each_tile<G>(scheduler, [&](int t) {
     const Tile tile = scheduler.at(t);
     produce(shared.ring, state, 0, G::steps(p), G::kPlanes * (rows + G::TN) * kRowBytes, [&](int k, int stage, u64* full) {
       conversion.wait_for(tile, k);
@@ -1441,7 +1454,7 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
         tma_load(shared.weight[stage][plane], p.map_weight, full, column, tile.n * G::TN, kEvictNormal);
       }
     });
-  }
+  });
 }
 
 // A consumer warpgroup: main loop and epilogue of the block's tiles. Where the ring holds more than a tile's stages, consumer 1
@@ -1458,14 +1471,16 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
   typename G::Accumulators acc;
   const bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
   if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
-  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+  bool first = takes_turns;
+  for_each_tile<G>(scheduler, [&](int t) {
     epilogue.begin(t);
     const typename G::Scaling scaling(f.p, shared.scaling, consumer);
     G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
     scaling.apply(acc);
-    if (takes_turns && consumer == 0 && t == static_cast<int>(blockIdx.x)) named_barrier_arrive(kTurn, 256);
+    if (first && consumer == 0) named_barrier_arrive(kTurn, 256);
+    first = false;
     epilogue.store(t, scheduler.at(opaque(t)), acc);
-  }
+  });
   epilogue.end();
 }
 
@@ -1541,6 +1556,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 //                                   accumulators, `end` after the block's last tile
 //   kEvaluates, kTrains             all statistics are known; those of the batch, merged in this launch through its counters
 //   kStores                         tiles are stored, and may sweep through the staging buffers
+//   kPasses                         how often the block multiplies its tiles, all of them before any again
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
 //
 // Barriers between the consumers and the warp that stores what they stage: `staged` completes when a consumer's staging buffer
@@ -1846,6 +1862,7 @@ struct PersistentEpilogue {
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = false;
   static constexpr bool kTrains = true;
+  static constexpr int kPasses = 1;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
   static constexpr int kMergeWidth = 8, kMergeLanes = 32 / kMergeWidth;  // features that a warp merges at a time, lanes of each
   static constexpr int kAhead = 1;  // loads in flight: what registers are left for
@@ -2495,17 +2512,24 @@ struct KnownStatisticsEpilogue {
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = true;
   static constexpr bool kTrains = false;
+  static constexpr int kPasses = 1;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>
     __device__ __forceinline__ static void run(const Features<Params>& f, const TileScheduler& scheduler, const Counters&,
                                                Smem& shared, int warp) {
-      if (warp != 1) return;
+      if (warp == 1) compute_coefficients(f, scheduler, shared, [](Tile) {});
+    }
+    // One warp: of every tile, once `wait_for(tile)` returns.
+    template <class Smem, class Wait>
+    __device__ __forceinline__ static void compute_coefficients(const Features<Params>& f, const TileScheduler& scheduler,
+                                                                Smem& shared, const Wait& wait_for) {
       PipelineState<2> state(1);
       for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
         const Tile tile = scheduler.at(t);
         auto& s = shared.epilogue;
+        wait_for(tile);
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
         evaluation_coefficients<G::TN>(f, tile.n * G::TN, tile.m == 0, slope, shift);
