@@ -87,26 +87,25 @@ def dtype_forms() -> Iterator[tuple[str, str, str, str]]:
 def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
     """The grid: dtypes × sizes × phases × activations.
 
-    Every size for the identity; the widest vectors, which need the most registers, for the activations and for float16,
-    whose code is bfloat16's but for the conversions.
+    Every size for the identity; the widest vectors, which need the most registers, for the activations, for float16,
+    whose code is bfloat16's but for the conversions, and where nothing but per-feature vectors has another dtype.
     """
     names = [None, *(row.name for row in activations.TABLE)]
     chip = plan.chip_for(arch)
     for (dtype, out, linear, norm), activation in itertools.product(dtype_forms(), names):
         uniform = out == linear == norm == dtype
         # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. In the first two,
-        # two activations that need many registers stand for the others.
+        # the activation that needs most registers stands for the others.
         half = dtype == "float16" and uniform
-        few = (
-            (100, 256, 1024, 16384, 65536) if arch == 90 and (half or activation in ("gelu", "silu")) else (1024, 16384)
-        )
-        everywhere = activation is None and dtype in (("float32",) if quick else ("float32", "bfloat16"))
+        few = (100, 256, 1024, 16384, 65536) if arch == 90 and (half or activation == "gelu") else (1024, 16384)
+        common = dtype == "float32" or (dtype == "bfloat16" and not quick and (uniform or out == "float32"))
+        everywhere = activation is None and common
         sizes = itertools.product(
             _BATCHES if everywhere else few,
             _FEATURES if everywhere else _FEATURES[:1],
             _IN_FEATURES if everywhere else _IN_FEATURES[-1:],
         )
-        small = _SMALL if arch == 90 and activation in (None, "gelu", "silu") and (half or dtype != "float16") else ()
+        small = _SMALL if arch == 90 and activation in (None, "gelu") and (half or dtype != "float16") else ()
         for batch, features, inner in (*sizes, *small):
             if activation is not None and (dtype == "float16" or not uniform):
                 continue
@@ -151,6 +150,13 @@ def kernels(arch: int, quick: bool = False) -> list[Kernel]:
     for kernel in found.values():
         distinct.setdefault(sources.translation_unit(kernel.launch, kernel.problem), kernel)
     return list(distinct.values())
+
+
+def every_kernel(architectures: Sequence[int], quick: bool, jobs: int) -> list[Kernel]:
+    """Those of all `architectures`, planned in processes beside each other."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        return list(itertools.chain.from_iterable(pool.map(kernels, architectures, [quick] * len(architectures))))
 
 
 def _synchronised(problem: Problem, strategy: str, phase: str) -> tuple[Plan, ...]:
@@ -208,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="float32 in full, half precision at the widest vectors")
     parser.add_argument("--list", action="store_true", help="print the kernels and compile nothing")
     options = parser.parse_args(arguments)
-    chosen = [kernel for arch in options.arch for kernel in kernels(arch, options.quick)]
+    chosen = every_kernel(options.arch, options.quick, options.jobs)
     if options.list:
         print(*chosen, sep="\n")
         return 0
