@@ -46,7 +46,7 @@ class Options:
         compile: time `torch.compile` as well.
         compile_limit_s: give its compilation up after this long.
         strategies: only these; None for every strategy that applies (the reference only where nothing else does).
-        extras: also measure graph replay, host time, sustained time and memory.
+        extras: also measure graph replay, host time, sustained time and memory, and take the kernels' spans.
         only_chosen: time the planner's choice alone.
     """
 

@@ -118,7 +118,8 @@ def run_suite(
             if path is not None:
                 write_json(path, document)
         on_cell(cell)
-    document["notes"] += add_spans(document["rows"], cells, device, tell)
+    if options.extras:
+        document["notes"] += add_spans(document["rows"], cells, device, tell)
     if path is not None:
         write_json(path, document)
     return document
