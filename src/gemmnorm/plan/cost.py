@@ -48,7 +48,7 @@ class Constants:
     # fused_gemm.
     tensor_ns: float = 0.6  # of a stage of K, for each column in 128 rows, where tensor cores are what limits it
     load_ns: float = 0.5  # of a stage of K, for each row and column that is loaded
-    misaligned: float = 0.3  # share by which loading takes longer, where rows are no multiple of 128 bytes
+    misaligned: float = 0.3  # share by which a stage takes longer, where rows are no multiple of 128 bytes
     overhang_ns: float = 0.5  # of a stage of K, for each row of its box of x beyond the last
     stage_ns: float = 50.0  # of a stage of K, whatever the tile
     prologue: float = 2.0  # launch, barriers, filling of the ring
@@ -303,6 +303,7 @@ def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
         "exchange_blocks": waves * shape.blocks * (shape.blocks > 1),
         "rows": waves * problem.batch * shape.columns / shape.blocks / 32,
         "small_bytes": nbytes,
+        "misaligned": misaligned(problem),
     }
 
 
@@ -386,8 +387,8 @@ def library_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 
 
 def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
-    load = c.load_ns * n["loaded"] * (1 + c.misaligned * n["misaligned"])
-    stage = overlapped(c.tensor_ns * n["products"] * n["width"], load) + c.stage_ns
+    stage = overlapped(c.tensor_ns * n["products"] * n["width"], c.load_ns * n["loaded"])
+    stage = stage * (1 + c.misaligned * n["misaligned"]) + c.stage_ns
     main = _throttled((n["stages"] * stage + n["overhanging"] * c.overhang_ns) / 1e3, c)
     main = overlapped(main, n["inside_bytes"] / c.inside / 1e6 + n["inside_rows"] * c.inside_row_ns / 1e3)
     main = overlapped(main, n["staged"] * c.staged_ns / 1e3)
@@ -414,6 +415,7 @@ def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 
 def small_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     main = n["stages"] * (c.small_stage_ns + c.small_alone_ns * n["alone"] + c.small_column_ns * n["columns"]) / 1e3
+    main = main * (1 + c.misaligned * n["misaligned"])
     return {
         "prologue": c.first + n["waves"] * c.small_prologue,
         "main loop": overlapped(main, n["small_bytes"] / c.bandwidth / 1e6),
