@@ -315,7 +315,7 @@ def test_equal_bits_whatever_the_order_of_events():
     x = torch.randn(400, 64, dtype=torch.bfloat16)
     grad = torch.randn(400, 264, dtype=torch.bfloat16)
     found = []
-    with emulated(SMALL_HOPPER), poisoned_memory():
+    with plan.forcing(ways.epilogue("Persistent")), emulated(SMALL_HOPPER), poisoned_memory():
         for _ in range(6):
             ours = twin(module)
             found.append(step(ours, lambda x, m=ours: run(m, x, "one_kernel", "Persistent"), x, grad))
@@ -349,7 +349,7 @@ def test_a_value_that_stands_out(epilogue, batch):
     x[7] *= 300
     half = (x.bfloat16(), weight.bfloat16(), None, None, None, None, (torch.rand(features) + 0.5).bfloat16())
     exact = linear_scale_batch_norm(*(t if t is None else t.double() for t in half), training=True)
-    with emulated(SMALL_HOPPER), poisoned_memory(), runtime.recording() as plans:
+    with plan.forcing(ways.epilogue(epilogue)), emulated(SMALL_HOPPER), poisoned_memory(), runtime.recording() as plans:
         y = linear_scale_batch_norm(*half, training=True, strategy="one_kernel")
     assert plans[0].launches[0].member("Epilogue<>") == f"gemmnorm::{epilogue}Epilogue"
     assert error(y, exact) <= 1.25 * error(exact.bfloat16(), exact)

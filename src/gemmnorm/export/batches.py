@@ -92,8 +92,10 @@ def _forward_cases(problem: Problem, strategy: str, saves: bool) -> tuple[Case, 
     if strategy not in OWN_GEMM and problem.chip:
         problem = replace(problem, chip=replace(problem.chip, arch=80))
 
-    def plans(p: Problem) -> dict[bool, Plan]:
-        return {save: plan.make_plan(replace(p, save=save), strategy) for save in (False, True)[: 1 + saves]}
+    def plans(p: Problem) -> dict[bool, Plan]:  # of one candidate: what is kept for a backward changes no kernel
+        _, chosen = plan.ranking(replace(p, save=saves), "forward", strategy)[0]
+        of_both = {save: replace(chosen, problem=replace(chosen.problem, save=save)) for save in (False, saves)}
+        return {save: candidate.plan() for save, candidate in of_both.items()}
 
     found = plans(problem)
     few = _few_batches(found[False])

@@ -44,6 +44,10 @@ _SMALL_PANEL = """\
 Up to 128 rows a cluster of blocks owns some features and shares out the sum over in_features; the partial sums meet in
 distributed shared memory, where the statistics are complete at once. A larger batch takes the persistent kernel.
 """
+_TWO_PASSES_IN_ONE = """\
+Each block multiplies its tiles twice: first for statistics alone, then, when all blocks' are merged, to normalise what
+it has in its registers. y is stored once.
+"""
 _THREE_LAUNCHES = """\
 Two more launches merge the partial statistics and apply scale and shift.
 """
@@ -129,6 +133,7 @@ def explained(strategy: str, plans: Sequence[Plan]) -> tuple[str, str]:
     method += [_SMALL_PANEL] if "small_panel" in functions else []
     method += [_SINGLE_WAVE] if "gemmnorm::SingleWaveEpilogue" in epilogues else []
     method += [_PERSISTENT] if "gemmnorm::PersistentEpilogue" in epilogues else []
+    method += [_TWO_PASSES_IN_ONE] if "gemmnorm::TwoPassEpilogue" in epilogues else []
     method += [_THREE_LAUNCHES] if "gemmnorm::StatisticsEpilogue" in epilogues else []
     method += [_GRAM] if "gram_statistics" in functions else []
     method += [_TWO_PASSES] if "gemmnorm::ExactStatisticsEpilogue" in epilogues else []

@@ -87,8 +87,8 @@ def dtype_forms() -> Iterator[tuple[str, str, str, str]]:
 def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
     """The grid: dtypes × sizes × phases × activations.
 
-    Every size for the identity; the widest vectors, which need the most registers, for the activations, for float16,
-    whose code is bfloat16's but for the conversions, and where nothing but per-feature vectors has another dtype.
+    Every size for the identity; the widest vectors, which need the most registers, for the activations and for float16,
+    whose code is bfloat16's but for the conversions.
     """
     names = [None, *(row.name for row in activations.TABLE)]
     chip = plan.chip_for(arch)
@@ -98,8 +98,7 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
         # the activation that needs most registers stands for the others.
         half = dtype == "float16" and uniform
         few = (100, 256, 1024, 16384, 65536) if arch == 90 and (half or activation == "gelu") else (1024, 16384)
-        common = dtype == "float32" or (dtype == "bfloat16" and not quick and (uniform or out == "float32"))
-        everywhere = activation is None and common
+        everywhere = activation is None and dtype in (("float32",) if quick else ("float32", "bfloat16"))
         sizes = itertools.product(
             _BATCHES if everywhere else few,
             _FEATURES if everywhere else _FEATURES[:1],
