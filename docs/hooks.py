@@ -1,6 +1,6 @@
 """What mkdocs does besides: one site of docs/site, docs/, and what is generated (mkdocs.yml names this file).
 
-- The pages of docs/ and their pictures, CONTRIBUTING.md, the change log and the notebook are pages of the site too.
+- The pages of docs/ and their pictures, and those of `BESIDE` are pages of the site too.
 - Links are paths in the repository, so that they work there. Those to pages are mended; others lose the link.
 - `<!-- include: README.md#Limits -->` is replaced by that section; `<!-- generated: NAME -->` by `GENERATED`.
 - Formulas become MathML, which browsers draw without a script; nothing of a page may come from another host.
@@ -26,7 +26,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, OWN, RESULTS = ROOT / "docs", ROOT / "docs" / "site", ROOT / "benchmarks" / "results"
-BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "lab/README.md")  # of the repository's root, where they are there
+BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "lab/README.md", "tests/traps/README.md")  # of the repository's root, where they are there
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

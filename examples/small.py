@@ -1,4 +1,4 @@
-"""A problem file: the founding model, small enough for any machine. `gemmnorm optimize examples/small.py`"""
+"""A problem file: Linear, scale, BatchNorm, small enough for any machine. `gemmnorm optimize examples/small.py`"""
 
 import torch
 from torch import nn

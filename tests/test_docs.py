@@ -23,7 +23,7 @@ from gemmnorm import errors
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LINKED = [*PAGES, *(path for name in ("CHANGELOG.md", "lab/README.md") if (path := ROOT / name).is_file())]
+LINKED = [*PAGES, *(path for name in ("CHANGELOG.md", "lab/README.md", "tests/traps/README.md") if (path := ROOT / name).is_file())]
 # (page, who runs it, language, text) of every fenced block
 BLOCKS = [
     (page.relative_to(ROOT).as_posix(), who or "", language, text)
@@ -158,4 +158,4 @@ def test_every_page_is_in_the_sites_menu():
     menu = re.findall(r": ([\w./]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
     pages = [path.relative_to(SITE).as_posix() for path in SITE.rglob("*.md")]
     pages += [path.name for path in (ROOT / "docs").glob("*.md")]
-    assert sorted(menu) == sorted([*pages, "CONTRIBUTING.md", "lab/README.md"])
+    assert sorted(menu) == sorted([*pages, "CONTRIBUTING.md", "lab/README.md", "tests/traps/README.md"])

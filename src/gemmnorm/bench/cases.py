@@ -162,7 +162,7 @@ def strategies_to_run(
 
 
 class EagerChain(nn.Module):
-    """The founding model, with every optional part optional: the definition that everything is compared with."""
+    """The chain with every optional part optional: the definition that everything is compared with."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()

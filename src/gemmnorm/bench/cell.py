@@ -307,8 +307,8 @@ class CellRun:
     def _extras(self, variant: Variant | None, module: nn.Module, prefix: str) -> dict[str, Any]:
         """graph_us, host_us, sustained_ms and activation bytes, the keys beginning with `prefix`; None if not measured.
 
-        graph_us in the forward phases of small cases, host_us and memory with gradients, sustained_ms in bf16 of the
-        two founding sizes.
+        graph_us in the forward phases of small cases, host_us and memory with gradients, sustained_ms in bf16 of
+        kb33 and kb39.
         """
         memory = f"{prefix or 'peak_'}activation_bytes"
         names = (f"{prefix}graph_us", f"{prefix}host_us", f"{prefix}sustained_ms", memory)

@@ -133,7 +133,7 @@ def write_replacement(
 
 
 def regenerate(folder: str | Path) -> list[Path]:
-    """Write `model_new/<model>_<strategy>.py` for the founding models in `folder`; returns the paths."""
+    """Write `model_new/<model>_<strategy>.py` for KernelBench's 33 and 39 in `folder`; returns the paths."""
     folder, written = Path(folder), []
     for name in ("kb33", "kb39"):
         found = read_model(folder / f"{name}.py")
