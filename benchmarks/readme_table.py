@@ -85,10 +85,14 @@ def table(document: dict[str, Any] | None, name: str) -> str:
     source = (
         f"{machine.get('gpu', name)}, {versions}; {document['created'][:10]}, `{document['command']}`; every row in"
     )
-    changed = document.get("source_hash") not in (None, sources.source_hash())
-    since = " The kernels or the planner have changed since that run." if changed else ""
-    parts.append(f"{source} [{name}.json](benchmarks/results/{name}.json).{since}")
+    parts.append(f"{source} [{name}.json](benchmarks/results/{name}.json).{since(document)}")
     return "\n\n".join(parts)
+
+
+def since(document: dict[str, Any]) -> str:
+    """A sentence about a result of other sources than these, or nothing."""
+    changed = document.get("source_hash") not in (None, sources.source_hash())
+    return " The kernels or the planner have changed since that run." if changed else ""
 
 
 def replaced(text: str, name: str, block: str) -> str:

@@ -26,7 +26,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, OWN, RESULTS = ROOT / "docs", ROOT / "docs" / "site", ROOT / "benchmarks" / "results"
-BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "lab/README.md", "tests/traps/README.md")  # of the repository's root, where they are there
+# Of the repository's root, where they are there.
+BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "lab/README.md", "tests/traps/README.md")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -168,7 +169,8 @@ def ties() -> str:
     head = "| sizes | precision | phase | torch.compile, ms | gemmnorm, ms | C |\n|---|---|---|---|---|---|"
     machine = document["environment"]
     told = f"These are {len(close)} of {len(rows)} cells; C is torch.compile's time over gemmnorm's."
-    return "\n".join([head, *lines, "", f"{told} {machine['gpu']}, torch {machine['torch']}, `{document['command']}`."])
+    source = f"{machine['gpu']}, torch {machine['torch']}, `{document['command']}`.{tool.since(document)}"
+    return "\n".join([head, *lines, "", f"{told} {source}"])
 
 
 def activation_names() -> str:

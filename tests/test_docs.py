@@ -23,7 +23,8 @@ from gemmnorm import errors
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LINKED = [*PAGES, *(path for name in ("CHANGELOG.md", "lab/README.md", "tests/traps/README.md") if (path := ROOT / name).is_file())]
+BESIDE = ("CHANGELOG.md", "lab/README.md", "tests/traps/README.md")
+LINKED = [*PAGES, *(path for name in BESIDE if (path := ROOT / name).is_file())]
 # (page, who runs it, language, text) of every fenced block
 BLOCKS = [
     (page.relative_to(ROOT).as_posix(), who or "", language, text)

@@ -20,8 +20,8 @@ class LinearScaleBatchNorm1d(nn.Module):
 
     The children are ordinary modules, `gemm` (`nn.Linear`) and `bn` (`nn.BatchNorm1d`), and `scale` is a parameter;
     they are drawn in the order weight, bias, scale (from a normal distribution), so that one seed and one `state_dict`
-    serve this module and the chain written out. Whatever is done to the children (hooks, parametrizations, adapters,
-    conversion to SyncBatchNorm) counts: they are then called one by one.
+    serve this module and the chain written out. Whatever is done to the children (hooks, parametrizations, adapters)
+    counts: they are then called one by one. Converted to SyncBatchNorm, `bn` has synchronised statistics.
 
     Args:
         in_features: I.

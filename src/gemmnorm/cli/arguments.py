@@ -185,13 +185,13 @@ def _add_bench_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--suite", choices=SUITES)
     made.add_argument("--random", type=_numbers, metavar="SEED", help="problems drawn from it; several with commas")
     made.add_argument("--count", type=_count, default=20, help="of random problems for each seed (20)")
-    made.add_argument("--case", type=_one_or_more(tuple(CASES)), help="of a suite; several with commas")
+    made.add_argument("--case", type=_one_or_more(tuple(CASES)), help="of a suite, such as kb33; several with commas")
     made.add_argument(
         "--precision",
         type=_one_or_more(("fp32", "tf32", "bf16", "fp16", "amp")),
-        help="of a suite; for files one of fp32, fp16, bf16: cast models and inputs to it",
+        help="of a suite: fp32, tf32, bf16, fp16, amp; for files one of fp32, fp16, bf16: cast models and inputs to it",
     )
-    made.add_argument("--phase", type=_one_or_more(PHASES))
+    made.add_argument("--phase", type=_one_or_more(PHASES), help=f"{', '.join(PHASES)}; several with commas")
     made.add_argument("--strategy", type=_one_or_more(STRATEGIES))
     made.add_argument("--budget", type=_seconds, default=1.5, metavar="S", help="sampling time per cell or phase (1.5)")
     made.add_argument("--resume", action="store_true", help="keep what --json FILE has and measure only the rest")

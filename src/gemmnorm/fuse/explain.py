@@ -51,8 +51,8 @@ def explain(
     Args:
         model_or_problem: a `gemmnorm.plan.Problem`, or a model, fused or not. Buffers, gradients and random numbers
             stay as they are.
-        *inputs: the model's inputs; its forward is run once to see the sizes. Without inputs only the report of
-            matches and refusals is returned.
+        *inputs: the model's inputs; its forward is run once to see the sizes, under the autocast in force, and with
+            synchronised statistics on every rank. Without inputs only the report of matches and refusals is returned.
         strategy: explain this one instead of the planner's choice.
         **keywords: inputs by name.
 

@@ -109,7 +109,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Something that looks like a chain and is left alone. Reads "<location>: <reason>", below module `owner`."""
+    """Something that looks like a chain and is left alone. Reads `location: reason`, below module `owner`."""
 
     owner: str
     location: str

@@ -20,7 +20,7 @@ class Calls:
     """How the calls of one chain went since it was fused.
 
     Attributes:
-        fused: how many ran as one operation.
+        fused: how many ran as one operation, which kernels or plain PyTorch ops may serve: `explain` says.
         unfused: how many ran module by module, by reason.
         compiled: what the last trace of `torch.compile` took into its graph: "fused", the reason why it holds single
             operations, or "" where there was none. Calls of compiled graphs are not counted.

@@ -20,7 +20,7 @@ def set_float32_arithmetic(arithmetic: str | None) -> contextlib.AbstractContext
     """Choose how float32 products are computed where PyTorch's switches do not allow TF32.
 
     - "float32", the default: float32 accuracy by the fastest arithmetic. On Hopper that is float16 or bfloat16 products
-      of split operands, whose error is below that of float32 arithmetic.
+      of split operands, whose error is as a rule below that of float32 arithmetic.
     - "ieee": float32 arithmetic, about four times as slow on Hopper.
     - None: what the environment variable `GEMMNORM_FLOAT32` says, else the default.
 
