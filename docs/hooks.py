@@ -17,6 +17,7 @@ import posixpath
 import re
 import sys
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from latex2mathml.converter import convert
@@ -168,7 +169,12 @@ def ties() -> str:
     ]
     head = "| sizes | precision | phase | torch.compile, ms | gemmnorm, ms | C |\n|---|---|---|---|---|---|"
     machine = document["environment"]
-    told = f"These are {len(close)} of {len(rows)} cells; C is torch.compile's time over gemmnorm's."
+    means = ", ".join(
+        f"{geometric_mean(row['compile_ms'] / row['ms'] for row in rows if row['phase'] == phase):.2f} ({title.lower()})"
+        for phase, title in tool.PHASES.items()
+    )
+    told = f"These are {len(close)} of {len(rows)} cells. C is torch.compile's time over gemmnorm's; its geometric mean "
+    told += f"over all: {means}."
     source = f"{machine['gpu']}, torch {machine['torch']}, `{document['command']}`.{tool.since(document)}"
     return "\n".join([head, *lines, "", f"{told} {source}"])
 
