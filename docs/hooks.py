@@ -170,11 +170,11 @@ def ties() -> str:
     head = "| sizes | precision | phase | torch.compile, ms | gemmnorm, ms | C |\n|---|---|---|---|---|---|"
     machine = document["environment"]
     means = ", ".join(
-        f"{geometric_mean(row['compile_ms'] / row['ms'] for row in rows if row['phase'] == phase):.2f} ({title.lower()})"
+        f"{geometric_mean(r['compile_ms'] / r['ms'] for r in rows if r['phase'] == phase):.2f} ({title.lower()})"
         for phase, title in tool.PHASES.items()
     )
-    told = f"These are {len(close)} of {len(rows)} cells. C is torch.compile's time over gemmnorm's; its geometric mean "
-    told += f"over all: {means}."
+    told = f"These are {len(close)} of {len(rows)} cells. C is torch.compile's time over gemmnorm's; its geometric "
+    told += f"mean over all: {means}."
     source = f"{machine['gpu']}, torch {machine['torch']}, `{document['command']}`.{tool.since(document)}"
     return "\n".join([head, *lines, "", f"{told} {source}"])
 

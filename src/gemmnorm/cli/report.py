@@ -352,12 +352,12 @@ def _verify(document: Document) -> Iterable[RenderableType]:
 
 def _property(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_property(item)}" for key, item in value.items())
+        return ", ".join(f"{key.replace('_', ' ')} {_property(item)}" for key, item in value.items())
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     if value is None or isinstance(value, bool):
         return {True: "yes", False: "no", None: "not known"}[value]
-    return str(value)
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
 # The kernels of a replacement that is equal, where there was no GPU to run them.

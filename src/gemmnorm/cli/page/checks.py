@@ -118,7 +118,7 @@ def _listed(checks: Sequence[Document], *, case: bool = False) -> Html:
 
 def _words(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_words(item)}" for key, item in value.items())
+        return ", ".join(f"{key.replace('_', ' ')} {_words(item)}" for key, item in value.items())
     if value is None or isinstance(value, bool):
         return {True: "yes", False: "no", None: "not known"}[value]
-    return str(value)
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
