@@ -286,7 +286,7 @@ def variant_table(every: Sequence[Row]) -> str:
             without = [us for name, us in row.us.items() if variant not in by_name[name]]
             if without and with_it < min(without):
                 wins[row.kind, variant].append((min(without) / with_it - 1, row))
-    lines = ["| variant | operands | best in | median | largest | there |", "|---|---|---:|---:|---:|---|"]
+    lines = ["| variant | operands | best in | median | largest | largest at |", "|---|---|---:|---:|---:|---|"]
     for (kind, variant), found in sorted(wins.items(), key=lambda item: (item[0][1], item[0][0])):
         ordered = sorted(found, key=lambda pair: pair[0])
         most, row = ordered[-1]
