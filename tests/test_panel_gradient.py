@@ -104,12 +104,11 @@ def test_equal_bits_whatever_the_order_of_events(by: str, request: pytest.Fixtur
     if by == "turns":
         request.getfixturevalue("turns")
     torch.manual_seed(1)
-    x, weight, grad = torch.randn(1100, 24), torch.randn(136, 24), torch.randn(1100, 136)
-    vectors = [torch.randn(136) for _ in range(4)]
+    x, weight, grad = torch.randn(1100, 24), torch.randn(72, 24), torch.randn(1100, 72)
+    vectors = [torch.randn(72) for _ in range(4)]
     with emulated(SMALL_HOPPER), poisoned_memory():
-        found = [gradients(x, weight, *vectors, grad=grad, activation="relu", strategy="one_kernel") for _ in range(3)]
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        found = [gradients(x, weight, *vectors, grad=grad, activation="relu", strategy="one_kernel") for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_where_it_serves() -> None:

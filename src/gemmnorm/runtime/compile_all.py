@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import itertools
 import multiprocessing
 import sys
@@ -117,7 +118,8 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
                 )  # fmt: skip
 
 
-def kernels(arch: int, quick: bool = False) -> list[Kernel]:
+@functools.cache
+def kernels(arch: int, quick: bool = False) -> tuple[Kernel, ...]:
     """Every distinct kernel of every strategy's plans for `arch`, in a fixed order."""
     found: dict[tuple[object, ...], Kernel] = {}
     for problem in problems(arch, quick):
@@ -148,7 +150,7 @@ def kernels(arch: int, quick: bool = False) -> list[Kernel]:
     distinct: dict[str, Kernel] = {}
     for kernel in found.values():
         distinct.setdefault(sources.translation_unit(kernel.launch, kernel.problem), kernel)
-    return list(distinct.values())
+    return tuple(distinct.values())
 
 
 def every_kernel(architectures: Sequence[int], quick: bool, jobs: int) -> list[Kernel]:
