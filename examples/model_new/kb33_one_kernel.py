@@ -1465,15 +1465,16 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
   PipelineState<G::kStages> state(0);
   typename G::Accumulators acc;
   const bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
+  if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
 #pragma unroll 1
   for (int i = 0; i < G::Epilogue::kPasses; ++i) {
-    if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
     for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
       epilogue.begin(t);
       const typename G::Scaling scaling(f.p, shared.scaling, consumer);
       G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
       scaling.apply(acc);
-      if (takes_turns && consumer == 0 && t == static_cast<int>(blockIdx.x)) named_barrier_arrive(kTurn, 256);
+      const bool first = i == 0 && t == static_cast<int>(blockIdx.x);
+      if (takes_turns && consumer == 0 && first) named_barrier_arrive(kTurn, 256);
       epilogue.store(t, scheduler.at(opaque(t)), acc);
     }
   }
