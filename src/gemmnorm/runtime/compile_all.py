@@ -25,6 +25,7 @@ from ..plan import Launch, Plan, Problem, candidates, gradient, ranks
 from . import driver, sources
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
+IN_FULL = (80, 120)  # the oldest and the newest, whose kernels the others share but for Hopper's own
 
 # (x and W, y, bias and scale, BatchNorm): whole model in one type; autocast with a scale; autocast without one;
 # a half-precision model whose BatchNorm was kept in float32.
@@ -89,7 +90,8 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
     """The grid: dtypes × sizes × phases × activations.
 
     Every size for the identity; the widest vectors, which need the most registers, for the activations and for float16,
-    whose code is bfloat16's but for the conversions.
+    whose code is bfloat16's but for the conversions; on most architectures also for forms of which nothing but
+    per-feature vectors has another dtype.
     """
     names = [None, *(row.name for row in activations.TABLE)]
     chip = plan.chip_for(arch)
@@ -99,7 +101,8 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
         # the activation that needs most registers stands for the others.
         half = dtype == "float16" and uniform
         few = (100, 256, 1024, 16384, 65536) if arch == 90 and (half or activation == "gelu") else (1024, 16384)
-        everywhere = activation is None and dtype in (("float32",) if quick else ("float32", "bfloat16"))
+        common = arch in IN_FULL or uniform or out == "float32"
+        everywhere = activation is None and common and dtype in (("float32",) if quick else ("float32", "bfloat16"))
         sizes = itertools.product(
             _BATCHES if everywhere else few,
             _FEATURES if everywhere else _FEATURES[:1],
