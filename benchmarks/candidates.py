@@ -379,7 +379,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=400.0, help="seconds, compiling included")
     parser.add_argument("--only", default="", help="kinds and phases, by commas: bf16,backward")
     parser.add_argument("--add", help="an earlier run's file: measure those of its problems that have new candidates")
-    parser.add_argument("--sizes", nargs="*", default=[], help="16384x4096x4096 …: these alone, without gradients")
+    parser.add_argument("--sizes", nargs="*", default=[], help="16384x4096x4096 …: these alone, forward and backward")
     parser.add_argument("--list", action="store_true", help="print the problems, run nothing")
     options = parser.parse_args()
     begin = time.monotonic()

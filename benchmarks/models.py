@@ -16,6 +16,7 @@ float16), backward and the optimizer. Per model and way:
 
 Each model has a process of its own. All compile beside each other; then one after the other is timed. A model whose
 package is missing is skipped with a line. On a CPU, and with `--tiny`, everything runs in this process, one by one.
+So far it has run so alone: there are no times of a GPU yet.
 """
 
 from __future__ import annotations

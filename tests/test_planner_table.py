@@ -38,7 +38,7 @@ def serving(problem: Problem, phase: str = "forward") -> list[Candidate]:
     return [found for found in every if found.refusal is None]
 
 
-def of_a_tile_here(found: Candidate) -> bool:
+def of_these_tiles(found: Candidate) -> bool:
     """A tile of each kind, by rows and by features: test_emulated.py has the others."""
     return not isinstance(found.way, Gemm) or (found.way.tile.rows, found.way.tile.columns) in ((128, 64), (128, 128))
 
@@ -80,7 +80,7 @@ def inputs_of(problem: Problem, phase: str = "forward") -> dict[str, Tensor]:
 
 def check(problem: Problem, phase: str = "forward") -> list[str]:
     """All that serve against the first; their names."""
-    every, inputs = [c for c in serving(problem, phase) if of_a_tile_here(c)], inputs_of(problem, phase)
+    every, inputs = [c for c in serving(problem, phase) if of_these_tiles(c)], inputs_of(problem, phase)
     if problem.cast:
         every = [every[0], *filter(converting, every)]
     tolerance = 2e-2 if problem.dtype == "bfloat16" else 2e-3 if problem.arithmetic == "tf32" else 2e-6

@@ -531,13 +531,8 @@ __device__ __forceinline__ void setmaxnreg_inc() {
 }
 
 // Counters in global memory that order what other blocks wrote: #memory-consistency-model
-__device__ __forceinline__ void add_relaxed(u32* counter, u32 value) {
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
-}
-__device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void signal(u32* counter, u32 value) {
-  fence_device();
-  add_relaxed(counter, value);
+  asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
 __device__ __forceinline__ u32 load_acquire(const u32* counter) {
   u32 value;

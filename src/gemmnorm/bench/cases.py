@@ -65,6 +65,17 @@ class Cell:
 
 
 _PROJECTOR = Case("projector", 2048, 2048, 8192, bias=False, scale=False, activation="relu")
+# Products that cost less than writing them.
+_THIN = (
+    Case("thin64", 131072, 64, 64, activation="relu"),
+    Case("thin1024", 65536, 128, 1024, activation="relu"),
+    Case("thin9856", 59904, 112, 9856, activation="relu"),
+)
+# Few rows; rows of x that are no whole lines of memory, and the next size where they are.
+_SHAPES = (
+    *(Case(f"rows{rows}", rows, 4096, 4096) for rows in (64, 128, 256, 512)),
+    *(Case(f"pitch{wide}", 8192, wide, 2048) for wide in (1000, 1024, 4040, 4096)),
+)
 CASES: dict[str, Case] = {
     c.name: c
     for c in (
@@ -75,13 +86,8 @@ CASES: dict[str, Case] = {
         Case("mid", 512, 2048, 2048),
         Case("small", 256, 512, 512),
         Case("v0", 128, 1024, 512),
-        # Products that cost less than writing them; few rows; rows of x that are no whole lines of memory, and the next
-        # size where they are.
-        Case("thin64", 131072, 64, 64, activation="relu"),
-        Case("thin1024", 65536, 128, 1024, activation="relu"),
-        Case("thin9856", 59904, 112, 9856, activation="relu"),
-        *(Case(f"rows{rows}", rows, 4096, 4096) for rows in (64, 128, 256, 512)),
-        *(Case(f"pitch{wide}", 8192, wide, 2048) for wide in (1000, 1024, 4040, 4096)),
+        *_THIN,
+        *_SHAPES,
         # What a CPU times in a moment; the same chains, and one of odd sizes.
         Case("tiny", 64, 128, 96),
         Case("tiny_projector", 96, 128, 256, bias=False, scale=False, activation="relu"),
@@ -89,7 +95,6 @@ CASES: dict[str, Case] = {
     )
 }
 _GPU_CASES = ("kb33", "kb39", "projector", "projector256", "mid", "small", "v0")
-_SHAPES = tuple(name for name in CASES if name.startswith(("thin", "rows", "pitch")))
 _ALL = (("fp32", False), ("tf32", False), ("bf16", False), ("fp16", False), ("bf16", True))
 
 SUITES: dict[str, tuple[Cell, ...]] = {
@@ -106,10 +111,10 @@ SUITES: dict[str, tuple[Cell, ...]] = {
         for phase in PHASES
     ),
     "shapes": tuple(
-        Cell(CASES[name], "bf16", False, phase)
-        for name in _SHAPES
-        for phase in PHASES
-        if phase == "train_fwd" or name.startswith("thin")
+        Cell(case, "bf16", False, phase)
+        for cases, phases in ((_THIN, PHASES), (_SHAPES, PHASES[:1]))
+        for case in cases
+        for phase in phases
     ),
     "quick": tuple(
         Cell(CASES[name], precision, False, phase)

@@ -233,7 +233,7 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
         yield replace(everything, schedule="single-tile")
     else:
         yield replace(everything, schedule="persistent")
-        if not problem.split:
+        if not problem.split:  # untried with split operands
             yield replace(everything, schedule="persistent-two-pass")
         yield from _single_waves(problem, everything)
 

@@ -50,6 +50,7 @@ EPILOGUES = {
 KNOWN = ("evaluate", "normalize")  # schedules whose statistics are known
 TWICE = ("two-pass", "gram")  # schedules that launch "exact-statistics" and "normalize"
 UNSTORED = (*TWICE, "exact-statistics", "normalize", "persistent-two-pass")  # schedules that have no use for a product
+MEET = ("persistent", "persistent-two-pass")  # schedules whose blocks wait for each other in global memory
 ONE_LAUNCH = ("single-tile", "single-wave", "persistent", "persistent-two-pass")  # training schedules that are one
 # Fields of the operands that the kernel converts, and of what only split operands have.
 _CONVERTED = ("source_x", "source_weight", "converted_x", "converted_weight")
@@ -216,7 +217,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
         resident=1,
         shared=shared,
         cluster=gemm.cluster,
-        cooperative=left or schedule.startswith("persistent") or (schedule == "single-wave" and gemm.cluster == 1),
+        cooperative=left or schedule in MEET or (schedule == "single-wave" and gemm.cluster == 1),
         maps=(
             Map("map_x", operands[0], tile.rows, tile.k, fits=schedule in KNOWN),
             Map("map_weight", operands[1], tile.columns, tile.k),

@@ -40,6 +40,7 @@ _FORMS = (
 _BATCHES = (2, 1024, 2048, 4096, 16384, 65536)
 _FEATURES = (8192, 4096, 512, 8196, 516, 8194, 514, 8193, 513)
 _IN_FEATURES = (64, 101, 8192)
+_FEW_INPUTS = (64, 8192)  # that lead to all schedules
 # Likewise: one tile of rows by clusters of one, two, four and eight blocks (plan/small.py), gradients of panels by
 # clusters of one and of two (plan/gradient.py), and wide tiles of 64, 128 and 256 rows, one for all rows or many.
 _SMALL = (
@@ -100,13 +101,13 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
         # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. In the first two,
         # the activation that needs most registers stands for the others.
         half = dtype == "float16" and uniform
-        few = (100, 256, 1024, 16384, 65536) if arch == 90 and (half or activation == "gelu") else (1024, 16384)
+        few = (100, 256, 1024, 16384, 65536) if arch == 90 and (half or activation in (None, "gelu")) else (1024, 16384)
         common = arch in IN_FULL or uniform or out == "float32"
         everywhere = activation is None and common and dtype in (("float32",) if quick else ("float32", "bfloat16"))
         sizes = itertools.product(
             _BATCHES if everywhere else few,
             _FEATURES if everywhere else _FEATURES[:1],
-            _IN_FEATURES if everywhere else _IN_FEATURES[-1:],
+            _IN_FEATURES if everywhere else _FEW_INPUTS if activation is None else _FEW_INPUTS[-1:],
         )
         small = _SMALL if arch == 90 and activation in (None, "gelu") and (half or dtype != "float16") else ()
         for batch, features, inner in (*sizes, *small):

@@ -92,7 +92,7 @@ def _probed(candidate: Candidate, reference: Reference, failed: Sequence[Check])
         yield "not_finite", "it treats NaN and infinity otherwise than the original"
         return
     if outputs and side.call("unordered", inputs):
-        yield "late_work", "it does not wait for the current stream, nor that for it"
+        yield "late_work", "it does not wait for the work that the current stream has before it"
         return
     if outputs and (unwritten := side.call("unwritten", inputs, reference.training)):
         yield "uninitialised_memory", f"{unwritten} elements of its output hold what their memory held before"

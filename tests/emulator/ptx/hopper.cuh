@@ -163,9 +163,7 @@ inline void st_async_remote(float4* own, float4 v, u64* barrier, int rank) {
   });
 }
 
-inline void add_relaxed(u32* counter, u32 value) { *counter += value; }
-inline void fence_device() {}
-inline void signal(u32* counter, u32 value) { add_relaxed(counter, value); }
+inline void signal(u32* counter, u32 value) { *counter += value; }
 inline u32 load_acquire(const u32* counter) { return *counter; }
 inline void wait_until(const u32* counter, u32 value) {
   emulator::wait("a counter in global memory", [=] { return *counter >= value; });

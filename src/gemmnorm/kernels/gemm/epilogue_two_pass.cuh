@@ -58,16 +58,9 @@ struct TwoPassEpilogue {
       if (known) return Base::store(t, tile, acc);
       tile_of_accumulators.template take_means<false, false>(f, shared.epilogue.statistics, tile, acc);
       tile_of_accumulators.template take_squares<false, false>(f, shared.epilogue.statistics, tile, acc, nullptr);
-      known = t + static_cast<int>(gridDim.x) >= scheduler.tiles();
-      if (known) signal_tiles();
-    }
-
-    // All of the block's tiles at once: before the last nobody could go on, and a fence takes as long as a tile.
-    __device__ __forceinline__ void signal_tiles() const {
       named_barrier_sync(1 + consumer, 128);
-      if (thread > 0) return;
-      fence_device();
-      for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) add_relaxed(counters.complete(scheduler.at(t).n), 1);
+      if (thread == 0) signal(counters.complete(tile.n), 1);
+      known = t + static_cast<int>(gridDim.x) >= scheduler.tiles();
     }
   };
 };
