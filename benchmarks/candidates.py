@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python benchmarks/candidates.py --out candidates.json.gz --budget 400
 
-`--add FILE` keeps the rows of an earlier run, and measures the problems again that have candidates which it lacks.
+`--add FILE` keeps the rows of an earlier run, and measures the problems again that have candidates which it lacks; with
+`--again` all problems, where a kernel has changed.
 `--list` prints the problems and how many kernels they need, without a GPU. Problems come in the order of their value:
 those that TARGETS holds, random ones, then a grid; `--budget` seconds stop the run cleanly and keep what is there.
 
@@ -128,8 +129,8 @@ def brought() -> Iterator[Case]:
         for kind, training in itertools.product(kinds, (True, False)):
             save, vectors = training and number % 4 == 3, kind == "amp" or number % 3 > 0
             yield case(kind, sizes, training, save, vectors, varied=number % 8 == 0)
-        if number % 2 == 0:
-            yield case(kinds[number // 2 % 4], sizes, True, True, phase="backward")
+        for kind in dict.fromkeys(("bf16", kinds[number % 4])):
+            yield case(kind, sizes, True, True, phase="backward")
 
 
 def grid() -> Iterator[Case]:
@@ -379,6 +380,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=400.0, help="seconds, compiling included")
     parser.add_argument("--only", default="", help="kinds and phases, by commas: bf16,backward")
     parser.add_argument("--add", help="an earlier run's file: measure those of its problems that have new candidates")
+    parser.add_argument("--again", action="store_true", help="with --add, problems too that lack no candidate")
     parser.add_argument("--sizes", nargs="*", default=[], help="16384x4096x4096 …: these alone, forward and backward")
     parser.add_argument("--list", action="store_true", help="print the problems, run nothing")
     options = parser.parse_args()
@@ -394,7 +396,7 @@ def main() -> None:
     kinds, phases = [w for w in words if w in KINDS], [w for w in words if w in ("forward", "backward")]
     chosen = [c for c in chosen if (not kinds or c.kind in kinds) and (not phases or c.phase in phases)]
     rows = earlier(options.add) if options.add else []
-    if options.add:
+    if options.add and not options.again:
         known = {described(row): row["us"] for row in rows}
         chosen = [c for c in chosen if any(f.name not in known.get(described(c.row), {f.name: 0}) for f in found(c))]
     if options.list:

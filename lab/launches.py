@@ -1,6 +1,6 @@
 """Where the time of a call goes, kernel by kernel, as the profiler sees it on a GPU.
 
-    PYTHONPATH=src python lab/launches.py [--case kb33 …] [--precision fp32 …] [--strategy one_kernel …] [--phase train …]
+    PYTHONPATH=src python lab/launches.py [--case kb33 131072x64x64 …] [--precision fp32 …] [--strategy one_kernel auto …] [--phase train …]
 
 Times are medians over calls behind an emptied L2; the kernels of one call follow each other as in use.
 """
@@ -27,7 +27,8 @@ def main():
     for case, precision, strategy, phase in itertools.product(
         options.case, options.precision, options.strategy, options.phase
     ):
-        batch, wide, out, bias, scale, activation = CASES[case]
+        sizes = map(int, case.split("x")) if case[0].isdigit() else ()
+        batch, wide, out, bias, scale, activation = CASES[case] if case in CASES else (*sizes, False, None, "relu")
         torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "none"
         module = gemmnorm.LinearScaleBatchNorm1d(
             wide, out, bias, scale, activation=activation, device="cuda", dtype=DTYPES[precision]
@@ -36,7 +37,7 @@ def main():
         grad = torch.randn(batch, out, device="cuda", dtype=DTYPES[precision])
 
         def call():
-            with gemmnorm.set_strategy(strategy), torch.set_grad_enabled(phase == "step"):
+            with gemmnorm.set_strategy(None if strategy == "auto" else strategy), torch.set_grad_enabled(phase == "step"):
                 y = module(x)
                 if phase == "step":
                     y.backward(grad)

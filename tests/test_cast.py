@@ -207,12 +207,14 @@ def test_a_plan_casts_only_what_it_is_told_to() -> None:
             "given_weight",
             "cast_weight",
             "weight_rows",
+            "rows_of_block",
             "chunks_converted",
             "in_features",
+            "batch",
         )
         assert [b.role for b in chosen.outputs if b.role in cast.CAST] == ["cast_weight"]
-        first = chosen.launches[0].grid.value(problem.batch)
-        assert first < 4096 if strategy in plan.OWN_GEMM else first == 4096
+        blocks, first = 4096 // cast.rows_of_block(4096), chosen.launches[0].grid.value(problem.batch)
+        assert first < blocks if strategy in plan.OWN_GEMM else first == blocks
 
 
 @needs_compiler

@@ -9,11 +9,13 @@ from dataclasses import replace
 from .library import ROWS
 from .problem import DTYPE_BYTES, Problem, type_members
 from .split import ALL_ROWS, ROW_BYTES
-from .steps import Buffer, Extent, Launch, Plan, Product
+from .steps import THREADS, Buffer, Extent, Launch, Plan, Product
 
 OPERANDS = ("x", "weight")
 CAST = ("cast_x", "cast_weight")  # roles of the same, cast or copied
 COLUMNS = 2048  # of K, that are converted at a time
+WORDS = 8  # of four elements, that a thread of the pass has in flight
+LINE_THREADS = 8  # that read a line of 128 bytes
 
 
 def operand(problem: Problem, name: str) -> str:
@@ -59,10 +61,20 @@ def chunks(problem: Problem) -> int:
     return -(-problem.in_features // COLUMNS) if problem.made else 1
 
 
+def rows_of_block(columns: int) -> int:
+    """Rows, of so many columns that are converted, for a block of the pass: as many as leave a thread `WORDS` words."""
+    threads = LINE_THREADS
+    while threads < THREADS and threads * WORDS * 4 < columns:
+        threads *= 2
+    return THREADS // threads
+
+
 def cast_rows(problem: Problem, x_rows: int, weight_rows: int, chunk_count: int) -> Launch:
-    """The pass that casts or copies the first rows of x and of the weight, so many chunks of each."""
+    """The pass that casts or copies the first rows of x, or a few more, and of the weight, so many chunks of each."""
     rows = weight_rows if "weight" in problem.made else 0
-    grid = Extent(1, 1, limit=0 if x_rows == ALL_ROWS else x_rows + rows, plus=rows)
+    each = rows_of_block(min(chunk_count * COLUMNS, problem.in_features))
+    before = -(-rows // each)
+    grid = Extent(1, each, limit=0 if x_rows == ALL_ROWS else -(-x_rows // each) + before, plus=before)
     return Launch(
         "fused_gemm_cast_operands",
         "memory_bound/cast.cuh",
@@ -71,13 +83,15 @@ def cast_rows(problem: Problem, x_rows: int, weight_rows: int, chunk_count: int)
         (
             *(f"{kind}_{name}" for name in problem.made for kind in ("given", "cast")),
             "weight_rows",
+            "rows_of_block",
             "chunks_converted",
             "in_features",
+            "batch",
         ),
-        grid if "x" in problem.made else Extent(rows),
+        grid if "x" in problem.made else Extent(before),
         absent=tuple(f"{kind}_{name}" for name in OPERANDS if name not in problem.made for kind in ("given", "cast")),
         resident=4,
-        numbers=(("weight_rows", rows), ("chunks_converted", chunk_count)),
+        numbers=(("weight_rows", rows), ("rows_of_block", each), ("chunks_converted", chunk_count)),
     )
 
 

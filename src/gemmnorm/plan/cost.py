@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from . import cast, tables
+from . import cast, split, tables
 from .problem import CHIPS, DTYPE_BYTES, Problem
 from .split import ROW_BYTES
 
@@ -73,7 +73,7 @@ class Constants:
     gram_stage_ns: float = 250.0  # of 64 rows of a block's part
     gram_square_ns: float = 60.0  # of 16 × 16 elements of the matrix, for up to 64 features of a warp
     # Conversion of operands.
-    row_ns: float = 3.0  # of a row that is converted, in a launch of its own
+    block_ns: float = 3.0  # of a block of the launch that converts rows
     inside_row_ns: float = 3.0  # likewise, by the kernel itself
     inside: float = 1.0  # TB/s of conversion by the kernel itself
     begin_inside: float = 2.0  # of the barriers that this takes
@@ -145,7 +145,7 @@ def empty() -> Counted:
         "near_bytes": 0.0,
         "far_bytes": 0.0,
         "converted_bytes": 0.0,
-        "converted_rows": 0,
+        "converted_blocks": 0,
         "groups": 0,
     }
 
@@ -169,20 +169,24 @@ def count_product(problem: Problem, rows: int, columns: int, inner: int) -> Coun
     }
 
 
-def _convert(counted: Counted, rows: float, bytes_of_row: float) -> None:
+def _convert(counted: Counted, blocks: float, nbytes: float) -> None:
     """A pass that converts rows."""
     counted["launches"] += 1
-    counted["converted_rows"] += rows
-    counted["converted_bytes"] += rows * bytes_of_row
+    counted["converted_blocks"] += blocks
+    counted["converted_bytes"] += nbytes
 
 
-def count_cast(problem: Problem, counted: Counted, x_rows: float, weight_rows: float, columns: float) -> None:
+def count_cast(problem: Problem, counted: Counted, x_rows: int, weight_rows: int, columns: int) -> None:
     """The pass that casts or copies operands before a product."""
-    rows = {"x": x_rows, "weight": weight_rows}
+    rows, each = {"x": x_rows, "weight": weight_rows}, cast.rows_of_block(columns)
     if problem.made:
-        found = sum(rows[name] * cast.converted_bytes(problem, name) for name in problem.made)
-        count = sum(rows[name] for name in problem.made)
-        _convert(counted, count, columns * found / max(count, 1.0))
+        nbytes = sum(rows[name] * columns * cast.converted_bytes(problem, name) for name in problem.made)
+        _convert(counted, sum(-(-rows[name] // each) for name in problem.made), nbytes)
+
+
+def count_split(counted: Counted, rows: int, columns: int) -> None:
+    """The pass that splits rows of float32."""
+    _convert(counted, -(-rows // split.rows_of_block(columns)), 8.0 * rows * columns)
 
 
 def count_library(problem: Problem, shape: Any = None) -> Counted:
@@ -240,7 +244,7 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
             inside_rows += left
     elif problem.split:
         weight_rows = 0 if problem.prepared else gemm.weight_rows
-        _convert(counted, x_rows + weight_rows, 8.0 * problem.in_features)
+        count_split(counted, x_rows + weight_rows, problem.in_features)
         every = problem.batch + (0 if problem.prepared else problem.out_features)
         inside_rows = every - x_rows - weight_rows
         inside = 8.0 * problem.in_features * inside_rows
@@ -336,8 +340,8 @@ def count_backward(problem: Problem, way: Any) -> Counted:
         counted["groups"] = -(-b // 64)
     _pass(counted, once + b * o * size, 1e12 if way.kernel == "cluster_gradient" else once)
     if way.split:
-        _convert(counted, b + o, 8.0 * i)
-        _convert(counted, b, 12.0 * o)
+        count_split(counted, b + o, i)
+        _convert(counted, -(-b // split.rows_of_block(o)), 12.0 * b * o)
     return counted | {
         **held,
         "turns": float(way.kernel == "persistent_gradient"),
@@ -377,7 +381,7 @@ def pass_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
         "launches": c.launch * n["launches"],
         "passes": n["near_bytes"] / c.l2_bandwidth / 1e6 + n["far_bytes"] / c.bandwidth / 1e6,
         "merge": n["groups"] * c.group_ns / 1e3,
-        "conversion": overlapped(n["converted_rows"] * c.row_ns / 1e3, n["converted_bytes"] / c.bandwidth / 1e6),
+        "conversion": overlapped(n["converted_blocks"] * c.block_ns / 1e3, n["converted_bytes"] / c.bandwidth / 1e6),
     }
 
 

@@ -6,16 +6,27 @@ from dataclasses import replace
 
 from .library import ROWS, VECTORS
 from .problem import CHIPS, Problem, type_members
-from .steps import Buffer, Extent, Launch, Map, Plan
+from .steps import THREADS, Buffer, Extent, Launch, Map, Plan
 
 ROW_BYTES = 128  # of K in one pipeline stage
 ALL_ROWS = 2**30  # of x, whatever the batch
 SPLIT_COLUMNS = 64  # of K, high and then low
 SPLIT_GEMM_TILE, SPLIT_GEMM_STAGES = 128, 3
+WARP_COLUMNS = 1024  # of a row, that a warp holds
 
 
 # What is kept of a weight that is split ahead of the calls, beside itself.
 PREPARED = ("split_weight", "weight_exponents", "weight_amax", "weight_abs_sum", "weight_checksums")
+
+
+def rows_of_block(columns: int) -> int:
+    """Rows, of so many columns, that a block of the passes over whole rows splits: one, or one for each of its warps."""
+    return THREADS // row_threads(columns)
+
+
+def row_threads(columns: int) -> int:
+    """Threads that split a row."""
+    return 32 if columns <= WARP_COLUMNS else THREADS
 
 
 def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, checksums: bool = False) -> Launch:
@@ -23,11 +34,13 @@ def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, c
     known: tuple[str, ...] = ("weight_amax", "weight_abs_sum", "amax_state") if guarded else ()
     known += ("weight_checksums",) if checksums else ()
     optional = ("weight_amax", "weight_abs_sum", "amax_state", "weight_checksums")
+    each = rows_of_block(problem.in_features)
+    before = -(-weight_rows // each)
     return Launch(
         "fused_gemm_split_operands",
         "memory_bound/split.cuh",
         "split_rows",
-        (),
+        (("kRowThreads", row_threads(problem.in_features)),),
         (
             "x",
             "weight",
@@ -38,8 +51,9 @@ def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, c
             *known,
             "weight_rows",
             "in_features",
+            "batch",
         ),
-        Extent(1, 1, limit=0 if x_rows == ALL_ROWS else x_rows + weight_rows, plus=weight_rows),
+        Extent(1, each, limit=0 if x_rows == ALL_ROWS else -(-x_rows // each) + before, plus=before),
         resident=4,
         numbers=(("weight_rows", weight_rows),),
         absent=tuple(field for field in optional if field not in known),
@@ -49,7 +63,8 @@ def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, c
 def prepare(problem: Problem) -> Plan:
     """The weight alone, split: the buffers of `PREPARED`, of which the checksums come zeroed from the caller."""
     features = Extent(problem.out_features)
-    launch = replace(split_rows(problem, True, 0, problem.out_features, checksums=True), grid=features)
+    launch = split_rows(problem, True, 0, problem.out_features, checksums=True)
+    launch = replace(launch, grid=Extent(launch.grid.plus))
     weight, exponents = split_operands(problem)[1::2]
     sizes = (Buffer(role, "float32", (features,)) for role in ("weight_amax", "weight_abs_sum"))
     return Plan(problem, "prepare", "one_kernel", (launch,), (weight, exponents, *sizes))
@@ -108,10 +123,10 @@ def split_backward(problem: Problem, plan: Plan) -> Plan:
         "fused_gemm_split_gradient",
         "backward/split_gradient.cuh",
         "split_gradient",
-        (),
+        (("kRowThreads", row_threads(problem.out_features)),),
         ("grad_product", "x_exponents", "weight_exponents", "column_exponents", "split_by_rows", "split_by_columns",
-         "row_exponents", "features"),
-        ROWS,
+         "row_exponents", "batch", "features"),
+        Extent(1, rows_of_block(problem.out_features)),
     )  # fmt: skip
     steps = (
         split_rows(problem, False, ALL_ROWS, problem.out_features),

@@ -207,6 +207,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "amax_state": ("unsigned int*", "[4], after a number for each 64 features: zero, and left zero"),
     "x_rows": ("int", "of x, that are made already or begun"),
     "weight_rows": ("int", "of the weight, likewise"),
+    "rows_of_block": ("int", "neighbouring rows that a block casts"),
     "chunks_converted": ("int", "chunks of 2048 columns of these rows, that are cast already"),
     "fallback_features": ("int*", "[features]: a list, in any order, of those to be computed in float32"),
     "source_x": ("const float*", "[batch, in_features]: rows that the kernel itself converts"),

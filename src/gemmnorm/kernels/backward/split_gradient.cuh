@@ -2,7 +2,7 @@
 // exponent per row, its columns multiplied by the weight's powers of two, for dx = da·W; and with an exponent per column,
 // its rows multiplied by x's, for dW = daᵀ·x. W and x are split as in the forward, and lack just those powers.
 //
-// A block splits one row: reads da once, writes it split twice. It finds the row's exponent itself; those of the columns
+// A block, or where rows are short a warp, splits one row: reads da once, writes it split twice. It finds the row's exponent itself; those of the columns
 // come from the kernel that made da. The planner takes it in training with split operands, before split_gemm.cuh.
 #pragma once
 #include "common/fp16x2.cuh"
@@ -15,16 +15,19 @@ __device__ __forceinline__ void split_gradient(const Params& p) {
   __shared__ int maxima[kThreads / 32];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const int row = blockIdx.x, x_exponent = p.x_exponents[row], padded = padded_columns(p.features);
-  const RowTile tile(p.grad_product + static_cast<i64>(row) * p.features, p.features);
+  using Row = RowTile<Config::kRowThreads>;
+  const int row = Row::row_of(blockIdx.x), padded = padded_columns(p.features);
+  if (row >= p.batch) return;
+  const int x_exponent = p.x_exponents[row];
+  const Row tile(p.grad_product + static_cast<i64>(row) * p.features, p.features);
   int exponent = kLeastExponent;
   tile.visit(p.features, [&](int c, const Vec<float, 4>& v) {
     const Vec<int, 4> e = load_four(p.weight_exponents, c, p.features);
 #pragma unroll
     for (int i = 0; i < 4; ++i) exponent = max(exponent, scaled_exponent(v.at[i], e.at[i]));
   });
-  exponent = block_max(exponent, maxima);
-  if (threadIdx.x == 0) p.row_exponents[row] = exponent;
+  exponent = tile.largest(exponent, maxima);
+  if (tile.lane == 0) p.row_exponents[row] = exponent;
 
   half* by_rows = p.split_by_rows + static_cast<i64>(row) * 2 * padded;
   half* by_columns = p.split_by_columns + static_cast<i64>(row) * 2 * padded;

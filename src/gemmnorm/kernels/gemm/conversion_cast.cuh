@@ -33,9 +33,9 @@ struct CastConversion : ConvertedRows<G, Params> {
     target += static_cast<i64>(row) * pitch + column;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i, source += in_features, target += pitch)
-      if (in_features % 4) cast_row<false, 32, 4>(source, target, columns, lane);
+      if (in_features % 4) cast_row<false, 4>(source, target, columns, lane, 32);
       else if (columns == kCastColumns) cast_chunk(source, target, lane);
-      else cast_row<true, 32, 4>(source, target, columns, lane);
+      else cast_row<true, 8>(source, target, columns, lane, 32);
   }
 
   // A warp's share, eight rows of a chunk at a time: first the other chunks of the rows that the launch before has begun,

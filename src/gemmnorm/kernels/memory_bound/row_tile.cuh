@@ -1,4 +1,4 @@
-// A float32 row that a block of 256 threads reads more than once: its first 8192 columns stay in registers.
+// A float32 row that a block, or for short rows a warp, reads more than once: 32 columns of a thread stay in registers.
 #pragma once
 #include "common/common.cuh"
 
@@ -18,41 +18,60 @@ __device__ __forceinline__ Vec<T, 4> load_four(const T* row, int c, int columns)
   return v;
 }
 
+// LANES: kThreads, or 32 for a row of each warp.
+template <int LANES>
 struct RowTile {
-  static constexpr int kWords = 8;                        // of a thread, four columns each
-  static constexpr int kColumns = kWords * 4 * kThreads;  // in registers
+  static constexpr int kWords = 8;                     // of a thread, four columns each
+  static constexpr int kColumns = kWords * 4 * LANES;  // in registers
+  static constexpr int kRows = kThreads / LANES;       // of a block
 
   const float* row;
-  int columns;
+  int columns, lane;
   Vec<float, 4> words[kWords];
 
-  __device__ __forceinline__ RowTile(const float* row_, int columns_) : row(row_), columns(columns_) {
+  __device__ __forceinline__ RowTile(const float* row_, int columns_)
+      : row(row_), columns(columns_), lane(threadIdx.x % LANES) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = load_four(row, (i * kThreads + threadIdx.x) * 4, columns);
+    for (int i = 0; i < kWords; ++i) words[i] = load_four(row, (i * LANES + lane) * 4, columns);
   }
+  // The row of the thread in block `block`.
+  __device__ __forceinline__ static int row_of(int block) { return block * kRows + static_cast<int>(threadIdx.x) / LANES; }
+
   // Calls `visit(column, four elements)` for the thread's words; zeros from the last column up to `end`.
   template <class Visit>
   __device__ __forceinline__ void visit(int end, const Visit& visit_word) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const int c = (i * kThreads + threadIdx.x) * 4;
+      const int c = (i * LANES + lane) * 4;
       if (c < end) visit_word(c, words[i]);
     }
 #pragma unroll 1
-    for (int c = kColumns + threadIdx.x * 4; c < end; c += 4 * kThreads)
-      visit_word(c, load_four(row, c, columns));
+    for (int c = kColumns + lane * 4; c < end; c += 4 * LANES) visit_word(c, load_four(row, c, columns));
+  }
+  // The largest of the row's threads' values, and their sum, for each of them.
+  __device__ __forceinline__ static int largest(int value, int* shared /* [kThreads / 32] */) {
+#pragma unroll
+    for (int bit = 16; bit; bit /= 2) value = max(value, __shfl_xor_sync(~0u, value, bit));
+    if constexpr (LANES > 32) {
+      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+      __syncthreads();
+#pragma unroll
+      for (int w = 0; w < kThreads / 32; ++w) value = max(value, shared[w]);
+    }
+    return value;
+  }
+  __device__ __forceinline__ static float total(float value, float* shared /* [kThreads / 32] */) {
+#pragma unroll
+    for (int bit = 16; bit; bit /= 2) value += __shfl_xor_sync(~0u, value, bit);
+    if constexpr (LANES > 32) {
+      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+      __syncthreads();
+      value = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kThreads / 32; ++w) value += shared[w];
+    }
+    return value;
   }
 };
-
-// The largest of a block's values, for every thread.
-__device__ __forceinline__ int block_max(int value, int* shared /* [kThreads / 32] */) {
-#pragma unroll
-  for (int bit = 16; bit; bit /= 2) value = max(value, __shfl_xor_sync(~0u, value, bit));
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) value = max(value, shared[w]);
-  return value;
-}
 
 }  // namespace gemmnorm

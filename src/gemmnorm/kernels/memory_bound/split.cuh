@@ -1,5 +1,5 @@
 // fp16x2 split of float32 operands ahead of the GEMM (arithmetic in common/fp16x2.cuh): a block splits one row, of the
-// weight or of x. Reads x and W once, writes both split, and of every row its exponent.
+// weight or of x, or a warp does where rows are short. Reads x and W once, writes both split, and of every row its exponent.
 //
 // For the guard (split_loses) it also gives amax and abs_sum of the weight's rows, and the maxima of x's over all rows. The
 // weight's rows come in descending order and x's last: what the GEMM reads first is then still in the L2. The planner takes
@@ -7,19 +7,28 @@
 #pragma once
 #include "common/fp16x2.cuh"
 #include "memory_bound/row_tile.cuh"
+#include "ptx/hopper.cuh"
 
 namespace gemmnorm {
 
+// A maximum over all rows. What the L2 has grows only: few rows need the atomic.
+__device__ __forceinline__ void raise(u32& largest, u32 value) {
+  if (static_cast<u32>(load_l2(reinterpret_cast<const int*>(&largest))) < value) atomicMax(&largest, value);
+}
+
 template <class Config, class Params>
 __device__ __forceinline__ void split_rows(const Params& p) {
+  using Row = RowTile<Config::kRowThreads>;
   __shared__ int maxima[kThreads / 32];
   __shared__ float sums[kThreads / 32];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const int block = blockIdx.x, padded = padded_columns(p.in_features);
-  const bool of_weight = block < p.weight_rows;
-  const int row = of_weight ? p.weight_rows - 1 - block : block - p.weight_rows;
-  const RowTile tile((of_weight ? p.weight : p.x) + static_cast<i64>(row) * p.in_features, p.in_features);
+  const int block = blockIdx.x, of_weights = (p.weight_rows + Row::kRows - 1) / Row::kRows;
+  const bool of_weight = block < of_weights;
+  const int row = of_weight ? p.weight_rows - 1 - Row::row_of(block) : Row::row_of(block - of_weights);
+  if (of_weight ? row < 0 : row >= p.batch) return;
+  const int padded = padded_columns(p.in_features);
+  const Row tile((of_weight ? p.weight : p.x) + static_cast<i64>(row) * p.in_features, p.in_features);
   half* target = (of_weight ? p.split_weight : p.split_x) + static_cast<i64>(row) * 2 * padded;
 
   u32 amax_bits = 0;
@@ -31,22 +40,18 @@ __device__ __forceinline__ void split_rows(const Params& p) {
       abs_sum += fabsf(v.at[i]);
     }
   });
-#pragma unroll
-  for (int bit = 16; bit; bit /= 2) abs_sum += __shfl_xor_sync(~0u, abs_sum, bit);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = abs_sum;
-  amax_bits = static_cast<u32>(block_max(static_cast<int>(amax_bits), maxima));  // a barrier for `sums` too
+  abs_sum = tile.total(abs_sum, sums);
+  amax_bits = static_cast<u32>(tile.largest(static_cast<int>(amax_bits), maxima));
   const int exponent = row_exponent(amax_bits);
-  if (threadIdx.x == 0) {
-    abs_sum = 0.0f;
-    for (int w = 0; w < kThreads / 32; ++w) abs_sum += sums[w];
+  if (tile.lane == 0) {
     (of_weight ? p.weight_exponents : p.x_exponents)[row] = exponent;
     if (of_weight && p.weight_amax) {
       p.weight_amax[row] = __uint_as_float(amax_bits);
       p.weight_abs_sum[row] = abs_sum;
     }
     if (!of_weight && p.amax_state) {
-      atomicMax(&p.amax_state[0], amax_bits);
-      atomicMax(&p.amax_state[1], magnitude_bits(abs_sum));
+      raise(p.amax_state[0], amax_bits);
+      raise(p.amax_state[1], magnitude_bits(abs_sum));
     }
   }
   if (of_weight && p.weight_checksums) {
