@@ -58,7 +58,7 @@ class Row:
 
     def candidates(self) -> list[Candidate]:
         """Those that were measured."""
-        return [c for c in listed(self.problem, self.phase) if c.name in self.us]
+        return [c for c in listed(self.problem, self.phase, kept=False) if c.name in self.us]
 
 
 def listed(problem: Problem, phase: str, kept: bool = True) -> list[Candidate]:
@@ -307,7 +307,7 @@ def main() -> None:
         return
     every = rows()
     if options.write:
-        of = fitted(every)
+        of = fitted(rows(kept=False))
         write(of, exceptions(every, [predicted(row, of) for row in every]))
     of = {name: cost.Constants(**values) for name, values in tables.constants().items()}
     print("without the table of measured bests")

@@ -72,10 +72,11 @@ def count_again(problem: Problem, gemm: Any) -> Counted:
     b, i, o = problem.batch, problem.in_features, problem.out_features
     out_size, problem = DTYPE_BYTES[problem.out_dtype], replace(problem, cast=())
     sums = count_gemm(problem, replace(gemm, schedule="exact-statistics"))
-    sums["traffic"] += b * o * out_size  # y's gradient, which comes as a stored tile leaves
-    sums["tile_bytes"] += sums["tile_elements"] * out_size
-    # It reads y's gradient and writes the product's, as that of the forward writes y and a kept product.
-    gradient = count_gemm(replace(problem, training=False, keep_product=True), replace(gemm, schedule="normalize"))
+    # It writes the product's gradient as an evaluation writes y.
+    known = replace(problem, training=False, out_dtype=problem.dtype)
+    gradient = count_gemm(known, replace(gemm, schedule="normalize"))
+    for n in (sums, gradient):  # y's gradient comes while a tile is multiplied
+        n["traffic"] += b * o * out_size
     products = {"by_x": count_product(problem, b, i, o), "by_weight": count_product(problem, o, i, b)}
     return {"first": sums, "second": gradient, **products}
 

@@ -22,7 +22,8 @@ class Tiling:
 
     Attributes:
         width: elements that a thread moves at once: 16 bytes of the product where the feature count allows it.
-        threads: of a block along the features: the widest that still gives every multiprocessor two blocks.
+        threads: of a block along the features: no more than there are features for, and the most that still give every
+            multiprocessor two blocks.
         groups: statistics groups that a block works through, so that it reads its coefficients less often.
         blocks: the grid.
     """
@@ -45,9 +46,10 @@ def tiling(problem: Problem, most_groups: int = 1) -> Tiling:
     while problem.out_features % width:
         width //= 2
     groups = -(-problem.batch // GROUP_ROWS)
-    threads = 8
+    enough = next((n for n in (4, 8, 16) if n * width >= problem.out_features), 32)  # to cover all features
+    threads = min(8, enough)
     for wider in (32, 16):
-        if groups * -(-problem.out_features // (wider * width)) >= wanted:
+        if wider <= enough and groups * -(-problem.out_features // (wider * width)) >= wanted:
             threads = wider
             break
     panels = -(-problem.out_features // (width * threads))

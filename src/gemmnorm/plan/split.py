@@ -20,7 +20,7 @@ PREPARED = ("split_weight", "weight_exponents", "weight_amax", "weight_abs_sum",
 
 
 def rows_of_block(columns: int) -> int:
-    """Rows, of so many columns, that a block of the passes over whole rows splits: one, or one for each of its warps."""
+    """Rows, of so many columns, that a block of a pass splits: one, or one for each of its warps."""
     return THREADS // row_threads(columns)
 
 
