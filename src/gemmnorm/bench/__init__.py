@@ -16,6 +16,8 @@ Read in this order:
 - `suite.py`        a suite of cells → a result file
 - `random_problems.py`  problems drawn from a seed, and what a result file of them says
 - `model_files.py`  MODEL.py and replacements of it → a result file
+- `candidates.py`   every candidate of the planner beside the others
+- `tuning.py`       what beats the planner's choices on this GPU → its table
 - `comparison.py`   a result file against an older one
 - `history.py`      a result over all older ones
 - `environment.py`  facts about this machine
