@@ -26,6 +26,7 @@ Read in this order:
 
 from . import random_problems
 from .ahead import compile_ahead
+from .candidates import QueueClock
 from .cases import CASES, PHASES, SUITES, select
 from .cell import Options
 from .comparison import check_comparable, compare
@@ -34,6 +35,7 @@ from .environment import default_device, environment, major, nvcc_version, packa
 from .history import history
 from .model_files import FileOptions, bench_files
 from .suite import run_suite, tests_of
+from .tuning import store_measured, tune
 
 __all__ = [
     "CASES",
@@ -43,6 +45,7 @@ __all__ = [
     "Document",
     "FileOptions",
     "Options",
+    "QueueClock",
     "bench_files",
     "check_comparable",
     "command_line",
@@ -58,7 +61,9 @@ __all__ = [
     "random_problems",
     "run_suite",
     "select",
+    "store_measured",
     "tests_of",
+    "tune",
     "write_json",
     "write_text",
 ]

@@ -138,7 +138,7 @@ def _compared(calls: Mapping[str, Run], clock: Clock) -> Document:
     return {"chosen": chosen, "chosen_us": us[chosen], "best": best, "best_us": us[best], "wrong": wrong}
 
 
-def store(rows: Iterable[Document], gpu: measured.Gpu) -> None:
+def store_measured(rows: Iterable[Document], gpu: measured.Gpu) -> None:
     """Put what was measured into the GPU's table, in the place of what that had for the same problems, and use it.
 
     Raises:

@@ -132,10 +132,13 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("--eval", action="store_true", help="evaluation mode, for three numbers")
 
     text = "Measure the planner's candidates on this GPU; later processes run those that beat its choices."
-    made = command("tune", text, "device time-limit sizes")
+    made = command("tune", text, "device sizes")
     made.add_argument("what", nargs="*", metavar="MODEL.py | BATCH IN OUT")
-    made.add_argument("--eval", action="store_true", help="evaluation mode")
+    made.add_argument("--eval", action="store_true", help="evaluation mode; else training, forward and backward")
     made.add_argument("--forget", action="store_true", help="delete what was measured, and measure nothing")
+    made.add_argument(
+        "--time-limit", type=_seconds, default=600.0, metavar="S", help="seconds, compiling included (600)"
+    )
 
     made = commands.add_parser("report", help="Render a result file.", description="Render a result file.")
     made.add_argument("result", metavar="RESULT.json")

@@ -9,9 +9,16 @@ from typing import Any
 import torch
 
 from .. import plan
-from ..bench import Document, command_line, default_device, environment, new_document
-from ..bench.candidates import QueueClock
-from ..bench.tuning import store, tune
+from ..bench import (
+    Document,
+    QueueClock,
+    command_line,
+    default_device,
+    environment,
+    new_document,
+    store_measured,
+    tune,
+)
 from ..errors import GemmNormRuntimeError
 from ..plan import Problem
 from ..runtime import driver, measured
@@ -63,7 +70,7 @@ def tune_here(
     )
     gpu = measured.described(device)
     if rows:
-        store(rows, gpu)
+        store_measured(rows, gpu)
     status = "ok" if rows else "no chain"
     if not outcome.ok:
         status = "bad model" if outcome.names_the_file else "failed"

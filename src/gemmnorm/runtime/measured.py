@@ -39,10 +39,15 @@ def described(device: torch.device) -> Gpu:
     return found
 
 
+def folder() -> Path:
+    """Where tables are."""
+    return driver.cache_directory()
+
+
 def path(gpu: Gpu) -> Path:
     """Where its table is, if there is one."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", gpu.name).strip("-")
-    return driver.cache_directory() / f"measured-{name}-sm_{gpu.chip.arch}-{gpu.chip.multiprocessors}.json"
+    return folder() / f"measured-{name}-sm_{gpu.chip.arch}-{gpu.chip.multiprocessors}.json"
 
 
 def document(gpu: Gpu, lines: Lines) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def read(gpu: Gpu) -> Lines:
 
 def forget() -> list[Path]:
     """Delete every table, of other GPUs and of other sources too; the files that there were."""
-    found = sorted(driver.cache_directory().glob("measured-*.json"))
+    found = sorted(folder().glob("measured-*.json"))
     for file in found:
         file.unlink(missing_ok=True)
     for chip in tables.here:
