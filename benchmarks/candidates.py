@@ -296,7 +296,7 @@ def main() -> None:
         return
     texts = units(chosen)
     print(f"{len(chosen)} problems, {len(texts)} kernels; planned in {time.monotonic() - begin:.0f} s", flush=True)
-    broken.update(timed.compile_ahead(texts, 90))
+    broken.update(timed.compile_units(texts, 90))
     print(f"compiled in {time.monotonic() - begin:.0f} s, {len(broken)} faults", flush=True)
     for fault in list(broken.values())[:3]:
         print(fault, flush=True)

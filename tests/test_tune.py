@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +32,24 @@ from gemmnorm.userfiles import Outcome
 
 GPU = measured.Gpu("NVIDIA H20 (a test's)", plan.chip_for(90, 78))
 CPU = torch.device("cpu")
+MODEL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.chain = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8))
+
+    def forward(self, x):
+        return self.chain(x)
+
+def get_inputs():
+    return [torch.randn(16, 12)]
+
+def get_init_inputs():
+    return []
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +185,7 @@ def test_a_broken_table_is_one_warning_and_is_ignored(broken: str, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     tuning.store_measured([row_of(problem_of(1024, 8192, 8192), "a")], GPU)
     whole = json.loads(measured.path(GPU).read_text())
+    choice.set_measured_here(GPU.chip, {})
     text = json.dumps({**whole, **json.loads(broken)}) if broken.startswith('{"') else broken
     measured.path(GPU).write_text(text)
     measured.described.cache_clear()
@@ -226,7 +246,7 @@ def timing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]
         value: Callable[[Candidate], float] = lambda c: 1.0,
     ) -> list[dict[str, Any]]:
         ticks = iter(range(10**9))
-        monkeypatch.setattr(timed, "compile_ahead", lambda texts, arch: {})
+        monkeypatch.setattr(timed, "compile_units", lambda texts, arch: {})
         monkeypatch.setattr(timed, "tensors", lambda *arguments: {})
         monkeypatch.setattr(
             timed, "calls", lambda chosen, given: {c.name: Fake(c.name, us(c), value(c)) for c in chosen}
@@ -235,6 +255,19 @@ def timing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]
         return list(tuning.tune([problem, problem], CPU, clock))
 
     return run
+
+
+def test_the_phases_of_a_problem_are_those_that_the_runtime_poses() -> None:
+    assert [(p.save, phase) for p, phase in tuning.phases(problem_of(64, 64, 64, training=False, save=True))] == [
+        (False, "forward")
+    ]
+    autocast = problem_of(65536, 128, 1024, cast=("weight",))
+    plain, saving, backward = tuning.phases(autocast)
+    assert (plain[0].save, saving[0].save, backward[1]) == (False, True, "backward")
+    assert saving[0].keep_product is backward[0].keep_product is plan.keeps_product(replace(autocast, save=True), None)
+    assert (backward[0].cast, backward[0].grad_dtypes) == ((), ("bfloat16", "float32"))
+    with plan.set_keep_product(False):
+        assert not list(tuning.phases(autocast))[2][0].keep_product
 
 
 def test_what_beats_the_planners_choice_clearly_becomes_a_line(timing: Callable[..., list[dict[str, Any]]]) -> None:
@@ -302,7 +335,7 @@ def test_what_is_slow_is_timed_once_and_turns_are_taken() -> None:
 @pytest.mark.skipif(COMPILER is None, reason="no g++")
 def test_real_calls_are_made_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward by cuBLAS and three launches, or one, in the emulator."""
-    monkeypatch.setattr(timed, "compile_ahead", lambda texts, arch: {})
+    monkeypatch.setattr(timed, "compile_units", lambda texts, arch: {})
     problem = problem_of(70, 16, 24, chip=plan.chip_for(90, 6))
     wanted = {phase: plan.ranking(p, phase, "cublas_folded_bn")[:2] for p, phase in tuning.phases(problem)}
     names = {c.choices for ranked in wanted.values() for _, c in ranked}
@@ -367,6 +400,35 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(command, "run_isolated", isolated)
 
     return pretend
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+def test_what_runs_in_the_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model file's chains, and three sizes, in the emulator; every message is JSON."""
+    chip = plan.chip_for(90, 6)
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(command, "progress", lambda message: sent.append(json.loads(json.dumps(message))))
+    monkeypatch.setattr(command, "QueueClock", lambda device: lambda calls: [10.0 for call in calls])
+    monkeypatch.setattr(measured, "described", lambda device: GPU._replace(chip=chip))
+    monkeypatch.setattr(timed, "compile_units", lambda texts, arch: {})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "double.py").write_text(MODEL.replace("torch.randn(16, 12)", "torch.randn(16, 12).double()")
+                                        .replace("nn.BatchNorm1d(8)", "nn.BatchNorm1d(8)).double("))  # fmt: skip
+    with emulated(chip), plan.forcing(lambda c: c.way is None or c.phase == "backward"):
+        assert command.child(str(tmp_path / "model.py"), None, "cpu", False) == ""
+        assert [m["row"]["phase"] for m in sent if "row" in m] == ["training", "training, saving", "backward"]
+        sent.clear()
+        assert command.child(str(tmp_path / "model.py"), None, "cpu", True) == ""
+        sizes = {k: v for k, v in vars(problem_of(16, 12, 8, training=False)).items() if k != "chip"}
+        assert command.child(None, json.loads(json.dumps(sizes)), "cpu", False) == ""
+        rows = [m["row"] for m in sent if "row" in m]
+        assert [(row["title"], row["phase"]) for row in rows] == [
+            ("16 × 12 → 8, float32", "evaluation"), ("16 × 12 → 8, bfloat16", "evaluation"),
+        ]  # fmt: skip
+        assert "float64 is computed by plain PyTorch ops" in command.child(
+            str(tmp_path / "double.py"), None, "cpu", False
+        )
 
 
 def finished(line: str | None) -> dict[str, Any]:

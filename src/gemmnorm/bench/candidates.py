@@ -40,7 +40,7 @@ def units(candidate: Candidate) -> list[str]:
     return [sources.translation_unit(launch, candidate.problem) for launch in candidate.plan().launches]
 
 
-def compile_ahead(texts: Iterable[str], arch: int) -> dict[str, str]:
+def compile_units(texts: Iterable[str], arch: int) -> dict[str, str]:
     """Compile translation units into the disk cache, in processes beside each other; of those that fail, why."""
     missing = [text for text in dict.fromkeys(texts) if not driver.is_compiled(text, arch)]
     workers = min(len(missing), max(1, (os.cpu_count() or 2) - 1))

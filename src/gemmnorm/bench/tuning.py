@@ -92,7 +92,7 @@ def measure(problem: Problem, phase: str, strategy: str | None, device: torch.de
     every = {c.name: c for c in listed(problem, phase, strategy)}
     assert problem.chip is not None
     texts = (text for candidate in every.values() for text in timed.units(candidate))
-    faults = timed.compile_ahead(texts, problem.chip.arch)
+    faults = timed.compile_units(texts, problem.chip.arch)
     given = timed.tensors(problem, phase, device, problem.scaled)
     calls: dict[str, Run] = {}
     failed: dict[str, str] = {}

@@ -35,7 +35,8 @@ def described(device: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(device)
     chip = chip_for(properties.major * 10 + properties.minor, properties.multi_processor_count)
     found = Gpu(properties.name, chip)
-    choice.set_measured_here(chip, read(found))
+    if lines := read(found):  # beside those of another GPU that is the same to the planner
+        choice.set_measured_here(chip, tables.here.get(chip, {}) | lines)
     return found
 
 
@@ -68,13 +69,13 @@ def _head(gpu: Gpu) -> dict[str, Any]:
 
 def read(gpu: Gpu) -> Lines:
     """The GPU's table; empty where there is none that is valid."""
-    file = path(gpu)
     try:
+        file = path(gpu)
         found = json.loads(file.read_text(encoding="utf-8"))
         if {**found, **_head(gpu)} != found:
             return {}
         return {tuple(map(str, key)): str(name) for *key, name in found["lines"]}
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, RuntimeError):  # the last: nobody has a home here
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
