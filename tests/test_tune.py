@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from emulator import COMPILER, emulated
+from test_cli import MODEL
 
 import gemmnorm
 from gemmnorm import plan
@@ -32,24 +34,6 @@ from gemmnorm.userfiles import Outcome
 
 GPU = measured.Gpu("NVIDIA H20 (a test's)", plan.chip_for(90, 78))
 CPU = torch.device("cpu")
-MODEL = """
-import torch
-from torch import nn
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.chain = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8))
-
-    def forward(self, x):
-        return self.chain(x)
-
-def get_inputs():
-    return [torch.randn(16, 12)]
-
-def get_init_inputs():
-    return []
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +128,8 @@ def test_exported_files_say_it() -> None:
 
 def test_the_table_is_written_whole_and_read_again(tmp_path: Path) -> None:
     one, two = problem_of(1024, 8192, 8192), problem_of(300, 64, 64, training=False)
+    tuning.store_measured([row_of(one, None)], GPU)
+    assert not measured.path(GPU).exists()
     tuning.store_measured([row_of(one, "a"), row_of(two, "b")], GPU)
     assert measured.read(GPU) == {tables.key_here(one, "forward"): "a", tables.key_here(two, "forward"): "b"}
     assert tables.here[GPU.chip] == measured.read(GPU)
@@ -158,11 +144,6 @@ def test_it_lies_beside_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.undo()
     monkeypatch.setenv("GEMMNORM_CACHE_DIR", str(tmp_path))
     assert measured.path(GPU).parent == tmp_path
-
-
-def test_where_nothing_is_gained_nothing_is_written() -> None:
-    tuning.store_measured([row_of(problem_of(1024, 8192, 8192), None)], GPU)
-    assert not measured.path(GPU).exists()
 
 
 def test_a_table_of_other_sources_or_of_another_gpu_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,8 +394,8 @@ def test_what_runs_in_the_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(timed, "compile_units", lambda texts, arch: {})
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     (tmp_path / "model.py").write_text(MODEL)
-    (tmp_path / "double.py").write_text(MODEL.replace("torch.randn(16, 12)", "torch.randn(16, 12).double()")
-                                        .replace("nn.BatchNorm1d(8)", "nn.BatchNorm1d(8)).double("))  # fmt: skip
+    double = re.sub(r"(nn\.Linear|nn\.BatchNorm1d)(\(.*\))", r"\1\2.double()", MODEL)
+    (tmp_path / "double.py").write_text(double.replace("torch.randn(16, 12)", "torch.randn(16, 12).double()"))
     with emulated(chip), plan.forcing(lambda c: c.way is None or c.phase == "backward"):
         assert command.child(str(tmp_path / "model.py"), None, "cpu", False) == ""
         assert [m["row"]["phase"] for m in sent if "row" in m] == ["training", "training, saving", "backward"]

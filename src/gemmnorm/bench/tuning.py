@@ -75,7 +75,7 @@ def tune(
 
 
 def _kind(problem: Problem) -> str:
-    words = [problem.dtype] + (["TF32"] if problem.arithmetic == "tf32" else [])
+    words = [problem.dtype] + ([problem.arithmetic] if problem.arithmetic in ("tf32", "ieee") else [])
     return ", ".join(words + ([f"{' and '.join(problem.cast)} cast"] if problem.cast else []))
 
 
