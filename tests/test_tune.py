@@ -473,7 +473,7 @@ def test_a_small_problem_is_tuned_on_the_gpu_and_the_planner_takes_it(tmp_path: 
     document = json.loads(path.read_text())
     (row,) = document["rows"]
     assert row["candidates"] > 1 and not row["failed"] and not row["wrong"]
-    assert 1.0 < row["best_us"] <= row["chosen_us"] < 1e3
+    assert 1.0 < row["best_us"] <= row["chosen_us"]
     assert list(measured.read(gpu).values()) == ([row["line"]] if row["line"] else [])
 
     problem = problem_of(4096, 64, 64, chip=gpu.chip, training=False)
