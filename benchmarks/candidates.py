@@ -7,23 +7,19 @@
 `--list` prints the problems and how many kernels they need, without a GPU. Problems come in the order of their value:
 those that TARGETS holds, random ones, then a grid; `--budget` seconds stop the run cleanly and keep what is there.
 
-Every sample is queued behind the emptying of the L2, so that neither the host nor the cache is timed; candidates take
-turns, each round begins with another one, and the median counts. What takes more than twice the fastest candidate's
-time after one round is not timed again. Results are compared with the first candidate's, so that none is fast by being
+`gemmnorm.bench.candidates` says how. Results are compared with the first candidate's, so that none is fast by being
 wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import functools
 import gzip
 import itertools
 import json
 import os
 import random
-import statistics
 import sys
 import threading
 import time
@@ -32,13 +28,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gemmnorm import plan
+from gemmnorm.bench import candidates as timed
 from gemmnorm.bench import random_problems
 from gemmnorm.plan import Problem, candidates
 from gemmnorm.plan.candidates import Candidate
-from gemmnorm.runtime import binding, driver, sources
+from gemmnorm.runtime import sources
 
 # Name → dtype of the product, of y with and without a scale, of the vectors; arithmetic; which operands are cast.
 KINDS = {
@@ -68,7 +64,6 @@ GRID = (
 )
 PHASES = ((True, "forward"), (False, "forward"), (True, "backward"))  # training or not, and which
 MOST_FLOPS = 3e11  # of the grid's problems
-SLOW, LEAST = 2.0, 3  # times the fastest from where one round is enough; rounds of the others at least
 
 
 @dataclass(frozen=True)
@@ -161,7 +156,7 @@ def found(one: Case) -> list[Candidate]:
     return [c for c in every if c.refusal is None and c.strategy != "cublas_bn"]
 
 
-# --- compiling --------------------------------------------------------------------------------------------------------
+# --- measuring --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -181,110 +176,12 @@ def unit(launch: plan.Launch, problem: Problem) -> str:
     return _unit(same, types, problem.activation, shared)
 
 
-def compile_unit(text: str) -> str:
-    """Into the disk cache; what went wrong, or nothing."""
-    cache = driver._disk_cache()
-    try:
-        if driver.recall(cache, text, 90) is None:
-            driver.remember(cache, text, 90, bytes(driver._program(text, 90).compile("cubin").code))
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:600]}"
-    return ""
-
-
 def units(chosen: Sequence[Case]) -> list[str]:
     """The translation units of all candidates, in the order of the cases."""
-    texts: dict[str, None] = {}
-    for one in chosen:
-        for candidate in found(one):
-            for launch in candidate.plan().launches:
-                texts.setdefault(unit(launch, candidate.problem))
-    return list(texts)
+    return list(dict.fromkeys(text for one in chosen for c in found(one) for text in timed.units(c)))
 
 
-broken: set[str] = set()  # units that do not compile
-
-
-# --- timing -----------------------------------------------------------------------------------------------------------
-
-
-class Timer:
-    """Samples behind an emptied L2, many in a queue, so that the host is ahead."""
-
-    def __init__(self) -> None:
-        self._flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
-        self._sink = torch.zeros((), dtype=torch.float32, device="cuda")
-
-    def round(self, calls: Sequence[Callable[[], object]]) -> list[float]:
-        """One sample of each, µs, in this order."""
-        torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]
-        events = []
-        for call in calls:
-            self._flush.zero_()
-            torch.sum(self._flush, 0, out=self._sink)
-            begin, end = torch.cuda.Event(True), torch.cuda.Event(True)  # type: ignore[no-untyped-call]
-            begin.record()
-            call()
-            end.record()
-            events.append((begin, end))
-        torch.cuda.synchronize()
-        return [1e3 * begin.elapsed_time(end) for begin, end in events]
-
-    def __call__(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-        """Medians, µs."""
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        alive, rounds, done = list(calls), LEAST, 0
-        while done < rounds:
-            turned = alive[done % len(alive) :] + alive[: done % len(alive)]
-            for name, taken in zip(turned, self.round([calls[name] for name in turned]), strict=True):
-                samples[name].append(taken)
-            done += 1
-            if done == 1:
-                fastest = min(taken for (taken,) in samples.values())
-                alive = [name for name in calls if samples[name][0] <= SLOW * fastest]
-                rounds = max(LEAST, min(9, int(1e4 / fastest)))
-        return {name: round(statistics.median(taken), 2) for name, taken in samples.items()}
-
-
-def tensors(one: Case, device: str) -> tuple[dict[str, Tensor | None], Tensor | None]:
-    """What a call hands in, by role; and the scale."""
-    p = one.problem
-    dtype, y, linear, norm = (getattr(torch, n) for n in (p.dtype, p.out_dtype, p.linear_dtype, p.norm_dtype))
-
-    def random_of(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
-    def vector(dtype: torch.dtype) -> Tensor:
-        return torch.rand(p.out_features, device=device, dtype=torch.float32).add_(0.5).to(dtype)
-
-    wide = {name: torch.float32 if name in p.cast else dtype for name in ("x", "weight")}
-    given: dict[str, Tensor | None] = {
-        "x": random_of(p.batch, p.in_features, dtype=wide["x"]),
-        "weight": random_of(p.out_features, p.in_features, dtype=wide["weight"]),
-        "num_batches_tracked": torch.zeros((), dtype=torch.int64, device=device) if p.training else None,
-        "bias": vector(linear) if one.vectors else None,
-        "scale": vector(linear) if one.vectors else None,
-        **{role: vector(norm) for role in ("running_mean", "running_var", "bn_weight", "bn_bias")},
-    }
-    if one.phase == "backward":
-        rows = 2 + (-(-p.batch // plan.GROUP_ROWS) if p.training else 0)
-        given["grad_y"] = random_of(p.batch, p.out_features, dtype=y)
-        given["product"] = random_of(p.batch, p.out_features)
-        given["statistics"] = torch.rand(rows, p.out_features, device=device) + 0.5
-    return given, given["scale"]
-
-
-def calls_of(one: Case, device: str) -> dict[str, Callable[[], Any]]:
-    """Every candidate whose kernels compile, by name."""
-    given, scale = tensors(one, device)
-    inputs = tuple(given.get(role) for role in binding.INPUTS[one.phase])
-    scalars = binding.scalars(one.problem, scale, 1.0, 0.1, 1e-5)
-    made = {}
-    for candidate in found(one):
-        chosen = candidate.plan()
-        if not broken & {unit(launch, one.problem) for launch in chosen.launches}:
-            made[candidate.name] = functools.partial(binding.Bound(chosen), inputs, scalars)
-    return made
+broken: dict[str, str] = {}  # units that do not compile, and why
 
 
 def bare(one: Case, device: str) -> dict[str, Callable[[], object]]:
@@ -300,33 +197,24 @@ def bare(one: Case, device: str) -> dict[str, Callable[[], object]]:
     return {"GEMM": lambda: (torch.mm(da, weight), torch.mm(da.t(), x))}
 
 
-def errors(results: dict[str, Any]) -> dict[str, float]:
-    """The distance of each candidate's outputs from the first's, relative."""
-    wanted = next(iter(results.values()))
-    found = {}
-    for name, outputs in results.items():
-        count = 1 if len(outputs) < 6 else 6  # y alone; or six gradients
-        pairs = [(a.double(), b.double()) for a, b in zip(outputs[:count], wanted[:count], strict=True)]
-        found[name] = max(float((a - b).norm() / (b.norm() + 1e-30)) for a, b in pairs)
-    return found
-
-
-def measure(one: Case, timer: Timer, device: str = "cuda") -> dict[str, Any]:
+def measure(one: Case, clock: timed.Clock, device: str = "cuda") -> dict[str, Any]:
     """The row of a case: its times by candidate."""
     torch.backends.cuda.matmul.fp32_precision = "tf32" if one.kind == "tf32" else "none"  # type: ignore[attr-defined]
     torch.manual_seed(0)
-    calls = calls_of(one, device)
+    calls = timed.calls(found(one), timed.tensors(one.problem, one.phase, device, one.vectors), broken)
     small = one.problem.batch * one.problem.out_features <= 1 << 22
     wrong = {}
     if small and one.phase == "forward":
-        distances = errors({name: call() for name, call in calls.items()})
-        wrong = {name: d for name, d in distances.items() if not d < 0.03}
+        results = {name: timed.results(call()) for name, call in calls.items()}
+        wanted = next(iter(results.values()))
+        distances = {name: timed.distance(result, wanted) for name, result in results.items()}
+        wrong = {name: d for name, d in distances.items() if not d < timed.APART}
     else:
         for call in calls.values():
             call()
-    calls |= bare(one, device)
-    timer.round(list(calls.values())[-1:])
-    row = {**one.row, "us": timer(calls)}
+    every = {**calls, **bare(one, device)}
+    clock(list(every.values())[-1:])
+    row = {**one.row, "us": timed.medians(timed.sampled(every, clock))}
     return {**row, "wrong": wrong} if wrong else row
 
 
@@ -408,14 +296,12 @@ def main() -> None:
         return
     texts = units(chosen)
     print(f"{len(chosen)} problems, {len(texts)} kernels; planned in {time.monotonic() - begin:.0f} s", flush=True)
-    with concurrent.futures.ProcessPoolExecutor() as pool:
-        faults = {text: fault for text, fault in zip(texts, pool.map(compile_unit, texts), strict=True) if fault}
-    broken.update(faults)
-    print(f"compiled in {time.monotonic() - begin:.0f} s, {len(faults)} faults", flush=True)
-    for fault in list(faults.values())[:3]:
+    broken.update(timed.compile_units(texts, 90))
+    print(f"compiled in {time.monotonic() - begin:.0f} s, {len(broken)} faults", flush=True)
+    for fault in list(broken.values())[:3]:
         print(fault, flush=True)
 
-    watch, timer, failed, again = Watch(30.0), Timer(), 0, {described(row): i for i, row in enumerate(rows)}
+    watch, clock, failed, again = Watch(30.0), timed.QueueClock(), 0, {described(row): i for i, row in enumerate(rows)}
     watch.start()
     written = time.monotonic()
     with torch.no_grad():
@@ -425,7 +311,7 @@ def main() -> None:
                 break
             watch.tell(str(one.row))
             try:
-                row = measure(one, timer)
+                row = measure(one, clock)
             except Exception as error:
                 failed += 1
                 print(f"FAILED {one.row}: {type(error).__name__}: {str(error)[:300]}", flush=True)

@@ -1,6 +1,6 @@
 """Statistics by the Gram matrix of x: errors against float64 and times, beside the best other candidates.
 
-    PYTHONPATH=src:benchmarks python lab/gram_check.py [BATCHxINxOUT …]
+    PYTHONPATH=src python lab/gram_check.py [BATCHxINxOUT …]
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-import candidates as measured
 import torch
 
 from gemmnorm import plan
+from gemmnorm.bench import candidates as timed
 from gemmnorm.plan import candidates
 from gemmnorm.runtime import binding
 
@@ -84,7 +84,6 @@ def check(sizes, kind, dtype="bfloat16", tile=(256, 128)):
 
 
 def times(sizes, save):
-    timer = measured.Timer()
     problem = described(sizes, save=save)
     every = sorted((c for c in candidates.candidates(problem) if c.refusal is None and c.strategy != "cublas_bn"), key=lambda c: c.cost())
     gram = [c for c in every if getattr(c.way, "schedule", "") == "gram"][:3]
@@ -105,7 +104,7 @@ def times(sizes, save):
         call()
     torch.cuda.synchronize()
     print(sizes, "kept" if save else "")
-    for name, us in timer(calls).items():
+    for name, us in timed.medians(timed.sampled(calls, timed.QueueClock())).items():
         print(f"   {us:8.1f}  {name}")
     sys.stdout.flush()
 

@@ -18,6 +18,7 @@ from gemmnorm.export import method
 from gemmnorm.export.batches import plan_site
 from gemmnorm.export.host import cuda_text
 from gemmnorm.plan import small as small_panels
+from gemmnorm.runtime import measured
 from gemmnorm.userfiles import load_source
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -337,7 +338,9 @@ def test_a_file_says_how_it_computes_and_how_accurately(tmp_path):
 ])  # fmt: skip
 def test_by_default_a_file_is_for_this_machine(monkeypatch, capability, target, strategy):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    chip = capability and plan.chip_for(10 * capability[0] + capability[1])
+    monkeypatch.setattr(measured, "described", lambda device: measured.Gpu("a GPU", chip))
     result = exporting.export(EXAMPLES / "kb33.py", None)
     assert (result.target, result.strategy) == (target, strategy)
 

@@ -16,6 +16,8 @@ Read in this order:
 - `suite.py`        a suite of cells → a result file
 - `random_problems.py`  problems drawn from a seed, and what a result file of them says
 - `model_files.py`  MODEL.py and replacements of it → a result file
+- `candidates.py`   every candidate of the planner beside the others
+- `tuning.py`       what beats the planner's choices on this GPU → its table
 - `comparison.py`   a result file against an older one
 - `history.py`      a result over all older ones
 - `environment.py`  facts about this machine
@@ -24,6 +26,7 @@ Read in this order:
 
 from . import random_problems
 from .ahead import compile_ahead
+from .candidates import QueueClock
 from .cases import CASES, PHASES, SUITES, select
 from .cell import Options
 from .comparison import check_comparable, compare
@@ -32,6 +35,7 @@ from .environment import default_device, environment, major, nvcc_version, packa
 from .history import history
 from .model_files import FileOptions, bench_files
 from .suite import run_suite, tests_of
+from .tuning import store_measured, tune
 
 __all__ = [
     "CASES",
@@ -41,6 +45,7 @@ __all__ = [
     "Document",
     "FileOptions",
     "Options",
+    "QueueClock",
     "bench_files",
     "check_comparable",
     "command_line",
@@ -56,7 +61,9 @@ __all__ = [
     "random_problems",
     "run_suite",
     "select",
+    "store_measured",
     "tests_of",
+    "tune",
     "write_json",
     "write_text",
 ]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import GemmNormValueError
+from ..runtime import measured
 
 
 def default_device(name: str | None = None) -> torch.device:
@@ -97,7 +98,10 @@ def _which(properties: Any) -> list[str]:
 
 
 def gpu_facts(device: torch.device) -> dict[str, Any]:
-    """The device's name, architecture and sizes, and what `nvidia-smi` says of driver and clocks."""
+    """The device's name, architecture and sizes, and what `nvidia-smi` says of driver and clocks.
+
+    `measured_here`: problems whose candidate `gemmnorm tune` has chosen.
+    """
     properties = torch.cuda.get_device_properties(device)
     query = f"--query-gpu={','.join(_QUERIES.values())}"
     text = _output("nvidia-smi", query, "--format=csv,noheader,nounits", *_which(properties))
@@ -109,6 +113,7 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
         "l2_bytes": getattr(properties, "L2_cache_size", None),
+        "measured_here": len(measured.read(measured.described(device))),
         "driver": smi.pop("driver"),
         "clocks": smi,
     }

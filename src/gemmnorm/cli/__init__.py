@@ -1,9 +1,10 @@
-"""The command line: `gemmnorm optimize | verify | bench | explain | report | doctor`.
+"""The command line: `gemmnorm optimize | verify | bench | explain | tune | report | doctor`.
 
 - `main.py`      exit codes, one function for each command
 - `arguments.py` what each command takes, and what is refused before anything runs
 - `optimize.py`  find, replace, verify, time: everything that the other folders do, in a row
 - `explain.py`   plans of a model file, or of sizes alone
+- `tune.py`      the same, measured on the GPU that is here
 - `doctor.py`    what this machine has and lacks
 - `report.py`    every result file as tables for a terminal
 - `over_time.py` a result beside older ones, as text

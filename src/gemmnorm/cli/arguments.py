@@ -19,7 +19,7 @@ from ..plan import STRATEGIES
 from ..userfiles import PRECISIONS as CASTS
 from .page import MARK
 
-COMMANDS = ("optimize", "verify", "bench", "explain", "report", "doctor")
+COMMANDS = ("optimize", "verify", "bench", "explain", "tune", "report", "doctor")
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121)  # NVIDIA's, from Ampere on
 STANDARD_OUTPUT = "-"  # as a path of --json
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -31,6 +31,7 @@ examples:
   gemmnorm verify model.py new.py --precision bf16  cast to bfloat16 first, as KernelBench does
   gemmnorm bench model.py model_new.py            side by side with eager and torch.compile
   gemmnorm explain 2048 2048 8192 --dtype bf16    which kernels run, and why
+  gemmnorm tune model.py                          measure the candidates here, keep what beats the planner's choices
   gemmnorm report result.json -o page.html        a result as one page
   gemmnorm report new.json --history runs/        R and S over older runs
   gemmnorm doctor                                 what this machine has, what is missing
@@ -126,12 +127,18 @@ def make_parser() -> argparse.ArgumentParser:
     text = "Time MODEL.py and replacements, or a suite, side by side with the peers."
     _add_bench_options(command("bench", text, "device time-limit no-compile report"))
 
-    made = command("explain", "The plan and its predicted time, in words.", "time-limit strategy target")
+    made = command("explain", "The plan and its predicted time, in words.", "time-limit strategy target sizes")
     made.add_argument("what", nargs="+", metavar="MODEL.py | BATCH IN OUT")
-    made.add_argument("--dtype", choices=PRECISIONS, default="fp32", help="for three numbers (fp32)")
     made.add_argument("--eval", action="store_true", help="evaluation mode, for three numbers")
-    made.add_argument("--no-scale", action="store_true", help="no scale, for three numbers")
-    made.add_argument("--activation", help="such as relu, for three numbers")
+
+    text = "Measure the planner's candidates on this GPU; later processes run those that beat its choices."
+    made = command("tune", text, "device sizes")
+    made.add_argument("what", nargs="*", metavar="MODEL.py | BATCH IN OUT")
+    made.add_argument("--eval", action="store_true", help="evaluation mode; else training, forward and backward")
+    made.add_argument("--forget", action="store_true", help="delete what was measured, and measure nothing")
+    made.add_argument(
+        "--time-limit", type=_seconds, default=600.0, metavar="S", help="seconds, compiling included (600)"
+    )
 
     made = commands.add_parser("report", help="Render a result file.", description="Render a result file.")
     made.add_argument("result", metavar="RESULT.json")
@@ -161,12 +168,16 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
     ):
         efforts.add_argument(f"--{name}", dest="effort", action="store_const", const=name, default="usual", help=text)
     effort.add_argument("--seeds", type=_count, help="draws of weights and inputs to verify with (3)")
+    sizes = parent("--dtype", choices=PRECISIONS, default="fp32", help="for three numbers (fp32)")
+    sizes.add_argument("--no-scale", action="store_true", help="no scale, for three numbers")
+    sizes.add_argument("--activation", help="such as relu, for three numbers")
     shown = parent("--report", metavar="PAGE.html", help="default: beside --json, else gemmnorm-COMMAND.html here")
     shown.add_argument("--no-report", action="store_true", help="write no page")
     return {
         "common": common,
         "report": shown,
         "effort": effort,
+        "sizes": sizes,
         "device": parent("--device", type=_device, help="torch device; default: the GPU where there is one"),
         "time-limit": parent(
             "--time-limit", type=_seconds, default=600.0, metavar="S", help="seconds that user files may take (600)"

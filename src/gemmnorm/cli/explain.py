@@ -11,7 +11,7 @@ import torch
 
 from .. import plan
 from ..bench import Document, command_line, default_device, new_document
-from ..fuse import analyse, described, fuse_owners, plans_of, report_of
+from ..fuse import FuseReport, analyse, described, fuse_owners, plans_of, report_of
 from ..plan import Chip, Plan, Problem
 from ..plan.candidates import candidates
 from ..runtime.call import chip as chip_of
@@ -119,23 +119,36 @@ def _document(
 
 def child(path: str, target: str | None, strategy: str | None) -> dict[str, Any]:
     """Runs in the isolated process. The model runs once, where it is: a GPU if there is one."""
-    progress({"stage": f"loading {path}"})
-    spec = load_model_file(path)
-    device = default_device()
-    model = spec.build(0).to(device)
-    owners = analyse(model)
-    report = report_of(model, owners)
+    report, found = plans_of_file(path, default_device(), strategy)
     if not report.matches:
-        spec.run_once()
         return {"matches": 0, "shown": {"lines": [str(report)]}}
-    progress({"stage": f"running {path} once"})
-    inputs = [item.to(device) if isinstance(item, torch.Tensor) else item for item in spec.inputs(0)]
-    try:
-        fuse_owners(model, owners)
-        found = plans_of(model, inputs, strategy)
-    except Exception as error:
-        raise ModelFileError(f"{path}: forward(*get_inputs()) raised {type(error).__name__}: {error}") from error
     chip, where = _chip(target)
     plans = [plan.make_plan(replace(p.problem, chip=chip), plan.check_strategy(strategy)) for p in found]
     lines = [str(report), where, *map(described, plans)]
     return {"matches": len(report.matches), "shown": {"lines": lines, "plans": plan_documents(plans)}}
+
+
+def plans_of_file(
+    path: str, device: torch.device, strategy: str | None = None, *, evaluation: bool = False
+) -> tuple[FuseReport, list[Plan]]:
+    """The chains of a model file, and the plans of the calls in one forward, which runs in this very process.
+
+    Raises:
+        ModelFileError: the file is bad, or its model raises.
+    """
+    progress({"stage": f"loading {path}"})
+    spec = load_model_file(path)
+    model = spec.build(0).to(device)
+    model = model.eval() if evaluation else model
+    owners = analyse(model)
+    report = report_of(model, owners)
+    if not report.matches:
+        spec.run_once()
+        return report, []
+    progress({"stage": f"running {path} once"})
+    inputs = [item.to(device) if isinstance(item, torch.Tensor) else item for item in spec.inputs(0)]
+    try:
+        fuse_owners(model, owners)
+        return report, plans_of(model, inputs, strategy)
+    except Exception as error:
+        raise ModelFileError(f"{path}: forward(*get_inputs()) raised {type(error).__name__}: {error}") from error

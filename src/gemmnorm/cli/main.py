@@ -1,4 +1,4 @@
-"""The command line: `gemmnorm optimize | verify | bench | explain | report | doctor`.
+"""The command line: `gemmnorm optimize | verify | bench | explain | tune | report | doctor`.
 
 Exit codes: 0 done, and equal where equality was asked; 1 the replacement is not equal, raises, hangs or crashes; 2 the
 model file is bad or holds no chain, or the command line is wrong. 130 after Ctrl-C.
@@ -243,35 +243,60 @@ def _bench_files(arguments: argparse.Namespace) -> dict[str, Any]:
 def _explain(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from .explain import explain_file, explain_problem
 
-    what: list[str] = arguments.what
-    if len(what) == 3 and all(word.isdigit() for word in what):
-        dtype, arithmetic = _DTYPES[arguments.dtype]
-        batch, in_features, out_features = map(int, what)
-        problem = Problem(
-            batch,
-            in_features,
-            out_features,
-            dtype=dtype,
-            out_dtype=dtype,
-            linear_dtype=dtype,
-            norm_dtype=dtype,
-            arithmetic=arithmetic,
-            activation=activations.canonical(arguments.activation),
-            training=not arguments.eval,
-            scaled=not arguments.no_scale,
-        )
-        document = explain_problem(problem, target=arguments.target, strategy=arguments.strategy)
-    elif len(what) == 1:
+    what = _model_or_problem(arguments, parser)
+    if isinstance(what, Problem):
+        document = explain_problem(what, target=arguments.target, strategy=arguments.strategy)
+    else:
         with reporting("explain", quiet=arguments.quiet) as progress:
             document = explain_file(
-                what[0],
+                what,
                 target=arguments.target,
                 strategy=arguments.strategy,
                 time_limit=arguments.time_limit,
                 tell=progress.tell,
             )
-    else:
-        parser.error("explain: expected MODEL.py, or three numbers: batch, in_features, out_features")
+    _finish(document, arguments)
+    return EQUAL if document["status"] == "ok" else BAD_MODEL
+
+
+def _model_or_problem(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str | Problem:
+    """What `MODEL.py | BATCH IN OUT` and the options for three numbers say."""
+    what: list[str] = arguments.what
+    if len(what) == 1:
+        return what[0]
+    if len(what) != 3 or not all(word.isdigit() for word in what):
+        parser.error(f"{arguments.command}: expected MODEL.py, or three numbers: batch, in_features, out_features")
+    dtype, arithmetic = _DTYPES[arguments.dtype]
+    batch, in_features, out_features = map(int, what)
+    return Problem(
+        batch,
+        in_features,
+        out_features,
+        dtype=dtype,
+        out_dtype=dtype,
+        linear_dtype=dtype,
+        norm_dtype=dtype,
+        arithmetic=arithmetic,
+        activation=activations.canonical(arguments.activation),
+        training=not arguments.eval,
+        scaled=not arguments.no_scale,
+    )
+
+
+def _tune(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from ..runtime import measured
+    from .tune import tune_here, usable
+
+    if arguments.forget:
+        found = measured.forget()
+        print(f"deleted {', '.join(map(str, found))}" if found else "there is no table to delete")
+        return EQUAL
+    what = _model_or_problem(arguments, parser)
+    device = usable(arguments.device)
+    with reporting("tune", quiet=arguments.quiet) as progress:
+        document = tune_here(
+            what, device=device, evaluation=arguments.eval, time_limit=arguments.time_limit, tell=progress.tell
+        )
     _finish(document, arguments)
     return EQUAL if document["status"] == "ok" else BAD_MODEL
 
@@ -325,6 +350,7 @@ _RUN: dict[str, Callable[[argparse.Namespace, argparse.ArgumentParser], int]] = 
     "verify": _verify,
     "bench": _bench,
     "explain": _explain,
+    "tune": _tune,
     "report": _report,
     "doctor": _doctor,
 }

@@ -438,6 +438,37 @@ def _explain(document: Document) -> Iterable[RenderableType]:
         yield Text(str(document["detail"]), style="red")
 
 
+def _tune(document: Document) -> Iterable[RenderableType]:
+    yield from _environment(document)
+    for title in dict.fromkeys(row["title"] for row in document["rows"]):
+        table = FittingTable(title, ("", "chosen before", "measured best", "µs", "best µs", "gain"), 3, (1, 2))
+        for row in document["rows"]:
+            if row["title"] == title:
+                best = row["best"] if row["line"] else "the same"
+                us = (figures.microseconds(row["chosen_us"]), figures.microseconds(row["best_us"]))
+                table.add_row(row["phase"], row["chosen"], best, *us, f"{1 - row['best_us'] / row['chosen_us']:.1%}")
+        yield table
+    for row in document["rows"]:
+        where = f"{row['title']}, {row['phase']}"
+        for name, why in row["failed"].items():
+            yield Text(f"{where}: {name} does not run: {why}", style="yellow")
+        for name, far in row["wrong"].items():
+            yield Text(f"{where}: {name} is left out, its results differ by {far:.1e}", style="red")
+    if document.get("detail"):
+        yield Text(str(document["detail"]), style="red" if document["status"] == "failed" else "")
+    if document["rows"]:
+        yield Text(tuned(document), style="bold")
+
+
+def tuned(document: Document) -> str:
+    """What `tune` has gained, in a sentence."""
+    before = sum(row["chosen_us"] for row in document["rows"])
+    saved = before - sum(row["best_us"] for row in document["rows"])
+    if not any(row["line"] for row in document["rows"]):
+        return f"nothing to gain: no candidate is faster than the planner's choice for certain; {before:.1f} µs in all"
+    return f"{saved:.1f} of {before:.1f} µs in all are gained ({saved / before:.1%}), by {document['path']}"
+
+
 RENDERERS: dict[str, Callable[[Document], Iterable[RenderableType]]] = {
     "bench": _bench,
     "bench-files": _bench_files,
@@ -445,4 +476,5 @@ RENDERERS: dict[str, Callable[[Document], Iterable[RenderableType]]] = {
     "optimize": _optimize,
     "doctor": _doctor,
     "explain": _explain,
+    "tune": _tune,
 }

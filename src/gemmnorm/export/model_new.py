@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import GemmNormRuntimeError, GemmNormValueError
 from ..fuse import FuseReport, OwnerPlan, analyse, report_of
 from ..plan import Plan
+from ..runtime import measured
 from ..userfiles import ModelFile, ModelFileError, load_model_file
 from .batches import common_strategy, kind_of, problem_of, sites_of
 from .generated import Contents, generated_text
@@ -165,6 +166,7 @@ def _batch_and_dtype(found: FoundModel) -> tuple[int, str]:
 
 def _this_machine() -> str:
     """The target that is this machine's GPU, or the default."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
-        return "sm_{}{}".format(*torch.cuda.get_device_capability())
+    if torch.cuda.is_available():
+        arch = measured.described(torch.device("cuda", torch.cuda.current_device())).chip.arch
+        return f"sm_{arch}" if arch >= 80 else DEFAULT_TARGET
     return DEFAULT_TARGET

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import plan
-from ..plan import Plan, Problem
+from ..plan import Plan, Problem, choice
 from ..runtime.arithmetic import float32_reason
 from ..runtime.call import recording
 from .analysis import analyse, check_is_module
@@ -21,10 +21,13 @@ from .classes import fused_for_now
 from .report import report_of
 from .tracing import same_random_state
 
+HERE = "measured here: by `gemmnorm tune` on this machine, not by the prediction"
+
 
 def described(found: Plan) -> str:
     """A plan and what it was chosen from, in words."""
-    return "\n".join([str(found), *(f"  {line}" for line in (*plan.kept(found), *plan.comparison(found)))])
+    here = [HERE] if choice.measured_here(found) else []
+    return "\n".join([str(found), *(f"  {line}" for line in (*here, *plan.kept(found), *plan.comparison(found)))])
 
 
 @dataclass(frozen=True)

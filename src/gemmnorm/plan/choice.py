@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..errors import GemmNormValueError
 from . import gradient, tables
 from .candidates import Candidate, candidates, variants
 from .gemm import Gemm, refusal
-from .problem import C_TYPES, Problem
+from .problem import C_TYPES, Chip, Problem
 from .steps import OWN_GEMM, Plan
 
 STRATEGIES = ("cublas_bn", "cublas_folded_bn", "gemm_stats_apply", "one_kernel", "reference")
@@ -160,10 +160,31 @@ def _forget() -> None:
     _keeping_is_faster.cache_clear()
 
 
-def ranking(problem: Problem, phase: str = "forward", strategy: str | None = None) -> list[tuple[float, Candidate]]:
+def set_measured_here(chip: Chip, lines: Mapping[tuple[str, ...], str]) -> None:
+    """From now on these candidates, by `tables.key_here`, are the choices on `chip`, before those of the files.
+
+    Calls that are prepared already keep theirs until the runtime forgets them.
+    """
+    tables.here[chip] = dict(lines)
+    _forget()
+
+
+def measured_here(made: Plan) -> bool:
+    """Whether `made` is what was measured to be the best on this machine."""
+    known = tables.measured_here(made.problem, made.phase)
+    if known is None:
+        return False
+    chosen = ranking(replace(made.problem, copied=()), made.phase, made.strategy)[0][1]
+    return known in (chosen.name, chosen.choices) and chosen.plan().steps == made.steps
+
+
+def ranking(
+    problem: Problem, phase: str = "forward", strategy: str | None = None, *, shipped: bool = False
+) -> list[tuple[float, Candidate]]:
     """The candidates that can serve, of one strategy or of all, with their predicted µs: the best first.
 
-    The measured best of an exceptional problem comes first of all, whatever is predicted (docs/planner.md).
+    The measured best of an exceptional problem comes first of all, whatever is predicted (docs/planner.md); `shipped`:
+    as if nothing had been measured on this machine.
     """
     every = [c for c in candidates(problem, phase) if c.refusal is None]
     if phase == "backward":  # the same for every strategy, but that split operands belong to the own product
@@ -179,7 +200,7 @@ def ranking(problem: Problem, phase: str = "forward", strategy: str | None = Non
         every = [c for c in every if _forced(c)] or every
     # `cublas_bn` comes last, whatever it costs: it serves where it is asked for.
     ranked = sorted(((c.cost(), c) for c in every), key=lambda pair: (pair[1].strategy == "cublas_bn", pair[0]))
-    known = _forced is None and tables.measured_best(problem, phase)
+    known = _forced is None and tables.measured_best(problem, phase, shipped)
     if known:
         listed = [c for _, c in ranked] + [c for c in variants(problem) if strategy in (None, c.strategy)]
         best = [c for c in listed if c.choices == known or c.name == known]
@@ -209,10 +230,10 @@ def keeps_product(problem: Problem, strategy: str | None, wanted: bool | None = 
 
 @functools.lru_cache(maxsize=4096)
 def _keeping_is_faster(problem: Problem, strategy: str | None) -> bool:
-    def step(keep_product: bool) -> float:
+    def step(keep_product: bool) -> float:  # not by what was measured here: that holds for what this decides
         p = replace(problem, keep_product=keep_product)
-        us, chosen = ranking(p, "forward", strategy)[0]
-        return us + ranking(p, "backward", chosen.strategy)[0][0]
+        us, chosen = ranking(p, "forward", strategy, shipped=True)[0]
+        return us + ranking(p, "backward", chosen.strategy, shipped=True)[0][0]
 
     return step(True) <= step(False)
 

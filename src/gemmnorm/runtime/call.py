@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import plan
 from ..errors import GemmNormWarning
 from ..plan import Chip, Plan, Problem
-from . import binding, driver, prepared
+from . import binding, driver, measured, prepared
 from .arguments import check_arguments
 from .arithmetic import arithmetic
 from .operands import (
@@ -55,8 +55,7 @@ def chip(device: torch.device) -> Chip | None:
     if missing is not None:
         warnings.warn(f"plain PyTorch ops run on {device}: {missing}", GemmNormWarning, stacklevel=2)
         return None
-    properties = torch.cuda.get_device_properties(device)
-    return plan.chip_for(properties.major * 10 + properties.minor, properties.multi_processor_count)
+    return measured.described(device).chip
 
 
 def output_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:

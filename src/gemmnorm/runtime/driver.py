@@ -136,6 +136,18 @@ def _kernel(text: str, entry: str, arch: int) -> Any:
     return ObjectCode.from_cubin(code).get_kernel(entry)
 
 
+def compile_ahead(text: str, arch: int) -> None:
+    """Compile a translation unit into the disk cache, unless it is there. Raises what the compiler raises."""
+    cache = _disk_cache()
+    if cache is not None and not is_compiled(text, arch):
+        remember(cache, text, arch, bytes(_program(text, arch).compile("cubin").code))
+
+
+def is_compiled(text: str, arch: int) -> bool:
+    """Whether the disk cache has a translation unit."""
+    return recall(_disk_cache(), text, arch) is not None
+
+
 def recall(cache: Any | None, text: str, arch: int) -> bytes | None:
     """The compiled code of a translation unit from the disk cache, or None.
 

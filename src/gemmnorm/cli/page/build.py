@@ -227,6 +227,22 @@ def _explain(document: Document) -> Iterable[Html]:
         yield section("In words", tag("pre", "\n".join(map(str, document.get("lines", [])))))
 
 
+def _tune_head(document: Document) -> Verdict:
+    if not document["rows"]:
+        return Verdict("bad", str(document["status"]), str(document["subject"]), str(document["detail"]))
+    word = "measured here" if any(row["line"] for row in document["rows"]) else "nothing to gain"
+    return Verdict("good", word, str(document["subject"]), report.tuned(document))
+
+
+def _tune(document: Document) -> Iterable[Html]:
+    rows = [
+        [r["title"], r["phase"], r["chosen"], r["best"], f"{r['chosen_us']:.1f}", f"{r['best_us']:.1f}"]
+        for r in document["rows"]
+    ]
+    columns = ("", "", "chosen before", "measured best", "µs", "best µs")
+    yield section("What was measured", table(columns, rows, words=4))
+
+
 def _doctor_head(document: Document) -> Verdict:
     missing = [c["name"] for c in document.get("checks", []) if c["state"] == "missing"]
     word = f"missing: {', '.join(missing)}" if missing else "everything is here"
@@ -246,5 +262,6 @@ _KINDS: dict[str, tuple[Callable[[Document], Verdict], Callable[[Document], Iter
     "verify": (_verify_head, _verify),
     "optimize": (_optimize_head, _optimize),
     "explain": (_explain_head, _explain),
+    "tune": (_tune_head, _tune),
     "doctor": (_doctor_head, _doctor),
 }
