@@ -18,7 +18,7 @@ from support import Chain, arguments, step, stir, twin
 from torch import Tensor
 
 from gemmnorm import linear_scale_batch_norm, plan
-from gemmnorm.plan import params, small
+from gemmnorm.plan import library, params, small
 from gemmnorm.runtime import binding, driver
 from gemmnorm.runtime import call as runtime
 
@@ -74,6 +74,13 @@ def test_the_librarys_product(strategy, training):
     check(plan.chip_for(80, 4), strategy, "bf16", 70, 24, 40, training, scale_shape=(40,), activation="silu")
     check(plan.chip_for(80, 4), strategy, "fp32", 130, 24, 13, training, scale_shape=(), momentum=None)
     check(plan.chip_for(80, 4), strategy, "fp32", 2, 24, 36, training, bias=False, affine=False)
+    check(plan.chip_for(80, 4), strategy, "bf16", 700, 8, 24, training, activation="relu")  # features fill four threads
+
+
+def test_no_thread_of_a_block_lies_beyond_the_last_feature_where_fewer_would_do():
+    for features in (8, 24, 32, 40, 64, 128, 256, 1024):
+        tiling = library.tiling(plan.Problem(1 << 17, 64, features, "bfloat16", chip=plan.chip_for(90)))
+        assert tiling.threads == 4 or tiling.threads // 2 * tiling.width < features
 
 
 @pytest.mark.usefixtures("no_clusters")
