@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from . import panels
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
-from .steps import Buffer, Extent, Launch, Plan, Product, Step
+from .steps import THREADS, Buffer, Extent, Launch, Plan, Product, Step
 
 GROUP_ROWS = 64  # that a row of group_mean and group_m2 stands for, in every strategy
 ROWS_OF_A_WARP = (8, 16, 32, 64, 128)  # in `cluster_normalize`
@@ -58,8 +58,11 @@ def tiling(problem: Problem, most_groups: int = 1) -> Tiling:
 
 
 def merge_columns(problem: Problem) -> int:
-    """Features of a block of the merging kernels: fewer where those of 16 would not fill the multiprocessors."""
-    return 16 if problem.out_features >= 16 * (problem.chip or CHIPS[80]).multiprocessors else 4
+    """Features of a block of the merging kernels: fewer where blocks would not fill the multiprocessors, down to one
+    where the threads that this leaves for a feature have groups to merge."""
+    least = 1 if -(-problem.batch // GROUP_ROWS) > THREADS // 4 else 4
+    fills = (n for n in (16, 4) if problem.out_features >= n * (problem.chip or CHIPS[80]).multiprocessors)
+    return next(fills, least)
 
 
 def merge_grid(problem: Problem) -> Extent:
