@@ -113,6 +113,16 @@ def test_what_a_form_cannot_be_recorded_for_is_left_to_the_original(calls: list[
         assert len(calls) == count
 
 
+def test_a_form_without_a_chain_is_left_to_the_original() -> None:
+    def forward(self: Any, x: Tensor, both: Tensor | None = None) -> Any:
+        h = self.gemm(x)
+        return (self.bn(h),) if both is None else (self.bn(h), h * both)
+
+    fused = gemmnorm.fuse(Written(forward))
+    fused(X), fused(X, both=torch.ones(6))
+    assert "calls: 1 fused, 1 unfused" in str(gemmnorm.fuse_report(fused, calls=True))
+
+
 Pair = namedtuple("Pair", "y z")
 
 

@@ -269,7 +269,9 @@ def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) ->
             further = _plan_of_traces(plan.path, owner, records, records.given(owner, names), plan.chains)
         except Untraceable:
             continue
-        if further.forms[0].body in [form.body for form in plan.forms]:
+        body = further.forms[0].body
+        called = any(_placeholder(i) in line for line in body for i in range(len(further.chains)))
+        if not called or body in [form.body for form in plan.forms]:
             continue
         plan = replace(
             plan,
