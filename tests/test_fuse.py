@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import textwrap
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -389,25 +390,32 @@ def test_the_source_reads_as_a_person_would_write_it() -> None:
         "    return fused_8_6(input, self[7], self[8])\n"
     )
     plan = analyse(Residual())[0]
-    assert plan.path == "" and plan.imports == ("import torch.nn.functional as F",)
+    assert plan.path == "" and plan.imports == ("import torch.nn.functional as F", "import torch")
+    layers = (
+        "h = fused_chain(\n"
+        '    x, self.layers[0]["fc"], self.layers[0]["norm"], scale=0.5, activation="tanh"\n'
+        ")\n"
+        "h = F.dropout(h, p=0.2, training=self.training)\n"
+        "x = x + h\n"
+        "h = fused_chain(\n"
+        '    x, self.layers[1]["fc"], self.layers[1]["norm"], scale=0.5, activation="tanh"\n'
+        ")\n"
+        "h = F.dropout(h, p=0.2, training=self.training)\n"
+        "x = x + h\n"
+        "head = self.head(x)\n"
+        'return {"y": head, "h": x.view(x.size(0), -1)}\n'
+    )
     assert plan.forward_source("fused_linear_scale_batch_norm").replace("linear_scale_batch_norm", "chain") == (
         "def forward(self, x, mask=None, *, twice=False):\n"
-        "    if mask is not None or twice is not False or self.strength != 0.5:\n"
+        "    if not (mask is not None or twice is not False or self.strength != 0.5):\n"
+        "        x = self.stem(x)\n"
+        "        x = F.gelu(x)\n"
+        + textwrap.indent(layers, " " * 8)
+        + "    if twice is not False or self.strength != 0.5 or not isinstance(mask, torch.Tensor):\n"
         "        return super().forward(x, mask, twice=twice)\n"
         "    x = self.stem(x)\n"
         "    x = F.gelu(x)\n"
-        "    h = fused_chain(\n"
-        '        x, self.layers[0]["fc"], self.layers[0]["norm"], scale=0.5, activation="tanh"\n'
-        "    )\n"
-        "    h = F.dropout(h, p=0.2, training=self.training)\n"
-        "    x = x + h\n"
-        "    h = fused_chain(\n"
-        '        x, self.layers[1]["fc"], self.layers[1]["norm"], scale=0.5, activation="tanh"\n'
-        "    )\n"
-        "    h = F.dropout(h, p=0.2, training=self.training)\n"
-        "    x = x + h\n"
-        "    head = self.head(x)\n"
-        '    return {"y": head, "h": x.view(x.size(0), -1)}\n'
+        "    x = x * mask\n" + textwrap.indent(layers, " " * 4)
     )
     assert not any(word in plan.forward_source("fused") for word in ("try:", "except", "pass"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -83,6 +84,50 @@ def test_each_variant_has_the_kernels_that_it_launched_and_no_others() -> None:
     assert aside.span_ms == pytest.approx(0.4) and aside.event_ms == 0.0
     assert "0.0000 ms by events, 0.4000 ms from the first of 1 kernels" in str(disagreement(0.0, aside.as_dict()))
     assert (none.span_ms, none.sum_ms, none.count) == (None, 0.0, 0) and disagreement(0.001, none.as_dict()) is None
+
+
+def unseen(found: dict[str, Any]) -> bool:
+    """Whether the span holds work that the events of the same run did not see.
+
+    Who else uses the GPU cannot make this true: what preempts a stream comes between its events."""
+    return found["span_ms"] > found["event_ms"] and disagreement(found["event_ms"], found) is not None
+
+
+def in_each_run(problems: Callable[[], set[str]], runs: int = 4) -> set[str]:
+    """The problems that every one of so many runs has; as soon as none is left, no more are made.
+
+    Two runs on a GPU that others use take different times, now these and now those; a fault is there each time."""
+    left = problems()
+    for _ in range(runs - 1):
+        left = left and left & problems()
+    return left
+
+
+def test_on_a_gpu_that_others_use_only_the_hidden_work_is_found_each_time() -> None:
+    draw = random.Random(1)
+
+    class Shared(Device):
+        """Another process has the GPU for 2 ms before a kernel, as often as not."""
+
+        def launch(self, name: str, us: float, *, at: float | None = None, category: str = "kernel") -> None:
+            self.now += 2000.0 * draw.randrange(2)
+            super().launch(name, us, at=at, category=category)
+
+    def problems() -> set[str]:
+        gpu = Shared()
+        variants = {
+            "seen": lambda: (gpu.launch("gemm", 400.0), gpu.launch("norm", 100.0)),
+            "hidden": lambda: (gpu.launch("aside", 20e3, at=gpu.now - 19e3), gpu.launch("norm", 100.0)),
+        }
+        replays = Replays(gpu)
+        taken = replays.taken(lambda: [replays.add(("", n), Variant(n, v)) for n, v in variants.items()], gpu.record)
+        found = {name: span.as_dict() for (_, name), span in taken.items()}
+        assert {name for name in found if unseen(found[name])} == {"hidden"}
+        return {name for name, alone in (("seen", 0.5), ("hidden", 0.1)) if disagreement(alone, found[name])}
+
+    assert {frozenset(problems()) for _ in range(20)} == {frozenset({"hidden"}), frozenset({"seen", "hidden"})}
+    assert in_each_run(problems) == {"hidden"}
+    assert in_each_run(iter([{"a", "b"}, {"a"}, set()]).__next__) == set()
 
 
 @pytest.mark.parametrize(("ms", "apart"), [(0.1, False), (0.11, False), (0.07, True), (0.14, True), (None, False)])
@@ -239,6 +284,7 @@ class ModelNew(Model):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(900)
 def test_kernels_bear_the_events_out_on_the_gpu() -> None:
     """Sizes from launches to milliseconds; what events said is what the kernels took."""
     cells = [
@@ -246,33 +292,42 @@ def test_kernels_bear_the_events_out_on_the_gpu() -> None:
         Cell(CASES["v0"], "fp32", False, "train_fwd_bwd"),
         Cell(CASES["kb33"], "tf32", False, "train_fwd"),
     ]
-    begin = time.perf_counter()
-    got = suite.run_suite(cells, torch.device("cuda", 0), Options(budget_s=0.3))
-    total = time.perf_counter() - begin
-    begin = time.perf_counter()
-    for row in got["rows"]:
-        row["kernels"] = None
-    again = cross_check.add_spans(got["rows"], cells, torch.device("cuda", 0), lambda _: None)
-    print(f"\n{total:.1f} s in all, {time.perf_counter() - begin:.1f} s of it for spans; notes: {got['notes']} {again}")
-    for row in got["rows"]:
-        print(row["case"], row["precision"], row["phase"], row["strategy"], row["ms"], row["kernels"])
-        for peer in ("gemm", "eager", "compile", "eager_graphed"):
-            print("  ", peer, row[f"{peer}_ms"], row[f"{peer}_kernels"])
-            assert row[f"{peer}_kernels"]["count"] >= 1
-        span = row["kernels"]
-        assert span["count"] >= 1 and span["span_ms"] > 0 and span["sum_ms"] > 0
-        assert disagreement(span["event_ms"], span) is None
-    assert not got["notes"], got["notes"]
+
+    def problems() -> set[str]:
+        got = suite.run_suite(cells, torch.device("cuda", 0), Options(budget_s=0.3))
+        print("\nnotes:", *got["notes"], sep="\n  ")
+        found = {note.split(" ms by events")[0].rpartition(": ")[0] or note for note in got["notes"]}
+        for row in got["rows"]:
+            cell = f"{row['case']} {row['precision']} {row['phase']}"
+            print(cell, row["strategy"], row["ms"], row["kernels"])
+            assert row["kernels"]["count"] >= 1 and row["kernels"]["sum_ms"] > 0 and not unseen(row["kernels"])
+            if disagreement(row["kernels"]["event_ms"], row["kernels"]):
+                found.add(f"{cell}: {row['strategy']}: in the same run")
+            for peer in cross_check.PEERS:
+                print("  ", peer, row[f"{peer}_ms"], row[f"{peer}_kernels"])
+                assert row[f"{peer}_kernels"]["count"] >= 1 and not unseen(row[f"{peer}_kernels"])
+        return found
+
+    assert not in_each_run(problems)
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(900)
 def test_work_on_another_stream_shows_in_the_span(tmp_path: Path) -> None:
     model, aside = tmp_path / "m.py", tmp_path / "n.py"
     model.write_text(MODEL)
     aside.write_text(MODEL + ASIDE)
     options = model_files.FileOptions(phases=("eval_fwd",), compile=False, budget_s=0.3)
-    got = model_files.bench_files(model, [aside], options)
-    rows = {row["kind"]: row for row in got["rows"]}
-    print(got["notes"], {name: (row["ms"], row["kernels"]) for name, row in rows.items()})
-    assert rows["eager"]["kernels"]["count"] >= 2 and not any("eager" in note for note in got["notes"])
-    assert rows["candidate"]["kernels"]["count"] > 20 and any(str(aside) in note for note in got["notes"])
+
+    def problems() -> set[str]:
+        """Of the two files, the one that should have no note and has one, or should and has none."""
+        got = model_files.bench_files(model, [aside], options)
+        rows = {row["variant"]: row for row in got["rows"]}
+        print(got["notes"], {name: (row["ms"], row["kernels"]) for name, row in rows.items()})
+        eager, candidate = rows["eager"]["kernels"], rows[str(aside)]["kernels"]
+        assert eager["count"] >= 2 and not unseen(eager)
+        assert candidate["count"] > 20 and unseen(candidate)
+        noted = {name for name in rows if any(note.startswith(f"eval_fwd: {name}: ") for note in got["notes"])}
+        return (noted & {"eager", str(aside)}) ^ {str(aside)}
+
+    assert not in_each_run(problems)

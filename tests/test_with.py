@@ -27,7 +27,7 @@ ROWS = [
     if line.startswith("| ") and "`" in line
 ]
 OPERATOR = "gemmnorm::linear_scale_batch_norm"
-MODULES = ("torch", "copy", "pickle", "functools", "accelerate", "lightning", "peft", "torchao")
+MODULES = ("torch", "copy", "pickle", "functools", "accelerate", "lightning", "peft", "torchao", "transformers")
 NOT_HERE = (ImportError, AttributeError, torch.onnx.OnnxExporterError)  # a tool, or this PyTorch's part of it
 
 
@@ -54,10 +54,25 @@ def made(code: str, fuse: Callable[[nn.Module], nn.Module]) -> Any:
         from torch.distributed.fsdp import fully_shard
 
         names["fully_shard"] = functools.partial(fully_shard, mesh=dist.init_device_mesh("cpu", (1,)))
+    if "parallelize_module" in code:
+        names |= vars(importlib.import_module("torch.distributed.tensor.parallel")) | vars(torch.distributed.tensor)
+        names["mesh"] = dist.init_device_mesh("cpu", (1,))
+    if "Trainer" in code:
+        names |= two_steps()
     exec(code, names)
     if "m" in names:
         return names["m"]
     return by_onnxruntime("m.onnx") if "onnx" in code else torch._inductor.aoti_load_package("m.pt2")
+
+
+def two_steps() -> dict[str, Any]:
+    """What a Trainer is given: arguments, rows by the name of what `nn.Sequential.forward` takes, and a loss."""
+    arguments = importlib.import_module("transformers").TrainingArguments
+    return {
+        "args": arguments("out", max_steps=2, save_steps=1, label_names=["labels"], use_cpu=True, report_to=[]),
+        "data": [{"input": torch.randn(6), "labels": i % 8} for i in range(16)],
+        "loss": lambda outputs, labels, **_: nn.functional.cross_entropy(outputs, labels),
+    }
 
 
 def by_onnxruntime(path: str) -> Callable[[Tensor], Tensor]:
@@ -99,8 +114,24 @@ def test_what_the_page_says(tool: str, code: str, wanted: str, alone: None) -> N
     assert how == wanted
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoints_of_a_trainer_do_not_tell_whether_the_model_is_fused(alone: None) -> None:
+    pytest.importorskip("transformers")
+    code = next(row[1] for row in ROWS if "Trainer" in row[0]).strip("`")
+    read = importlib.import_module("safetensors.torch").load_file
+    saved = {}
+    for fuse in (lambda model: model, gemmnorm.fuse):
+        model = made(code, fuse)
+        assert fuse is not gemmnorm.fuse or "calls: 2 fused" in str(gemmnorm.fuse_report(model, calls=True))
+        saved[fuse] = read("out/checkpoint-2/model.safetensors")
+        assert saved[fuse].keys() == model.state_dict().keys()
+    plain, fused = saved.values()
+    assert plain["1.num_batches_tracked"] == 2
+    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=2e-4)  # a bias' gradient is 0 ± 1e-9: Adam steps 5e-5
+
+
 def test_every_line_is_read() -> None:
-    assert len(ROWS) >= 26 and {row[2] for row in ROWS} == {"fused", "plain operations", "refused"}
+    assert len(ROWS) >= 28 and {row[2] for row in ROWS} == {"fused", "plain operations", "refused"}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -4,9 +4,6 @@ Each variant runs once more under `torch.profiler`, queued behind a spin and the
 markers: kernels of `torch.cuda._sleep`. Activities are told apart by the order in which they were launched, so that
 work on other streams belongs to the variant that launched it. All of them share one recording: CUPTI slows launches
 down for as long as the process lives, and may record nothing a second time. So this comes after everything is timed.
-
-So far this has read recorded traces alone; `pytest -m gpu tests/test_spans.py -s` runs it on a GPU, and prints what it
-costs.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 
 - `tracing.py`   records the `forward` of one owner, and refuses what a recording would get wrong
 - `scanning.py`  what misleads a recording, in the byte code and among the built-in functions
+- `held.py`      what stays as it is meanwhile: a mode, autocast, random states
 - `guards.py`    decisions by the shape of an input, as conditions under which a recording holds
 - `views.py`     what may stand between the two: operations that only lay elements out
 - `matching.py`  finds the chains in a recording, and gives the reason for every near miss

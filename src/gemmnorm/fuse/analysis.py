@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -32,6 +32,13 @@ class Assumed(NamedTuple):
     structure: tuple[Any, ...]
 
 
+class Form(NamedTuple):
+    """A `forward` as recorded: expressions, one of which is true where it does not hold, and its statements."""
+
+    conditions: tuple[str, ...]
+    body: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class OwnerPlan:
     """What is known of one module that calls children in its `forward`, and how its fused `forward` reads.
@@ -45,6 +52,7 @@ class OwnerPlan:
         namespace: what it refers to, by name, besides `self` and the function to call.
         structure: names of the owner's children when it was recorded (`child_names`).
         assumed: descendants that do not run as modules.
+        forms: what `forward` does, by which of its parameters are given.
     """
 
     path: str
@@ -57,8 +65,7 @@ class OwnerPlan:
     assumed: tuple[Assumed, ...] = ()
     signature: str = ""
     forwarded: str = ""
-    conditions: tuple[str, ...] = ()
-    body: tuple[str, ...] = ()
+    forms: tuple[Form, ...] = ()
 
     def forward_source(
         self, call_name: str | Callable[[Chain], str], guard: str | None = None, original: str = "super().forward({})"
@@ -69,15 +76,17 @@ class OwnerPlan:
             call_name: the function that stands for a chain, or what gives its name for each. It is called as
                 `call_name(x, linear, bn, scale=…, activation=…)` with the children themselves; `scale` (tensor or
                 number) and `activation` (module or canonical string) only where there is one.
-            guard: an expression under which the original `forward` runs, besides the plan's own conditions.
+            guard: an expression under which the original `forward` runs, besides the conditions of all forms.
             original: the call of that `forward`; `{}` stands for the arguments. As it is, for a subclass of `original`.
         """
-        conditions = [*([guard] if guard else []), *self.conditions]
-        lines = [f"def forward(self{self.signature}):"]
-        if conditions:
-            lines.append(f"{_INDENT}if {' or '.join(conditions)}:")
-            lines.append(f"{_INDENT * 2}return {original.format(self.forwarded)}")
-        lines += [_INDENT + line for line in self.body]
+        *others, last = self.forms
+        instead = f"{_INDENT}return {original.format(self.forwarded)}"
+        lines = [f"if {guard}:", instead] if guard and others else []
+        for form in others:
+            lines += [f"if not ({' or '.join(form.conditions)}):", *(_INDENT + line for line in form.body)]
+        if conditions := [*([guard] if guard and not others else []), *last.conditions]:
+            lines += [f"if {' or '.join(conditions)}:", instead]
+        lines = [f"def forward(self{self.signature}):", *(_INDENT + line for line in [*lines, *last.body])]
         text = "\n".join(lines) + "\n"
         for i, chain in enumerate(self.chains):
             text = text.replace(_placeholder(i), call_name if isinstance(call_name, str) else call_name(chain))
@@ -195,13 +204,17 @@ class _Records:
 
     def _record(self, owner: nn.Module) -> tuple[Trace, Trace] | Untraceable:
         try:
-            pair = tracing.trace(owner, True), tracing.trace(owner, False)
+            pair = self.given(owner, tracing.forms(owner)[0])
         except Untraceable as reason:
             return reason
         nodes = (node for trace in pair for node in trace.graph.nodes)
         called = (matching.called_module(owner, node) for node in nodes)
         self.called |= {id(module) for module in called if module is not None}
         return pair
+
+    def given(self, owner: nn.Module, names: Container[str]) -> tuple[Trace, Trace]:
+        """The same with tensors for these parameters of `owner.forward`; made each time."""
+        return tracing.trace(owner, True, names), tracing.trace(owner, False, names)
 
     def learn(self, model: nn.Module) -> None:
         """Find the classes in `model` whose `forward` is `F.linear` with their own weight and bias, and no more."""
@@ -234,9 +247,12 @@ def plan_of(owner: nn.Module, path: str = "", records: _Records | None = None) -
         records = _Records()
         records.learn(owner)
     try:
-        train, evaluation = records.of(owner)
-        plan = _plan_of_traces(path, owner, records, train, evaluation)
-        if plan.chains or plan.refusals or not train.whole or not _may_hold_chain(owner):
+        pair = records.of(owner)
+        plan = _plan_of_traces(path, owner, records, pair)
+        if plan.chains:
+            return _with_further_forms(plan, owner, records)
+        train, _ = pair
+        if plan.refusals or not train.whole or not _may_hold_chain(owner):
             return plan
         name, reason = train.whole[0]
         return replace(plan, refusals=(Refusal(path, path, f"its method {name} {reason}"),))
@@ -246,8 +262,36 @@ def plan_of(owner: nn.Module, path: str = "", records: _Records | None = None) -
         return OwnerPlan(path, original, refusals=(Refusal(path, path, f"its forward {reason}"),))
 
 
-def _plan_of_traces(path: str, owner: nn.Module, records: _Records, train: Trace, evaluation: Trace) -> OwnerPlan:
-    chains: list[Chain] = []
+def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) -> OwnerPlan:
+    """`plan`, and what the owner does where it is given what is None by default, as far as that can be recorded."""
+    for names in tracing.forms(owner)[1:]:
+        try:
+            further = _plan_of_traces(plan.path, owner, records, records.given(owner, names), plan.chains)
+        except Untraceable:
+            continue
+        body = further.forms[0].body
+        called = any(_placeholder(i) in line for line in body for i in range(len(further.chains)))
+        if not called or body in [form.body for form in plan.forms]:
+            continue
+        plan = replace(
+            plan,
+            chains=further.chains,
+            imports=(*dict.fromkeys((*plan.imports, *further.imports)),),
+            namespace={**plan.namespace, **further.namespace},
+            assumed=(*dict.fromkeys((*plan.assumed, *further.assumed)),),
+            forms=(*plan.forms, *further.forms),
+        )
+    return plan
+
+
+def _plan_of_traces(
+    path: str, owner: nn.Module, records: _Records, pair: tuple[Trace, Trace], chains: Iterable[Chain] = ()
+) -> OwnerPlan:
+    """The plan with the one form that the recordings in training and evaluation are of.
+
+    `chains`: those of other forms, which come first.
+    """
+    chains = [*chains]
     reasons: dict[tuple[str, str], None] = {}
     bodies: list[list[str]] = []
     namespace: dict[str, object] = {}
@@ -255,7 +299,7 @@ def _plan_of_traces(path: str, owner: nn.Module, records: _Records, train: Trace
     refused: list[list[tuple[str, str]]] = []
     assumed: dict[Assumed, None] = {}
     conditions: dict[str, None] = {}
-    for trace in (_joined_recording(owner, t, mode, records, assumed) for mode, t in enumerate((train, evaluation))):
+    for trace in (_joined_recording(owner, t, mode, records, assumed) for mode, t in enumerate(pair)):
         conditions |= dict.fromkeys(_conditions(owner, trace))
         found, missed = matching.match(owner, trace.graph, records.only_plain)
         missed += _spanning(owner, trace.graph, records)
@@ -281,10 +325,9 @@ def _plan_of_traces(path: str, owner: nn.Module, records: _Records, train: Trace
         namespace=namespace,
         structure=child_names(owner),
         assumed=tuple(assumed),
-        signature=writing.signature(train.parameters),
-        forwarded=writing.forwarded(train.parameters),
-        conditions=tuple(conditions),
-        body=tuple(writing.merge_modes(*bodies)),
+        signature=writing.signature(pair[0].parameters),
+        forwarded=writing.forwarded(pair[0].parameters),
+        forms=(Form(tuple(conditions), tuple(writing.merge_modes(*bodies))),),
     )
 
 

@@ -16,10 +16,10 @@ from .. import plan
 from ..plan import Plan, Problem, choice
 from ..runtime.arithmetic import float32_reason
 from ..runtime.call import recording
+from . import held
 from .analysis import analyse, check_is_module
 from .classes import fused_for_now
 from .report import report_of
-from .tracing import same_random_state
 
 HERE = "measured here: by `gemmnorm tune` on this machine, not by the prediction"
 
@@ -126,7 +126,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     devices = {t.device.index for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
-        stack.enter_context(same_random_state())
+        stack.enter_context(held.random_state())
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())

@@ -9,15 +9,12 @@ recording holds (`Trace.conditions`; where it does not, the original `forward` r
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
-import ctypes
+import dataclasses
 import dis
 import inspect
 import itertools
 import operator
-import random
-import sys
 import threading
 import traceback
 import types
@@ -28,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from . import guards
+from . import guards, held
 from .scanning import ANY, Scan, Untraceable, honest_builtins
 
 _WRITTEN = "_gemmnorm_written"  # the original `forward` under the name that a fused class keeps it by
@@ -115,13 +112,13 @@ def is_replaced(module: nn.Module) -> bool:
     return own is not None and getattr(own, "__func__", None) is not getattr(type(module), "forward", None)
 
 
-def trace(owner: nn.Module, training: bool) -> Trace:
-    """Record `owner.forward` as it runs in training or evaluation mode.
+def forms(owner: nn.Module) -> list[frozenset[str]]:
+    """Which parameters of `owner.forward` that are None by default to give tensors for, in one recording each.
 
-    Nothing of the model changes, nor does any random state.
+    The first parameter is the input: it is given in all. Then each of the others (`labels=None`) alone, and all.
 
     Raises:
-        Untraceable: with the reason.
+        Untraceable: no recording can be made of it.
     """
     forward = forward_of(type(owner))
     if is_replaced(owner) and not hasattr(owner, _WRITTEN):
@@ -132,10 +129,25 @@ def trace(owner: nn.Module, training: bool) -> Trace:
         raise Untraceable("belongs to a torch.fx.GraphModule, which regenerates it by itself")
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("is not a plain Python function")
+    parameters = _parameters(forward)
+    optional = [p.name for p in parameters if p.default is None]
+    always = {p.name for p in parameters[:1]} & {*optional}
+    found = [always, *({*always, name} for name in optional), {*optional}]
+    return list(dict.fromkeys(map(frozenset, found)))
+
+
+def trace(owner: nn.Module, training: bool, given: Container[str] = ()) -> Trace:
+    """Record `owner.forward` as it runs in training or evaluation mode, with tensors for the parameters `given`.
+
+    Other parameters that have a default keep it. Nothing of the model changes, nor does any random state.
+
+    Raises:
+        Untraceable: with the reason.
+    """
     whole: dict[str, str] = {}
     while True:
         try:
-            return _record(owner, training, whole)
+            return _record(owner, training, given, whole)
         except Untraceable as reason:
             method = _failed_method(owner, reason)
             if method is None or method in whole:
@@ -143,20 +155,20 @@ def trace(owner: nn.Module, training: bool) -> Trace:
             whole[method] = str(reason)
 
 
-def _record(owner: nn.Module, training: bool, whole: dict[str, str]) -> Trace:
+def _record(owner: nn.Module, training: bool, given: Container[str], whole: dict[str, str]) -> Trace:
     """One attempt, in which the methods `whole` stay calls."""
     forward: Any = forward_of(type(owner))
     parameters = _parameters(forward)
     scan = Scan(type(owner), forward, whole)
-    with _LOCK, _mode(owner, training), same_random_state() as drew:
-        tracer = _OwnerTracer(owner, parameters)
+    with _LOCK, held.mode(owner, training), held.random_state() as drew:
+        tracer = _OwnerTracer(owner, parameters, given)
         recorder = _Recorder(owner, tracer, whole)
-        with recorder, _no_autocast(), honest_builtins(scan.asking):
+        with recorder, held.no_autocast(), honest_builtins(scan.asking):
             graph = _run(tracer, owner)
         recorder.check()
         if drew():  # a number drawn while recording would be the same for ever
             raise Untraceable("draws random numbers")
-    tested = {p.name for p in parameters if p.name in scan.tested or ANY in scan.tested}
+    tested = {p.name for p in parameters if (p.name in scan.tested or ANY in scan.tested) and p.name not in given}
     fixed, attributes = frozenset(tracer.fixed), tuple(recorder.attributes)
     return Trace(graph, parameters, fixed, attributes, frozenset(tested), tuple(whole.items()))
 
@@ -243,9 +255,10 @@ class _OwnerTracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, root: nn.Module, parameters: tuple[inspect.Parameter, ...]) -> None:
+    def __init__(self, root: nn.Module, parameters: tuple[inspect.Parameter, ...], given: Container[str]) -> None:
         super().__init__()
-        self.parameters = parameters
+        self.parameters, self.given = parameters, given
+        self.made: dict[int, nn.Module] = {}  # by `forward` itself
         self.fixed: set[str] = set()
         self.traced_func_name = _WRITTEN if hasattr(root, _WRITTEN) else "forward"
         # How the first decisions are to fall, and whether both ways were tried; and how those of this attempt fell.
@@ -255,6 +268,12 @@ class _OwnerTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A loss of PyTorch that `forward` makes, as in `nn.MSELoss()(y, target)`, is written out."""
+        if id(m) in self.made and type(m).__module__ == nn.CrossEntropyLoss.__module__:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -267,11 +286,13 @@ class _OwnerTracer(fx.Tracer):
             value: Any
             if p.kind in _VARIADIC:
                 continue
-            if p.default is not p.empty and type(p.default) not in (int, float):
+            if p.name in self.given or p.default is p.empty or type(p.default) in (int, float):
+                value = self.create_proxy("placeholder", p.name, (), {})
+                if p.name in self.given:
+                    value.node.meta["tensor"] = True
+            else:
                 self.fixed.add(p.name)
                 value = p.default
-            else:
-                value = self.create_proxy("placeholder", p.name, (), {})
             if p.kind is p.KEYWORD_ONLY:
                 keywords[p.name] = value
             else:
@@ -308,7 +329,18 @@ class _OwnerTracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and not self._has_a_name(a):
             raise Untraceable("makes a tensor of its own")
+        if isinstance(a, (dict, list, tuple)) and type(a) not in _PLAIN_CONTAINERS and not hasattr(a, "_fields"):
+            return self._made_again(a)
         return super().create_arg(a)
+
+    def _made_again(self, a: Any) -> Any:
+        """The call that makes a container of a class of its own, which torch.fx would write down as a plain one."""
+        if type(a) is collections.OrderedDict:
+            return self.create_proxy("call_function", type(a), (dict(a),), {}).node
+        values = {f.name: getattr(a, f.name) for f in dataclasses.fields(a)} if dataclasses.is_dataclass(a) else {}
+        if not isinstance(a, dict) or dict(a) != {k: v for k, v in values.items() if v is not None}:
+            raise Untraceable(f"makes a {type(a).__name__}, which a recording would take for a plain container")
+        return self.create_proxy("call_function", type(a), (), values).node  # a ModelOutput of transformers
 
     def _has_a_name(self, tensor: Tensor) -> bool:
         named = (*self.root.parameters(), *self.root.buffers(), *getattr(self, "tensor_attrs", ()))
@@ -349,6 +381,8 @@ class _Recorder:
         def setattribute(module: nn.Module, name: str, value: Any) -> None:
             if recorder.watches(module):
                 raise Untraceable(f"assigns self.{name}")
+            if threading.get_ident() == recorder.thread:
+                recorder.tracer.made[id(module)] = module
             plain_setattr(module, name, value)
 
         self.plain_setattr = plain_setattr
@@ -415,60 +449,6 @@ def _items(container: Any) -> Iterator[Any]:
         yield from container
 
 
+_PLAIN_CONTAINERS = (dict, list, tuple, torch.Size)
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-@contextlib.contextmanager
-def _mode(owner: nn.Module, training: bool) -> Iterator[None]:
-    """`owner.training`, and nobody else's, for a while."""
-    before = owner.training
-    owner.__dict__["training"] = training
-    try:
-        yield
-    finally:
-        owner.__dict__["training"] = before
-
-
-@contextlib.contextmanager
-def _no_autocast() -> Iterator[None]:
-    """A recording would lose an autocast region, so entering one is refused."""
-    cls = torch.amp.autocast_mode.autocast
-    plain = cls.__enter__
-
-    def refuse(self: Any) -> None:
-        raise Untraceable("enters an autocast region")
-
-    cls.__enter__ = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        cls.__enter__ = plain  # type: ignore[method-assign]
-
-
-def _bytes(state: Tensor) -> bytes:
-    """The numbers, read where they lie: a mode (FakeTensorMode) would not have a real tensor compared."""
-    return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-@contextlib.contextmanager
-def same_random_state() -> Iterator[Callable[[], bool]]:
-    """Random states are put back at the end; inside, the value says whether any number was drawn."""
-    numpy = sys.modules.get("numpy")
-    before = (torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None)
-
-    def drew() -> bool:
-        moved = [_bytes(torch.get_rng_state()) != _bytes(before[0])]
-        moved.append(random.getstate() != before[1])
-        if numpy:
-            now = numpy.random.get_state()
-            moved.append(now[2:] != before[2][2:] or now[1].tobytes() != before[2][1].tobytes())  # type: ignore[index]
-        return any(moved)
-
-    try:
-        yield drew
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        if numpy:
-            numpy.random.set_state(before[2])

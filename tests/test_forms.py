@@ -1,0 +1,155 @@
+"""What a `forward` is given beside x, and what it returns: arguments that are None by default, classes of results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuse_support import Written
+from support import twin
+from torch import Tensor, nn
+
+import gemmnorm
+
+X, LABELS = torch.randn(5, 6), torch.arange(5)
+SHARED = nn.CrossEntropyLoss()
+
+
+@dataclasses.dataclass
+class Answer(OrderedDict):  # type: ignore[type-arg]
+    """A dictionary of its fields that are not None, as a ModelOutput of transformers is."""
+
+    y: Any = None
+    loss: Any = None
+
+    def __post_init__(self) -> None:
+        self.update((name, value) for name, value in vars(self).items() if value is not None)
+
+
+class Classifier(nn.Module):
+    """What a Trainer asks for: all parameters by name, and the loss where there are labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gemm, self.bn, self.smoothing = nn.Linear(6, 6), nn.BatchNorm1d(6), 0.1
+
+    def forward(self, x: Tensor | None = None, labels: Tensor | None = None, as_tuple: bool | None = None) -> Any:
+        if x is None:
+            raise ValueError("x: expected a tensor")
+        y = torch.relu(self.bn(self.gemm(x)))
+        loss = None
+        if labels is not None:
+            criterion = nn.CrossEntropyLoss(label_smoothing=self.smoothing)
+            loss = criterion(y, labels.view(-1))
+        return (y, loss) if as_tuple else Answer(y=y, loss=loss)
+
+
+def step(model: nn.Module, *args: Any, **kwargs: Any) -> list[Any]:
+    """The class of the result, its values, all gradients and buffers."""
+    model.zero_grad()
+    answer = model(*args, **kwargs)
+    values = [v for v in (answer.values() if isinstance(answer, dict) else answer) if v is not None]
+    sum(v.square().sum() for v in values).backward()
+    return [type(answer), *values, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def assert_same(fused: nn.Module, plain: nn.Module, *args: Any, **kwargs: Any) -> None:
+    (made, *got), (wanted, *want) = (step(model, *args, **kwargs) for model in (fused, plain))
+    assert made is wanted
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_labels_that_may_be_given(training: bool, calls: list[Any]) -> None:
+    plain = Classifier().train(training)
+    fused = gemmnorm.fuse(twin(plain))
+    assert_same(fused, plain, X)
+    assert_same(fused, plain, x=X, labels=LABELS)
+    assert_same(fused, plain, X, LABELS)
+    assert len(calls) == 3
+    for kwargs in ({"labels": LABELS, "as_tuple": True}, {"as_tuple": False}):  # the original
+        assert_same(fused, plain, X, **kwargs)
+    fused.smoothing = plain.smoothing = 0.3
+    assert_same(fused, plain, X, LABELS)
+    with pytest.raises(ValueError, match="expected a tensor"):
+        fused()
+    assert len(calls) == 3
+    (chain,) = gemmnorm.fuse_report(fused).matches
+    assert chain.linear == "gemm"
+
+
+def test_labels_under_a_compiler() -> None:
+    gemmnorm.set_strategy("reference")
+
+    def forward(self: Any, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.bn(self.gemm(x))
+        return {"y": y} if labels is None else {"y": y, "loss": nn.CrossEntropyLoss()(y, labels)}
+
+    fused = gemmnorm.fuse(Written(forward))
+    plain = gemmnorm.unfuse(twin(fused))
+    compiled = torch.compile(fused, backend="eager", fullgraph=True)
+    for labels in (None, LABELS):
+        torch.testing.assert_close(compiled(X, labels), plain(X, labels))
+        assert "compiled: fused" in str(gemmnorm.fuse_report(fused, calls=True))
+    torch._dynamo.reset()
+
+
+def test_what_a_form_cannot_be_recorded_for_is_left_to_the_original(calls: list[Any]) -> None:
+    def forward(self: Any, x: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        y = self.bn(self.gemm(x))
+        y = y if mask is None else y * mask
+        return (y, None if labels is None else SHARED(y, labels))
+
+    fused = gemmnorm.fuse(Written(forward))
+    plain = gemmnorm.unfuse(twin(fused))
+    mask = torch.rand(5, 6)
+    for kwargs, count in (({}, 1), ({"mask": mask}, 2), ({"labels": LABELS}, 2), ({"labels": LABELS, "mask": mask}, 2)):
+        assert_same(fused, plain, X, **kwargs)
+        assert len(calls) == count
+
+
+def test_a_form_without_a_chain_is_left_to_the_original() -> None:
+    def forward(self: Any, x: Tensor, both: Tensor | None = None) -> Any:
+        h = self.gemm(x)
+        return (self.bn(h),) if both is None else (self.bn(h), h * both)
+
+    fused = gemmnorm.fuse(Written(forward))
+    fused(X), fused(X, both=torch.ones(6))
+    assert "calls: 1 fused, 1 unfused" in str(gemmnorm.fuse_report(fused, calls=True))
+
+
+Pair = namedtuple("Pair", "y z")
+
+
+@dataclasses.dataclass
+class Plain:
+    y: Any
+
+
+class Listed(list):  # type: ignore[type-arg]
+    pass
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda y: Answer(y=y), lambda y: {"a": (Answer(loss=y), y)}, lambda y: OrderedDict(z=[y], y=y),
+        lambda y: Plain(y), lambda y: Pair(y, 1), lambda y: (y, y.shape), lambda y: [y, {"z": y}],
+    ],
+)  # fmt: skip
+def test_results_keep_their_classes(made: Callable[[Tensor], Any], calls: list[Any]) -> None:
+    fused = gemmnorm.fuse(Written(lambda self, x: made(self.bn(self.gemm(x)))))
+    plain = gemmnorm.unfuse(twin(fused))
+    got, want = fused(X), plain(X)
+    assert len(calls) == 1 and str(got) == str(want)
+
+
+@pytest.mark.parametrize("made", [lambda y: defaultdict(list, y=y), lambda y: Listed([y])])
+def test_a_container_that_nobody_knows_how_to_make_is_refused(made: Callable[[Tensor], Any]) -> None:
+    (refusal,) = gemmnorm.fuse_report(Written(lambda self, x: made(F.relu(self.bn(self.gemm(x)))))).refusals
+    assert "would take for a plain container" in refusal.reason
