@@ -306,7 +306,7 @@ __device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared 
   for (int i = 0; i < N; ++i) value[i] = shared[i * TX + tx];
 }
 
-// A block that merges the groups of COLUMNS features: its other threads, called lanes, share out the groups of a feature. A
+// A block that merges the groups of COLUMNS <= 16 features: its other threads, called lanes, share out the groups of a feature. A
 // group is of ROWS rows; there is a row of numbers for every kGroupRows, of which the first of a group counts.
 template <int COLUMNS, int ROWS>
 struct GroupMerge {
@@ -324,7 +324,7 @@ struct GroupMerge {
 
   // Calls `add(sum, place, rows)` for every group, then adds up over the lanes, in a fixed order, and hands the sums to all.
   template <int N, class Add>
-  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kThreads] */, const Add& add) const {
+  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kThreads / 32 * kColumns] */, const Add& add) const {
     if (inside()) {
 #pragma unroll 4
       for (int g = lane; g < groups; g += kLanes)
@@ -332,12 +332,14 @@ struct GroupMerge {
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
+#pragma unroll
+      for (int bit = 16; bit >= kColumns; bit /= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], bit);
       __syncthreads();
-      shared[threadIdx.x] = sum[i];
+      if (threadIdx.x % 32 < kColumns) shared[threadIdx.x / 32 * kColumns + threadIdx.x % 32] = sum[i];
       __syncthreads();
       sum[i] = 0.0f;
 #pragma unroll
-      for (int l = 0; l < kLanes; ++l) sum[i] += shared[l * kColumns + threadIdx.x % kColumns];
+      for (int w = 0; w < kThreads / 32; ++w) sum[i] += shared[w * kColumns + threadIdx.x % kColumns];
     }
   }
 };

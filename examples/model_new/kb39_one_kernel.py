@@ -331,7 +331,7 @@ __device__ __forceinline__ bool split_loses(float x_amax, float x_abs_sum, float
 }
 
 // --- memory_bound/row_tile.cuh -------------------------------------------------------------------------------------
-// A float32 row that a block of 256 threads reads more than once: its first 8192 columns stay in registers.
+// A float32 row that a block, or for short rows a warp, reads more than once: 32 columns of a thread stay in registers.
 
 // Four elements of a row from c on, zeros beyond its end. Rows of which not all begin at a whole word are read one by one.
 template <class T>
@@ -347,101 +347,61 @@ __device__ __forceinline__ Vec<T, 4> load_four(const T* row, int c, int columns)
   return v;
 }
 
+// LANES: kThreads, or 32 for a row of each warp.
+template <int LANES>
 struct RowTile {
-  static constexpr int kWords = 8;                        // of a thread, four columns each
-  static constexpr int kColumns = kWords * 4 * kThreads;  // in registers
+  static constexpr int kWords = 8;                     // of a thread, four columns each
+  static constexpr int kColumns = kWords * 4 * LANES;  // in registers
+  static constexpr int kRows = kThreads / LANES;       // of a block
 
   const float* row;
-  int columns;
+  int columns, lane;
   Vec<float, 4> words[kWords];
 
-  __device__ __forceinline__ RowTile(const float* row_, int columns_) : row(row_), columns(columns_) {
+  __device__ __forceinline__ RowTile(const float* row_, int columns_)
+      : row(row_), columns(columns_), lane(threadIdx.x % LANES) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = load_four(row, (i * kThreads + threadIdx.x) * 4, columns);
+    for (int i = 0; i < kWords; ++i) words[i] = load_four(row, (i * LANES + lane) * 4, columns);
   }
+  // The row of the thread in block `block`.
+  __device__ __forceinline__ static int row_of(int block) { return block * kRows + static_cast<int>(threadIdx.x) / LANES; }
+
   // Calls `visit(column, four elements)` for the thread's words; zeros from the last column up to `end`.
   template <class Visit>
   __device__ __forceinline__ void visit(int end, const Visit& visit_word) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const int c = (i * kThreads + threadIdx.x) * 4;
+      const int c = (i * LANES + lane) * 4;
       if (c < end) visit_word(c, words[i]);
     }
 #pragma unroll 1
-    for (int c = kColumns + threadIdx.x * 4; c < end; c += 4 * kThreads)
-      visit_word(c, load_four(row, c, columns));
+    for (int c = kColumns + lane * 4; c < end; c += 4 * LANES) visit_word(c, load_four(row, c, columns));
+  }
+  // The largest of the row's threads' values, and their sum, for each of them.
+  __device__ __forceinline__ static int largest(int value, int* shared /* [kThreads / 32] */) {
+#pragma unroll
+    for (int bit = 16; bit; bit /= 2) value = max(value, __shfl_xor_sync(~0u, value, bit));
+    if constexpr (LANES > 32) {
+      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+      __syncthreads();
+#pragma unroll
+      for (int w = 0; w < kThreads / 32; ++w) value = max(value, shared[w]);
+    }
+    return value;
+  }
+  __device__ __forceinline__ static float total(float value, float* shared /* [kThreads / 32] */) {
+#pragma unroll
+    for (int bit = 16; bit; bit /= 2) value += __shfl_xor_sync(~0u, value, bit);
+    if constexpr (LANES > 32) {
+      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+      __syncthreads();
+      value = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kThreads / 32; ++w) value += shared[w];
+    }
+    return value;
   }
 };
-
-// The largest of a block's values, for every thread.
-__device__ __forceinline__ int block_max(int value, int* shared /* [kThreads / 32] */) {
-#pragma unroll
-  for (int bit = 16; bit; bit /= 2) value = max(value, __shfl_xor_sync(~0u, value, bit));
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) value = max(value, shared[w]);
-  return value;
-}
-
-// --- memory_bound/split.cuh ----------------------------------------------------------------------------------------
-// fp16x2 split of float32 operands ahead of the GEMM (arithmetic in common/fp16x2.cuh): a block splits one row, of the
-// weight or of x. Reads x and W once, writes both split, and of every row its exponent.
-//
-// For the guard (split_loses) it also gives amax and abs_sum of the weight's rows, and the maxima of x's over all rows. The
-// weight's rows come in descending order and x's last: what the GEMM reads first is then still in the L2. The planner takes
-// it before every GEMM of split operands, for the first rows or for all, to prepare a weight, and in the backward.
-
-template <class Config, class Params>
-__device__ __forceinline__ void split_rows(const Params& p) {
-  __shared__ int maxima[kThreads / 32];
-  __shared__ float sums[kThreads / 32];
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
-  const int block = blockIdx.x, padded = padded_columns(p.in_features);
-  const bool of_weight = block < p.weight_rows;
-  const int row = of_weight ? p.weight_rows - 1 - block : block - p.weight_rows;
-  const RowTile tile((of_weight ? p.weight : p.x) + static_cast<i64>(row) * p.in_features, p.in_features);
-  half* target = (of_weight ? p.split_weight : p.split_x) + static_cast<i64>(row) * 2 * padded;
-
-  u32 amax_bits = 0;
-  float abs_sum = 0.0f;
-  tile.visit(p.in_features, [&](int, const Vec<float, 4>& v) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      amax_bits = max(amax_bits, magnitude_bits(v.at[i]));
-      abs_sum += fabsf(v.at[i]);
-    }
-  });
-#pragma unroll
-  for (int bit = 16; bit; bit /= 2) abs_sum += __shfl_xor_sync(~0u, abs_sum, bit);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = abs_sum;
-  amax_bits = static_cast<u32>(block_max(static_cast<int>(amax_bits), maxima));  // a barrier for `sums` too
-  const int exponent = row_exponent(amax_bits);
-  if (threadIdx.x == 0) {
-    abs_sum = 0.0f;
-    for (int w = 0; w < kThreads / 32; ++w) abs_sum += sums[w];
-    (of_weight ? p.weight_exponents : p.x_exponents)[row] = exponent;
-    if (of_weight && p.weight_amax) {
-      p.weight_amax[row] = __uint_as_float(amax_bits);
-      p.weight_abs_sum[row] = abs_sum;
-    }
-    if (!of_weight && p.amax_state) {
-      atomicMax(&p.amax_state[0], amax_bits);
-      atomicMax(&p.amax_state[1], magnitude_bits(abs_sum));
-    }
-  }
-  if (of_weight && p.weight_checksums) {
-    u64 code = 0;
-    tile.visit(p.in_features, [&](int c, const Vec<float, 4>& v) { code += checksum(c, v); });
-    atomicAdd(&p.weight_checksums[row], code);
-  }
-  const PowerOfTwo scale = power_of_two(-exponent);
-  tile.visit(padded, [&](int c, const Vec<float, 4>& v) {
-    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
-    store_split(target, c, scaled);
-  });
-}
 
 // --- ptx/hopper.cuh ------------------------------------------------------------------------------------------------
 // Hopper's instructions (sm_90a), one named function each. wgmma has a file of its own.
@@ -577,6 +537,69 @@ __device__ __forceinline__ void store_evict_first(uint4* p, uint4 v) {
   asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
                "l"(kEvictFirst)
                : "memory");
+}
+
+// --- memory_bound/split.cuh ----------------------------------------------------------------------------------------
+// fp16x2 split of float32 operands ahead of the GEMM (arithmetic in common/fp16x2.cuh): a block splits one row, of the
+// weight or of x, or a warp does where rows are short. Reads x and W once, writes both split, and of every row its exponent.
+//
+// For the guard (split_loses) it also gives amax and abs_sum of the weight's rows, and the maxima of x's over all rows. The
+// weight's rows come in descending order and x's last: what the GEMM reads first is then still in the L2. The planner takes
+// it before every GEMM of split operands, for the first rows or for all, to prepare a weight, and in the backward.
+
+// A maximum over all rows. What the L2 has grows only: few rows need the atomic.
+__device__ __forceinline__ void raise(u32& largest, u32 value) {
+  if (static_cast<u32>(load_l2(reinterpret_cast<const int*>(&largest))) < value) atomicMax(&largest, value);
+}
+
+template <class Config, class Params>
+__device__ __forceinline__ void split_rows(const Params& p) {
+  using Row = RowTile<Config::kRowThreads>;
+  __shared__ int maxima[kThreads / 32];
+  __shared__ float sums[kThreads / 32];
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  const int block = blockIdx.x, of_weights = (p.weight_rows + Row::kRows - 1) / Row::kRows;
+  const bool of_weight = block < of_weights;
+  const int row = of_weight ? p.weight_rows - 1 - Row::row_of(block) : Row::row_of(block - of_weights);
+  if (of_weight ? row < 0 : row >= p.batch) return;
+  const int padded = padded_columns(p.in_features);
+  const Row tile((of_weight ? p.weight : p.x) + static_cast<i64>(row) * p.in_features, p.in_features);
+  half* target = (of_weight ? p.split_weight : p.split_x) + static_cast<i64>(row) * 2 * padded;
+
+  u32 amax_bits = 0;
+  float abs_sum = 0.0f;
+  tile.visit(p.in_features, [&](int, const Vec<float, 4>& v) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      amax_bits = max(amax_bits, magnitude_bits(v.at[i]));
+      abs_sum += fabsf(v.at[i]);
+    }
+  });
+  abs_sum = tile.total(abs_sum, sums);
+  amax_bits = static_cast<u32>(tile.largest(static_cast<int>(amax_bits), maxima));
+  const int exponent = row_exponent(amax_bits);
+  if (tile.lane == 0) {
+    (of_weight ? p.weight_exponents : p.x_exponents)[row] = exponent;
+    if (of_weight && p.weight_amax) {
+      p.weight_amax[row] = __uint_as_float(amax_bits);
+      p.weight_abs_sum[row] = abs_sum;
+    }
+    if (!of_weight && p.amax_state) {
+      raise(p.amax_state[0], amax_bits);
+      raise(p.amax_state[1], magnitude_bits(abs_sum));
+    }
+  }
+  if (of_weight && p.weight_checksums) {
+    u64 code = 0;
+    tile.visit(p.in_features, [&](int c, const Vec<float, 4>& v) { code += checksum(c, v); });
+    atomicAdd(&p.weight_checksums[row], code);
+  }
+  const PowerOfTwo scale = power_of_two(-exponent);
+  tile.visit(padded, [&](int c, const Vec<float, 4>& v) {
+    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
+    store_split(target, c, scaled);
+  });
 }
 
 // --- gemm/tile_scheduler.cuh ---------------------------------------------------------------------------------------
@@ -715,7 +738,7 @@ __device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared 
   for (int i = 0; i < N; ++i) value[i] = shared[i * TX + tx];
 }
 
-// A block that merges the groups of COLUMNS features: its other threads, called lanes, share out the groups of a feature. A
+// A block that merges the groups of COLUMNS <= 16 features: its other threads, called lanes, share out the groups of a feature. A
 // group is of ROWS rows; there is a row of numbers for every kGroupRows, of which the first of a group counts.
 template <int COLUMNS, int ROWS>
 struct GroupMerge {
@@ -733,7 +756,7 @@ struct GroupMerge {
 
   // Calls `add(sum, place, rows)` for every group, then adds up over the lanes, in a fixed order, and hands the sums to all.
   template <int N, class Add>
-  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kThreads] */, const Add& add) const {
+  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kThreads / 32 * kColumns] */, const Add& add) const {
     if (inside()) {
 #pragma unroll 4
       for (int g = lane; g < groups; g += kLanes)
@@ -741,12 +764,14 @@ struct GroupMerge {
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
+#pragma unroll
+      for (int bit = 16; bit >= kColumns; bit /= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], bit);
       __syncthreads();
-      shared[threadIdx.x] = sum[i];
+      if (threadIdx.x % 32 < kColumns) shared[threadIdx.x / 32 * kColumns + threadIdx.x % 32] = sum[i];
       __syncthreads();
       sum[i] = 0.0f;
 #pragma unroll
-      for (int l = 0; l < kLanes; ++l) sum[i] += shared[l * kColumns + threadIdx.x % kColumns];
+      for (int w = 0; w < kThreads / 32; ++w) sum[i] += shared[w * kColumns + threadIdx.x % kColumns];
     }
   }
 };
@@ -2810,7 +2835,7 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
 // exponent per row, its columns multiplied by the weight's powers of two, for dx = da*W; and with an exponent per column,
 // its rows multiplied by x's, for dW = da^T*x. W and x are split as in the forward, and lack just those powers.
 //
-// A block splits one row: reads da once, writes it split twice. It finds the row's exponent itself; those of the columns
+// A block, or where rows are short a warp, splits one row: reads da once, writes it split twice. It finds the row's exponent itself; those of the columns
 // come from the kernel that made da. The planner takes it in training with split operands, before split_gemm.cuh.
 
 template <class Config, class Params>
@@ -2818,16 +2843,19 @@ __device__ __forceinline__ void split_gradient(const Params& p) {
   __shared__ int maxima[kThreads / 32];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const int row = blockIdx.x, x_exponent = p.x_exponents[row], padded = padded_columns(p.features);
-  const RowTile tile(p.grad_product + static_cast<i64>(row) * p.features, p.features);
+  using Row = RowTile<Config::kRowThreads>;
+  const int row = Row::row_of(blockIdx.x), padded = padded_columns(p.features);
+  if (row >= p.batch) return;
+  const int x_exponent = p.x_exponents[row];
+  const Row tile(p.grad_product + static_cast<i64>(row) * p.features, p.features);
   int exponent = kLeastExponent;
   tile.visit(p.features, [&](int c, const Vec<float, 4>& v) {
     const Vec<int, 4> e = load_four(p.weight_exponents, c, p.features);
 #pragma unroll
     for (int i = 0; i < 4; ++i) exponent = max(exponent, scaled_exponent(v.at[i], e.at[i]));
   });
-  exponent = block_max(exponent, maxima);
-  if (threadIdx.x == 0) p.row_exponents[row] = exponent;
+  exponent = tile.largest(exponent, maxima);
+  if (tile.lane == 0) p.row_exponents[row] = exponent;
 
   half* by_rows = p.split_by_rows + static_cast<i64>(row) * 2 * padded;
   half* by_columns = p.split_by_columns + static_cast<i64>(row) * 2 * padded;
@@ -2962,11 +2990,12 @@ struct SplitRowsParams {
   unsigned int* amax_state;  // [4], after a number for each 64 features: zero, and left zero
   int weight_rows;  // of the weight, likewise
   int in_features;
+  int batch;
   static constexpr unsigned long long* weight_checksums = nullptr;
 };
 
 struct FusedGemmSplitOperandsConfig {
-
+  static constexpr int kRowThreads = 256;
 };
 extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands(
     const SplitRowsParams p) {
@@ -3125,6 +3154,7 @@ struct SplitRows2Params {
   int* weight_exponents;  // [features]
   int weight_rows;  // of the weight, likewise
   int in_features;
+  int batch;
   static constexpr float* weight_amax = nullptr;
   static constexpr float* weight_abs_sum = nullptr;
   static constexpr unsigned int* amax_state = nullptr;
@@ -3132,7 +3162,7 @@ struct SplitRows2Params {
 };
 
 struct FusedGemmSplitOperandsBackwardConfig {
-
+  static constexpr int kRowThreads = 256;
 };
 extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands_backward(
     const SplitRows2Params p) {
@@ -3250,11 +3280,12 @@ struct SplitGradientParams {
   gemmnorm::half* split_by_rows;  // [batch, ceil(features/64), 2, 64]
   gemmnorm::half* split_by_columns;  // [batch, ceil(features/64), 2, 64]
   int* row_exponents;  // [batch]
+  int batch;
   int features;
 };
 
 struct FusedGemmSplitGradientConfig {
-
+  static constexpr int kRowThreads = 256;
 };
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_split_gradient(
     const SplitGradientParams p) {
@@ -3533,7 +3564,7 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.split_x = split_x; p.split_weight = split_weight;
     p.x_exponents = x_exponents; p.weight_exponents = weight_exponents; p.weight_amax = weight_amax;
     p.weight_abs_sum = weight_abs_sum; p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 2560;
-    p.in_features = 4096;
+    p.in_features = 4096; p.batch = batch;
     launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2560, 11776), 256, stream, p);
   }
   {
@@ -3603,9 +3634,9 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
     SplitRowsParams p;
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.split_x = split_x; p.split_weight = split_weight;
     p.x_exponents = x_exponents; p.weight_exponents = weight_exponents; p.weight_amax = weight_amax;
-    p.weight_abs_sum = weight_abs_sum; p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 1792;
-    p.in_features = 4096;
-    launch(fused_gemm_split_operands, std::min<int64_t>(batch + 1792, 7424), 256, stream, p);
+    p.weight_abs_sum = weight_abs_sum; p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 2560;
+    p.in_features = 4096; p.batch = batch;
+    launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2560, 11776), 256, stream, p);
   }
   {
     FusedGemmParams p;
@@ -3622,8 +3653,8 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
     p.converted_weight = split_weight; p.x_exponents = x_exponents; p.weight_exponents = weight_exponents;
     p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
     p.amax_state = pointer<unsigned int>(counters) + 226; p.fallback_features = fallback_features;
-    p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps; p.x_rows = 5632;
-    p.weight_rows = 1792; p.group_panels = 8; p.stream_x = 0; p.keep_product = 0; p.batch = batch;
+    p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps; p.x_rows = 9216;
+    p.weight_rows = 2560; p.group_panels = 8; p.stream_x = 0; p.keep_product = 0; p.batch = batch;
     p.in_features = 4096; p.features = 4096;
     launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
                   231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
@@ -3687,6 +3718,7 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
     SplitRows2Params p;
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.split_x = split_x; p.split_weight = split_weight;
     p.x_exponents = x_exponents; p.weight_exponents = weight_exponents; p.weight_rows = 4096; p.in_features = 4096;
+    p.batch = batch;
     launch(fused_gemm_split_operands_backward, batch + 4096, 256, stream, p);
   }
   {
@@ -3722,7 +3754,7 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
     SplitGradientParams p;
     p.grad_product = grad_product; p.x_exponents = x_exponents; p.weight_exponents = weight_exponents;
     p.column_exponents = column_exponents; p.split_by_rows = split_by_rows; p.split_by_columns = split_by_columns;
-    p.row_exponents = row_exponents; p.features = 4096;
+    p.row_exponents = row_exponents; p.batch = batch; p.features = 4096;
     launch(fused_gemm_split_gradient, batch, 256, stream, p);
   }
   if (grad_x.defined()) {
