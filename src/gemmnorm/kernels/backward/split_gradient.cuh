@@ -12,7 +12,7 @@ namespace gemmnorm {
 
 template <class Config, class Params>
 __device__ __forceinline__ void split_gradient(const Params& p) {
-  __shared__ int maxima[kThreads / 32];
+  __shared__ int maxima[kWarps];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   using Row = RowTile<Config::kRowThreads>;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void split_gradient(const Params& p) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) exponent = max(exponent, scaled_exponent(v.at[i], e.at[i]));
   });
-  exponent = tile.largest(exponent, maxima);
+  exponent = largest_of<Config::kRowThreads>(exponent, maxima);
   if (tile.lane == 0) p.row_exponents[row] = exponent;
 
   half* by_rows = p.split_by_rows + static_cast<i64>(row) * 2 * padded;

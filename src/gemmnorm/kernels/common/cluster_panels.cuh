@@ -9,8 +9,6 @@
 
 namespace gemmnorm {
 
-constexpr int kWarps = kThreads / 32;
-
 // Partial sums of NUMBERS per column. While buffer i receives the sums of the cluster's blocks, buffer 1 - i holds those of
 // this block's warps; the next exchange swaps them. Nothing arrives in 1 - i before this block has sent its sums.
 template <int NUMBERS, int COLUMNS>

@@ -4,6 +4,29 @@
 
 namespace gemmnorm {
 
+// `combine` of a warp's values, or of a block's kThreads, handed to each of these LANES threads.
+template <int LANES, class V, class Combine>
+__device__ __forceinline__ V over_lanes(V value, V* shared /* [kWarps] */, const Combine& combine) {
+#pragma unroll
+  for (int bit = 16; bit; bit /= 2) value = combine(value, __shfl_xor_sync(~0u, value, bit));
+  if constexpr (LANES == 32) return value;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = shared[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) value = combine(value, shared[w]);
+  return value;
+}
+template <int LANES>
+__device__ __forceinline__ float sum_over(float value, float* shared /* [kWarps] */) {
+  return over_lanes<LANES>(value, shared, [](float a, float b) { return a + b; });
+}
+template <int LANES>
+__device__ __forceinline__ int largest_of(int value, int* shared /* [kWarps] */) {
+  return over_lanes<LANES>(value, shared, [](int a, int b) { return max(a, b); });
+}
+
 // Halves the columns that a thread holds while adding up over the 8 lanes that share them.
 template <int HALF>
 __device__ __forceinline__ void exchange(const float (&v)[2 * HALF], float (&out)[HALF], int lane, int bit) {

@@ -7,7 +7,7 @@ namespace gemmnorm {
 // Rows of a statistics group: a row of group_mean and group_m2 stands for so many rows of the batch, in every strategy.
 constexpr int kGroupRows = 64;
 // Threads of a block of the memory-bound and backward kernels.
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 // The machine word(s) that move BYTES bytes at once.
 template <int BYTES>

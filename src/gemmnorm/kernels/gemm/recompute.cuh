@@ -18,7 +18,7 @@ struct FallbackShared {
   alignas(16) float x[kFallbackStep][kFallbackRows + 4];  // transposed: what a thread reads together lies together
   alignas(16) float weight[kFallbackStep][kFallbackColumns + 4];
   int list[kFallbackColumns];  // features of the tile
-  float sums[kThreads / 32];
+  float sums[kWarps];
   u32 arrived;
 };
 
@@ -76,22 +76,9 @@ __device__ __forceinline__ void multiply_tile(const Params& p, FallbackShared& s
   }
 }
 
-// Sum over a block, in a fixed order, handed to every thread.
-__device__ __forceinline__ float sum_over_block(float value, float* shared /* [kThreads / 32] */) {
-#pragma unroll
-  for (int bit = 16; bit; bit /= 2) value += __shfl_xor_sync(~0u, value, bit);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-  float sum = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) sum += shared[w];
-  return sum;
-}
-
 // Column j of the product, which other blocks wrote to y → in training its statistics, and y itself.
 template <class Config, class Params>
-__device__ __forceinline__ void normalize_column(const Params& p, int j, float* shared /* [kThreads / 32] */) {
+__device__ __forceinline__ void normalize_column(const Params& p, int j, float* shared /* [kWarps] */) {
   using Activation = typename Config::Activation;
   const Features<Params> f(p, kGroupRows);
   const float s = f.s(j), b = f.b(j);
@@ -99,13 +86,13 @@ __device__ __forceinline__ void normalize_column(const Params& p, int j, float* 
   if (Config::kTraining) {
     float sum = 0.0f;
     for (int row = threadIdx.x; row < p.batch; row += kThreads) sum += load_l2(p.y + static_cast<i64>(row) * p.features + j);
-    centre = sum_over_block(sum, shared) / p.batch;
+    centre = sum_over<kThreads>(sum, shared) / p.batch;
     sum = 0.0f;
     for (int row = threadIdx.x; row < p.batch; row += kThreads) {
       const float deviation = load_l2(p.y + static_cast<i64>(row) * p.features + j) - centre;
       sum += deviation * deviation;
     }
-    const float variance = s * s * sum_over_block(sum, shared) / p.batch;
+    const float variance = s * s * sum_over<kThreads>(sum, shared) / p.batch;
     r = 1.0f / sqrtf(variance + p.eps);
     if (threadIdx.x == 0) {
       FeatureStatistics statistics = {centre, variance, s, b};

@@ -1,6 +1,6 @@
 // A float32 row that a block, or for short rows a warp, reads more than once: 32 columns of a thread stay in registers.
 #pragma once
-#include "common/common.cuh"
+#include "common/column_sums.cuh"
 
 namespace gemmnorm {
 
@@ -47,30 +47,6 @@ struct RowTile {
     }
 #pragma unroll 1
     for (int c = kColumns + lane * 4; c < end; c += 4 * LANES) visit_word(c, load_four(row, c, columns));
-  }
-  // The largest of the row's threads' values, and their sum, for each of them.
-  __device__ __forceinline__ static int largest(int value, int* shared /* [kThreads / 32] */) {
-#pragma unroll
-    for (int bit = 16; bit; bit /= 2) value = max(value, __shfl_xor_sync(~0u, value, bit));
-    if constexpr (LANES > 32) {
-      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-      __syncthreads();
-#pragma unroll
-      for (int w = 0; w < kThreads / 32; ++w) value = max(value, shared[w]);
-    }
-    return value;
-  }
-  __device__ __forceinline__ static float total(float value, float* shared /* [kThreads / 32] */) {
-#pragma unroll
-    for (int bit = 16; bit; bit /= 2) value += __shfl_xor_sync(~0u, value, bit);
-    if constexpr (LANES > 32) {
-      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-      __syncthreads();
-      value = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kThreads / 32; ++w) value += shared[w];
-    }
-    return value;
   }
 };
 

@@ -7,7 +7,6 @@
 #pragma once
 #include "common/fp16x2.cuh"
 #include "memory_bound/row_tile.cuh"
-#include "ptx/hopper.cuh"
 
 namespace gemmnorm {
 
@@ -19,8 +18,8 @@ __device__ __forceinline__ void raise(u32& largest, u32 value) {
 template <class Config, class Params>
 __device__ __forceinline__ void split_rows(const Params& p) {
   using Row = RowTile<Config::kRowThreads>;
-  __shared__ int maxima[kThreads / 32];
-  __shared__ float sums[kThreads / 32];
+  __shared__ int maxima[kWarps];
+  __shared__ float sums[kWarps];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const int block = blockIdx.x, of_weights = (p.weight_rows + Row::kRows - 1) / Row::kRows;
@@ -40,8 +39,8 @@ __device__ __forceinline__ void split_rows(const Params& p) {
       abs_sum += fabsf(v.at[i]);
     }
   });
-  abs_sum = tile.total(abs_sum, sums);
-  amax_bits = static_cast<u32>(tile.largest(static_cast<int>(amax_bits), maxima));
+  abs_sum = sum_over<Config::kRowThreads>(abs_sum, sums);
+  amax_bits = static_cast<u32>(largest_of<Config::kRowThreads>(static_cast<int>(amax_bits), maxima));
   const int exponent = row_exponent(amax_bits);
   if (tile.lane == 0) {
     (of_weight ? p.weight_exponents : p.x_exponents)[row] = exponent;
