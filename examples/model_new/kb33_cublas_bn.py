@@ -153,7 +153,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 // Rows of a statistics group: a row of group_mean and group_m2 stands for so many rows of the batch, in every strategy.
 constexpr int kGroupRows = 64;
 // Threads of a block of the memory-bound and backward kernels.
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 // The machine word(s) that move BYTES bytes at once.
 template <int BYTES>
@@ -289,16 +289,20 @@ struct GroupTile {
 
 // Sums `value[i]` over the threads that share a column, in a fixed order, and hands the sum to all of them.
 template <int N, int TX>
-__device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared /* [lanes][N][TX] */) {
-  constexpr int kLanes = kThreads / TX;
-  const int tx = threadIdx.x % TX, lane = threadIdx.x / TX;
+__device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared /* [warps][N][TX] */) {
+  const int tx = threadIdx.x % TX, warp = threadIdx.x / 32;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < N; ++i) shared[(lane * N + i) * TX + tx] = value[i];
+  for (int i = 0; i < N; ++i) {
+#pragma unroll
+    for (int bit = 16; bit >= TX; bit /= 2) value[i] += __shfl_xor_sync(~0u, value[i], bit);
+    if (threadIdx.x % 32 < TX) shared[(warp * N + i) * TX + tx] = value[i];
+  }
   __syncthreads();
   for (int c = threadIdx.x; c < N * TX; c += kThreads) {
     float sum = shared[c];
-    for (int l = 1; l < kLanes; ++l) sum += shared[l * N * TX + c];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) sum += shared[w * N * TX + c];
     shared[c] = sum;
   }
   __syncthreads();
@@ -324,7 +328,7 @@ struct GroupMerge {
 
   // Calls `add(sum, place, rows)` for every group, then adds up over the lanes, in a fixed order, and hands the sums to all.
   template <int N, class Add>
-  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kThreads / 32 * kColumns] */, const Add& add) const {
+  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kWarps * kColumns] */, const Add& add) const {
     if (inside()) {
 #pragma unroll 4
       for (int g = lane; g < groups; g += kLanes)
@@ -339,7 +343,7 @@ struct GroupMerge {
       __syncthreads();
       sum[i] = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kThreads / 32; ++w) sum[i] += shared[w * kColumns + threadIdx.x % kColumns];
+      for (int w = 0; w < kWarps; ++w) sum[i] += shared[w * kColumns + threadIdx.x % kColumns];
     }
   }
 };

@@ -173,7 +173,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 // Rows of a statistics group: a row of group_mean and group_m2 stands for so many rows of the batch, in every strategy.
 constexpr int kGroupRows = 64;
 // Threads of a block of the memory-bound and backward kernels.
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 // The machine word(s) that move BYTES bytes at once.
 template <int BYTES>
@@ -330,79 +330,6 @@ __device__ __forceinline__ bool split_loses(float x_amax, float x_abs_sum, float
   return !(unit * x_amax * weight_abs_sum + unit * x_abs_sum * weight_amax <= deviation);
 }
 
-// --- memory_bound/row_tile.cuh -------------------------------------------------------------------------------------
-// A float32 row that a block, or for short rows a warp, reads more than once: 32 columns of a thread stay in registers.
-
-// Four elements of a row from c on, zeros beyond its end. Rows of which not all begin at a whole word are read one by one.
-template <class T>
-__device__ __forceinline__ Vec<T, 4> load_four(const T* row, int c, int columns) {
-  Vec<T, 4> v = {};
-  if (columns % 4 == 0) {
-    if (c < columns) v = load<T, 4>(row + c);
-  } else {
-#pragma unroll
-    for (int q = 0; q < 4; ++q)
-      if (c + q < columns) v.at[q] = row[c + q];
-  }
-  return v;
-}
-
-// LANES: kThreads, or 32 for a row of each warp.
-template <int LANES>
-struct RowTile {
-  static constexpr int kWords = 8;                     // of a thread, four columns each
-  static constexpr int kColumns = kWords * 4 * LANES;  // in registers
-  static constexpr int kRows = kThreads / LANES;       // of a block
-
-  const float* row;
-  int columns, lane;
-  Vec<float, 4> words[kWords];
-
-  __device__ __forceinline__ RowTile(const float* row_, int columns_)
-      : row(row_), columns(columns_), lane(threadIdx.x % LANES) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = load_four(row, (i * LANES + lane) * 4, columns);
-  }
-  // The row of the thread in block `block`.
-  __device__ __forceinline__ static int row_of(int block) { return block * kRows + static_cast<int>(threadIdx.x) / LANES; }
-
-  // Calls `visit(column, four elements)` for the thread's words; zeros from the last column up to `end`.
-  template <class Visit>
-  __device__ __forceinline__ void visit(int end, const Visit& visit_word) const {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const int c = (i * LANES + lane) * 4;
-      if (c < end) visit_word(c, words[i]);
-    }
-#pragma unroll 1
-    for (int c = kColumns + lane * 4; c < end; c += 4 * LANES) visit_word(c, load_four(row, c, columns));
-  }
-  // The largest of the row's threads' values, and their sum, for each of them.
-  __device__ __forceinline__ static int largest(int value, int* shared /* [kThreads / 32] */) {
-#pragma unroll
-    for (int bit = 16; bit; bit /= 2) value = max(value, __shfl_xor_sync(~0u, value, bit));
-    if constexpr (LANES > 32) {
-      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-      __syncthreads();
-#pragma unroll
-      for (int w = 0; w < kThreads / 32; ++w) value = max(value, shared[w]);
-    }
-    return value;
-  }
-  __device__ __forceinline__ static float total(float value, float* shared /* [kThreads / 32] */) {
-#pragma unroll
-    for (int bit = 16; bit; bit /= 2) value += __shfl_xor_sync(~0u, value, bit);
-    if constexpr (LANES > 32) {
-      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-      __syncthreads();
-      value = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kThreads / 32; ++w) value += shared[w];
-    }
-    return value;
-  }
-};
-
 // --- ptx/hopper.cuh ------------------------------------------------------------------------------------------------
 // Hopper's instructions (sm_90a), one named function each. wgmma has a file of its own.
 // PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/
@@ -539,6 +466,81 @@ __device__ __forceinline__ void store_evict_first(uint4* p, uint4 v) {
                : "memory");
 }
 
+// --- common/column_sums.cuh ----------------------------------------------------------------------------------------
+// Sums over lanes, and column sums of an accumulator tile (wgmma's layout of D: 64 rows over four warps), in a fixed order.
+
+// `combine` of a warp's values, or of a block's kThreads, handed to each of these LANES threads.
+template <int LANES, class V, class Combine>
+__device__ __forceinline__ V over_lanes(V value, V* shared /* [kWarps] */, const Combine& combine) {
+#pragma unroll
+  for (int bit = 16; bit; bit /= 2) value = combine(value, __shfl_xor_sync(~0u, value, bit));
+  if constexpr (LANES == 32) return value;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = shared[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) value = combine(value, shared[w]);
+  return value;
+}
+template <int LANES>
+__device__ __forceinline__ float sum_over(float value, float* shared /* [kWarps] */) {
+  return over_lanes<LANES>(value, shared, [](float a, float b) { return a + b; });
+}
+template <int LANES>
+__device__ __forceinline__ int largest_of(int value, int* shared /* [kWarps] */) {
+  return over_lanes<LANES>(value, shared, [](int a, int b) { return max(a, b); });
+}
+
+// --- memory_bound/row_tile.cuh -------------------------------------------------------------------------------------
+// A float32 row that a block, or for short rows a warp, reads more than once: 32 columns of a thread stay in registers.
+
+// Four elements of a row from c on, zeros beyond its end. Rows of which not all begin at a whole word are read one by one.
+template <class T>
+__device__ __forceinline__ Vec<T, 4> load_four(const T* row, int c, int columns) {
+  Vec<T, 4> v = {};
+  if (columns % 4 == 0) {
+    if (c < columns) v = load<T, 4>(row + c);
+  } else {
+#pragma unroll
+    for (int q = 0; q < 4; ++q)
+      if (c + q < columns) v.at[q] = row[c + q];
+  }
+  return v;
+}
+
+// LANES: kThreads, or 32 for a row of each warp.
+template <int LANES>
+struct RowTile {
+  static constexpr int kWords = 8;                     // of a thread, four columns each
+  static constexpr int kColumns = kWords * 4 * LANES;  // in registers
+  static constexpr int kRows = kThreads / LANES;       // of a block
+
+  const float* row;
+  int columns, lane;
+  Vec<float, 4> words[kWords];
+
+  __device__ __forceinline__ RowTile(const float* row_, int columns_)
+      : row(row_), columns(columns_), lane(threadIdx.x % LANES) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = load_four(row, (i * LANES + lane) * 4, columns);
+  }
+  // The row of the thread in block `block`.
+  __device__ __forceinline__ static int row_of(int block) { return block * kRows + static_cast<int>(threadIdx.x) / LANES; }
+
+  // Calls `visit(column, four elements)` for the thread's words; zeros from the last column up to `end`.
+  template <class Visit>
+  __device__ __forceinline__ void visit(int end, const Visit& visit_word) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int c = (i * LANES + lane) * 4;
+      if (c < end) visit_word(c, words[i]);
+    }
+#pragma unroll 1
+    for (int c = kColumns + lane * 4; c < end; c += 4 * LANES) visit_word(c, load_four(row, c, columns));
+  }
+};
+
 // --- memory_bound/split.cuh ----------------------------------------------------------------------------------------
 // fp16x2 split of float32 operands ahead of the GEMM (arithmetic in common/fp16x2.cuh): a block splits one row, of the
 // weight or of x, or a warp does where rows are short. Reads x and W once, writes both split, and of every row its exponent.
@@ -555,8 +557,8 @@ __device__ __forceinline__ void raise(u32& largest, u32 value) {
 template <class Config, class Params>
 __device__ __forceinline__ void split_rows(const Params& p) {
   using Row = RowTile<Config::kRowThreads>;
-  __shared__ int maxima[kThreads / 32];
-  __shared__ float sums[kThreads / 32];
+  __shared__ int maxima[kWarps];
+  __shared__ float sums[kWarps];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const int block = blockIdx.x, of_weights = (p.weight_rows + Row::kRows - 1) / Row::kRows;
@@ -576,8 +578,8 @@ __device__ __forceinline__ void split_rows(const Params& p) {
       abs_sum += fabsf(v.at[i]);
     }
   });
-  abs_sum = tile.total(abs_sum, sums);
-  amax_bits = static_cast<u32>(tile.largest(static_cast<int>(amax_bits), maxima));
+  abs_sum = sum_over<Config::kRowThreads>(abs_sum, sums);
+  amax_bits = static_cast<u32>(largest_of<Config::kRowThreads>(static_cast<int>(amax_bits), maxima));
   const int exponent = row_exponent(amax_bits);
   if (tile.lane == 0) {
     (of_weight ? p.weight_exponents : p.x_exponents)[row] = exponent;
@@ -721,16 +723,20 @@ struct GroupTile {
 
 // Sums `value[i]` over the threads that share a column, in a fixed order, and hands the sum to all of them.
 template <int N, int TX>
-__device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared /* [lanes][N][TX] */) {
-  constexpr int kLanes = kThreads / TX;
-  const int tx = threadIdx.x % TX, lane = threadIdx.x / TX;
+__device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared /* [warps][N][TX] */) {
+  const int tx = threadIdx.x % TX, warp = threadIdx.x / 32;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < N; ++i) shared[(lane * N + i) * TX + tx] = value[i];
+  for (int i = 0; i < N; ++i) {
+#pragma unroll
+    for (int bit = 16; bit >= TX; bit /= 2) value[i] += __shfl_xor_sync(~0u, value[i], bit);
+    if (threadIdx.x % 32 < TX) shared[(warp * N + i) * TX + tx] = value[i];
+  }
   __syncthreads();
   for (int c = threadIdx.x; c < N * TX; c += kThreads) {
     float sum = shared[c];
-    for (int l = 1; l < kLanes; ++l) sum += shared[l * N * TX + c];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) sum += shared[w * N * TX + c];
     shared[c] = sum;
   }
   __syncthreads();
@@ -756,7 +762,7 @@ struct GroupMerge {
 
   // Calls `add(sum, place, rows)` for every group, then adds up over the lanes, in a fixed order, and hands the sums to all.
   template <int N, class Add>
-  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kThreads / 32 * kColumns] */, const Add& add) const {
+  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kWarps * kColumns] */, const Add& add) const {
     if (inside()) {
 #pragma unroll 4
       for (int g = lane; g < groups; g += kLanes)
@@ -771,7 +777,7 @@ struct GroupMerge {
       __syncthreads();
       sum[i] = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kThreads / 32; ++w) sum[i] += shared[w * kColumns + threadIdx.x % kColumns];
+      for (int w = 0; w < kWarps; ++w) sum[i] += shared[w * kColumns + threadIdx.x % kColumns];
     }
   }
 };
@@ -2330,7 +2336,7 @@ struct FallbackShared {
   alignas(16) float x[kFallbackStep][kFallbackRows + 4];  // transposed: what a thread reads together lies together
   alignas(16) float weight[kFallbackStep][kFallbackColumns + 4];
   int list[kFallbackColumns];  // features of the tile
-  float sums[kThreads / 32];
+  float sums[kWarps];
   u32 arrived;
 };
 
@@ -2388,22 +2394,9 @@ __device__ __forceinline__ void multiply_tile(const Params& p, FallbackShared& s
   }
 }
 
-// Sum over a block, in a fixed order, handed to every thread.
-__device__ __forceinline__ float sum_over_block(float value, float* shared /* [kThreads / 32] */) {
-#pragma unroll
-  for (int bit = 16; bit; bit /= 2) value += __shfl_xor_sync(~0u, value, bit);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-  float sum = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) sum += shared[w];
-  return sum;
-}
-
 // Column j of the product, which other blocks wrote to y -> in training its statistics, and y itself.
 template <class Config, class Params>
-__device__ __forceinline__ void normalize_column(const Params& p, int j, float* shared /* [kThreads / 32] */) {
+__device__ __forceinline__ void normalize_column(const Params& p, int j, float* shared /* [kWarps] */) {
   using Activation = typename Config::Activation;
   const Features<Params> f(p, kGroupRows);
   const float s = f.s(j), b = f.b(j);
@@ -2411,13 +2404,13 @@ __device__ __forceinline__ void normalize_column(const Params& p, int j, float* 
   if (Config::kTraining) {
     float sum = 0.0f;
     for (int row = threadIdx.x; row < p.batch; row += kThreads) sum += load_l2(p.y + static_cast<i64>(row) * p.features + j);
-    centre = sum_over_block(sum, shared) / p.batch;
+    centre = sum_over<kThreads>(sum, shared) / p.batch;
     sum = 0.0f;
     for (int row = threadIdx.x; row < p.batch; row += kThreads) {
       const float deviation = load_l2(p.y + static_cast<i64>(row) * p.features + j) - centre;
       sum += deviation * deviation;
     }
-    const float variance = s * s * sum_over_block(sum, shared) / p.batch;
+    const float variance = s * s * sum_over<kThreads>(sum, shared) / p.batch;
     r = 1.0f / sqrtf(variance + p.eps);
     if (threadIdx.x == 0) {
       FeatureStatistics statistics = {centre, variance, s, b};
@@ -2840,7 +2833,7 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
 
 template <class Config, class Params>
 __device__ __forceinline__ void split_gradient(const Params& p) {
-  __shared__ int maxima[kThreads / 32];
+  __shared__ int maxima[kWarps];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   using Row = RowTile<Config::kRowThreads>;
@@ -2854,7 +2847,7 @@ __device__ __forceinline__ void split_gradient(const Params& p) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) exponent = max(exponent, scaled_exponent(v.at[i], e.at[i]));
   });
-  exponent = tile.largest(exponent, maxima);
+  exponent = largest_of<Config::kRowThreads>(exponent, maxima);
   if (tile.lane == 0) p.row_exponents[row] = exponent;
 
   half* by_rows = p.split_by_rows + static_cast<i64>(row) * 2 * padded;

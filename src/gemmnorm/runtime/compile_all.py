@@ -36,9 +36,10 @@ _FORMS = (
     ("T", "T", "T", "float32"),
 )
 
-# Batches and feature counts that between them lead to every vector width (1 to 8) and every tile (8, 16, 32 threads).
+# Batches and feature counts that between them lead to every vector width (1 to 8) and every tile (4 to 32 threads).
 _BATCHES = (2, 1024, 2048, 4096, 16384, 65536)
 _FEATURES = (8192, 4096, 512, 8196, 516, 8194, 514, 8193, 513)
+_NARROW = ((16384, 24, 64), (16384, 12, 64), (16384, 6, 64), (16384, 3, 64))
 _IN_FEATURES = (64, 101, 8192)
 _FEW_INPUTS = (64, 8192)  # that lead to all schedules
 # Likewise: one tile of rows by clusters of one, two, four and eight blocks (plan/small.py), gradients of panels by
@@ -110,7 +111,7 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
             _IN_FEATURES if everywhere else _FEW_INPUTS if activation is None else _FEW_INPUTS[-1:],
         )
         small = _SMALL if arch == 90 and activation in (None, "gelu") and (half or dtype != "float16") else ()
-        for batch, features, inner in (*sizes, *small):
+        for batch, features, inner in (*sizes, *small, *(_NARROW if everywhere else ())):
             if activation is not None and (dtype == "float16" or not uniform):
                 continue
             for training, save, arithmetic in itertools.product(
