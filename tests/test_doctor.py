@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gemmnorm import plan
 from gemmnorm.cli import doctor, report
 from gemmnorm.cli.doctor import Check, Facts
+from gemmnorm.runtime import measured
 
 HEALTHY = Facts(
     python=(3, 12),
@@ -95,6 +98,21 @@ def test_the_extra_follows_torch_and_never_exceeds_the_driver() -> None:
     assert doctor.extra_of(replace(HEALTHY, torch_cuda="12.8")) == "cu12"
     assert doctor.extra_of(replace(HEALTHY, driver_cuda="12.8")) == "cu12"
     assert doctor.extra_of(replace(HEALTHY, torch_cuda=None, driver_cuda=None)) == "cu13"
+
+
+def test_what_tune_has_left_is_told_with_whether_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "folder", lambda: tmp_path)
+    assert measured.stored() == []
+    gpu = measured.Gpu("NVIDIA H20", plan.chip_for(90, 78))
+    measured.path(gpu).write_text(json.dumps(measured.document(gpu, {("forward", "1"): "one_kernel"})))
+    (tmp_path / "measured-broken.json").write_text("{")
+    old = {**measured.document(gpu, {}), "sources": "others", "gpu": "NVIDIA A100"}
+    (tmp_path / "measured-old.json").write_text(json.dumps(old))
+    stored = {table.gpu: table for table in measured.stored()}
+    assert stored["NVIDIA H20"].current and not stored["NVIDIA A100"].current
+    checks = doctor.examine(replace(HEALTHY, measured=tuple(stored.values())))
+    found = {c.found: c.state for c in checks if c.name == "choices"}
+    assert found["1 measured on NVIDIA H20"] == "ok" and list(found.values()).count("note") == 2
 
 
 def test_a_mac_is_told_no_command() -> None:

@@ -18,9 +18,10 @@ import torch
 
 from .. import plan
 from ..bench import Document, environment, major, new_document, nvcc_version, package_version
-from ..runtime import driver
+from ..runtime import driver, measured
 from ..runtime.arithmetic import float32_reason
 from ..runtime.call import chip as chip_of
+from ..runtime.measured import Table
 
 _NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
@@ -30,7 +31,7 @@ class Facts:
     """What the checks look at; a test makes its own.
 
     Versions are strings or None where a thing is not there; `nvrtc` holds every installed one. `unavailable` is what
-    `gemmnorm.runtime.driver.unavailable()` says; `cache_problem` why compiled kernels cannot be kept.
+    `gemmnorm.runtime.driver.unavailable()` says; `cache_problem` why compiled kernels cannot be kept; `measured` what `gemmnorm tune` has left.
     """
 
     python: tuple[int, int] = (3, 10)
@@ -47,6 +48,7 @@ class Facts:
     unavailable: str | None = None
     cache: str = ""
     cache_problem: str | None = None
+    measured: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def gather() -> Facts:
         unavailable=driver.unavailable(),
         cache=str(driver.cache_directory()),
         cache_problem=_cache_problem(driver.cache_directory()),
+        measured=tuple(measured.stored()),
     )
 
 
@@ -206,6 +209,14 @@ def _comforts(facts: Facts) -> Iterable[Check]:
         advice = f"{facts.cache_problem}: every process compiles the kernels"
         mend = "export GEMMNORM_CACHE_DIR=/a/directory/you/can/write"
         yield Check("kernel cache", facts.cache, "warning", advice, mend)
+    for table in facts.measured:
+        found = f"{table.lines} measured on {table.gpu}"
+        if table.current:
+            yield Check("choices", found)
+        else:
+            yield Check(
+                "choices", found, "note", "by another version, not used: measure again", "gemmnorm tune MODEL.py"
+            )
     if facts.nvcc is None:
         advice = "only exported files need it (load_inline, CUDA_HOME); gemmnorm itself does not"
         yield Check("nvcc", "none", "note", advice)

@@ -83,6 +83,27 @@ def read(gpu: Gpu) -> Lines:
         return {}
 
 
+class Table(NamedTuple):
+    """A file of this folder: its GPU's name, how many lines, and whether they are of these sources."""
+
+    gpu: str
+    lines: int
+    current: bool
+
+
+def stored() -> list[Table]:
+    """The tables there are, of any GPU; a broken one has no lines."""
+    found = []
+    for file in sorted(folder().glob("measured-*.json")):
+        try:
+            document = json.loads(file.read_text(encoding="utf-8"))
+            current = document["sources"] == sources.source_hash()
+            found.append(Table(str(document["gpu"]), len(document["lines"]), current))
+        except (OSError, ValueError, KeyError, TypeError):
+            found.append(Table(file.name, 0, False))
+    return found
+
+
 def forget() -> list[Path]:
     """Delete every table, of other GPUs and of other sources too; the files that there were."""
     found = sorted(folder().glob("measured-*.json"))
