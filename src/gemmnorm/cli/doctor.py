@@ -31,7 +31,8 @@ class Facts:
     """What the checks look at; a test makes its own.
 
     Versions are strings or None where a thing is not there; `nvrtc` holds every installed one. `unavailable` is what
-    `gemmnorm.runtime.driver.unavailable()` says; `cache_problem` why compiled kernels cannot be kept; `measured` what `gemmnorm tune` has left.
+    `gemmnorm.runtime.driver.unavailable()` says; `cache_problem` why compiled kernels cannot be kept; `measured` what
+    `gemmnorm tune` has left.
     """
 
     python: tuple[int, int] = (3, 10)
