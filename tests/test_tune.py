@@ -78,6 +78,7 @@ def test_what_was_measured_here_wins_over_the_shipped_table(phase: str) -> None:
     assert made.steps != before.steps
     assert choice.measured_here(made) and not choice.measured_here(before)
     assert "measured here" in described(made) and "(measured to be the best)" in described(made)
+    assert "measured here" not in described(plan.make_plan(problem, "reference"))
     choice.set_measured_here(problem.chip, {})
     assert plan.cached_plan(problem, "one_kernel", phase) == before
     assert "measured here" not in described(before)
