@@ -113,6 +113,24 @@ def test_what_a_form_cannot_be_recorded_for_is_left_to_the_original(calls: list[
         assert len(calls) == count
 
 
+class Other:
+    """Holds a class with the name of another."""
+
+    @dataclasses.dataclass
+    class Answer:
+        y: Any
+
+
+def test_forms_with_classes_of_one_name(calls: list[Any]) -> None:
+    def forward(self: Any, x: Tensor, labels: Tensor | None = None) -> Any:
+        y = self.bn(self.gemm(x))
+        return Answer(y=y) if labels is None else Other.Answer(y)
+
+    fused = gemmnorm.fuse(Written(forward))
+    assert type(fused(X)) is Answer and type(fused(X, LABELS)) is Other.Answer
+    assert len(calls) == 2
+
+
 def test_a_form_without_a_chain_is_left_to_the_original() -> None:
     def forward(self: Any, x: Tensor, both: Tensor | None = None) -> Any:
         h = self.gemm(x)
@@ -135,10 +153,16 @@ class Listed(list):  # type: ignore[type-arg]
     pass
 
 
+@dataclasses.dataclass
+class Counted(Answer):
+    n: int = dataclasses.field(init=False, default=3)
+
+
 @pytest.mark.parametrize(
     "made",
     [
-        lambda y: Answer(y=y), lambda y: {"a": (Answer(loss=y), y)}, lambda y: OrderedDict(z=[y], y=y),
+        lambda y: Counted(y=y), lambda y: Answer(y=y),
+        lambda y: {"a": (Answer(loss=y), y)}, lambda y: OrderedDict(z=[y], y=y),
         lambda y: Plain(y), lambda y: Pair(y, 1), lambda y: (y, y.shape), lambda y: [y, {"z": y}],
     ],
 )  # fmt: skip
@@ -149,7 +173,31 @@ def test_results_keep_their_classes(made: Callable[[Tensor], Any], calls: list[A
     assert len(calls) == 1 and str(got) == str(want)
 
 
-@pytest.mark.parametrize("made", [lambda y: defaultdict(list, y=y), lambda y: Listed([y])])
+@dataclasses.dataclass
+class Twice:
+    y: Any
+    rows: int = dataclasses.field(init=False, default=2)
+
+    def __post_init__(self) -> None:
+        self.y = self.y * self.rows
+
+
+def later(y: Tensor) -> Answer:
+    """Its items are in the order of assignment, not in that of the fields."""
+    answer = Answer(loss=y)
+    answer["y"] = answer.y = y
+    return answer
+
+
+def more(y: Tensor) -> Answer:
+    answer = Answer(y=y)
+    answer.more = 1  # type: ignore[attr-defined]
+    return answer
+
+
+@pytest.mark.parametrize(
+    "made", [lambda y: defaultdict(list, y=y), lambda y: Listed([y]), lambda y: Twice(y), later, more]
+)
 def test_a_container_that_nobody_knows_how_to_make_is_refused(made: Callable[[Tensor], Any]) -> None:
     (refusal,) = gemmnorm.fuse_report(Written(lambda self, x: made(F.relu(self.bn(self.gemm(x)))))).refusals
     assert "would take for a plain container" in refusal.reason

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -266,7 +266,7 @@ def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) ->
     """`plan`, and what the owner does where it is given what is None by default, as far as that can be recorded."""
     for names in tracing.forms(owner)[1:]:
         try:
-            further = _plan_of_traces(plan.path, owner, records, records.given(owner, names), plan.chains)
+            further = _plan_of_traces(plan.path, owner, records, records.given(owner, names), plan)
         except Untraceable:
             continue
         body = further.forms[0].body
@@ -277,7 +277,7 @@ def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) ->
             plan,
             chains=further.chains,
             imports=(*dict.fromkeys((*plan.imports, *further.imports)),),
-            namespace={**plan.namespace, **further.namespace},
+            namespace=further.namespace,
             assumed=(*dict.fromkeys((*plan.assumed, *further.assumed)),),
             forms=(*plan.forms, *further.forms),
         )
@@ -285,16 +285,16 @@ def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) ->
 
 
 def _plan_of_traces(
-    path: str, owner: nn.Module, records: _Records, pair: tuple[Trace, Trace], chains: Iterable[Chain] = ()
+    path: str, owner: nn.Module, records: _Records, pair: tuple[Trace, Trace], before: OwnerPlan | None = None
 ) -> OwnerPlan:
     """The plan with the one form that the recordings in training and evaluation are of.
 
-    `chains`: those of other forms, which come first.
+    `before`: with the other forms, whose chains come first and whose names are taken.
     """
-    chains = [*chains]
+    chains = [*before.chains] if before else []
     reasons: dict[tuple[str, str], None] = {}
     bodies: list[list[str]] = []
-    namespace: dict[str, object] = {}
+    namespace = {**before.namespace} if before else {}
     imports: dict[str, None] = {}
     refused: list[list[tuple[str, str]]] = []
     assumed: dict[Assumed, None] = {}
@@ -305,11 +305,12 @@ def _plan_of_traces(
         missed += _spanning(owner, trace.graph, records)
         refused.append(missed)
         chains += [chain for chain in dict.fromkeys(f.chain for f in found) if chain not in chains]
-        writer = writing.Writer(owner, trace.graph, [(_placeholder(chains.index(f.chain)), f) for f in found])
+        called = [(_placeholder(chains.index(f.chain)), f) for f in found]
+        writer = writing.Writer(owner, trace.graph, called, namespace)
         bodies.append(writer.body())
         paths = (str(n.target) for f in found for n in f.views if n.op == "call_module")
         assumed |= dict.fromkeys(_assume(owner, path) for path in paths)
-        namespace |= writer.namespace
+        namespace = writer.namespace
         imports |= dict.fromkeys(writer.imports)
     for mode, missed, other in (("in training", *refused), ("in evaluation", *reversed(refused))):  # type: ignore[assignment]
         for where, why in missed:

@@ -329,18 +329,18 @@ class _OwnerTracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and not self._has_a_name(a):
             raise Untraceable("makes a tensor of its own")
-        if isinstance(a, (dict, list, tuple)) and type(a) not in _PLAIN_CONTAINERS and not hasattr(a, "_fields"):
+        plain = type(a) in _PLAIN_CONTAINERS or hasattr(a, "_fields")
+        if not plain and (isinstance(a, (dict, list, tuple)) or _is_dataclass(a)):
             return self._made_again(a)
         return super().create_arg(a)
 
     def _made_again(self, a: Any) -> Any:
-        """The call that makes a container of a class of its own, which torch.fx would write down as a plain one."""
-        if type(a) is collections.OrderedDict:
-            return self.create_proxy("call_function", type(a), (dict(a),), {}).node
-        values = {f.name: getattr(a, f.name) for f in dataclasses.fields(a)} if dataclasses.is_dataclass(a) else {}
-        if not isinstance(a, dict) or dict(a) != {k: v for k, v in values.items() if v is not None}:
+        """The call that makes a container of a class of its own, such as a ModelOutput of transformers."""
+        args: tuple[Any, ...] = (dict(a),) if type(a) is collections.OrderedDict else ()
+        values = {f.name: getattr(a, f.name) for f in dataclasses.fields(a) if f.init} if _is_dataclass(a) else {}
+        if not (args or values) or isinstance(a, (list, tuple)) or not _same(type(a)(*args, **values), a):
             raise Untraceable(f"makes a {type(a).__name__}, which a recording would take for a plain container")
-        return self.create_proxy("call_function", type(a), (), values).node  # a ModelOutput of transformers
+        return self.create_proxy("call_function", type(a), args, values).node
 
     def _has_a_name(self, tensor: Tensor) -> bool:
         named = (*self.root.parameters(), *self.root.buffers(), *getattr(self, "tensor_attrs", ()))
@@ -439,6 +439,20 @@ class _Recorder:
                 container.clear()
                 (container.update if hasattr(container, "update") else container.extend)(before)
                 raise Untraceable("changes a list or dictionary that the module holds")
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _same(made: Any, wanted: Any) -> bool:
+    """The two hold the very same values, as attributes and as items, in the same order."""
+    pairs = [[*getattr(a, "__dict__", {}).items()] for a in (made, wanted)]
+    for found, a in zip(pairs, (made, wanted), strict=True):
+        found += [(f.name, getattr(a, f.name)) for f in dataclasses.fields(a)] if _is_dataclass(a) else []
+        found += a.items() if isinstance(a, dict) else []
+    names, values = ([[pair[i] for pair in found] for found in pairs] for i in (0, 1))
+    return names[0] == names[1] and all(map(operator.is_, *values))
 
 
 def _items(container: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import keyword
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,10 +52,12 @@ class Writer:
         imports: the import lines that provide it.
     """
 
-    def __init__(self, owner: nn.Module, graph: fx.Graph, chains: Iterable[tuple[str, Found]]) -> None:
-        """`chains` are (the name to call, the chain)."""
+    def __init__(
+        self, owner: nn.Module, graph: fx.Graph, chains: Iterable[tuple[str, Found]], namespace: Mapping[str, object]
+    ) -> None:
+        """`chains` are (the name to call, the chain); `namespace` has the names that other bodies have taken."""
         self.owner = owner
-        self.namespace: dict[str, object] = {}
+        self.namespace = dict(namespace)
         self.imports: list[str] = []
         self.chain_at = {found.bn: (name, found) for name, found in chains}
         self.products = {found.product: found for _, found in self.chain_at.values()}
