@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from support import twin
 from torch import Tensor, nn
 
 import gemmnorm
+from gemmnorm.export import export
+from gemmnorm.userfiles import load_source
 
 X, LABELS = torch.randn(5, 6), torch.arange(5)
 SHARED = nn.CrossEntropyLoss()
@@ -201,3 +204,38 @@ def more(y: Tensor) -> Answer:
 def test_a_container_that_nobody_knows_how_to_make_is_refused(made: Callable[[Tensor], Any]) -> None:
     (refusal,) = gemmnorm.fuse_report(Written(lambda self, x: made(F.relu(self.bn(self.gemm(x)))))).refusals
     assert "would take for a plain container" in refusal.reason
+
+
+RESULTS = """
+class Results:
+    @dataclasses.dataclass
+    class Answer:
+        y: torch.Tensor
+
+@dataclasses.dataclass
+class Answer(OrderedDict):
+    y: torch.Tensor
+
+    def __post_init__(self):
+        self["y"] = self.y
+"""
+
+
+def test_classes_of_the_model_file_are_not_imported_from_it(tmp_path: Path) -> None:
+    path = tmp_path / "answers.py"
+    body = "y = self.bn(self.gemm(x)); return Answer(y) if labels is None else Results.Answer(y * labels)"
+    path.write_text("import dataclasses\nfrom collections import OrderedDict\nimport torch\n" + RESULTS + f"""
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gemm, self.bn = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+    def forward(self, x, labels=None):
+        {body}
+def get_inputs(): return [torch.randn(4, 8)]
+def get_init_inputs(): return []
+""")  # fmt: skip
+    source = export(path, None).source
+    assert "from user_" not in source
+    module = load_source(source, "answers_new")
+    new, x = module.ModelNew(), torch.randn(4, 8)
+    assert type(new(x)) is module.Answer and type(new(x, x)) is module.Results.Answer

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import activations
+from ..errors import GemmNormValueError
 from ..fuse import Chain, OwnerPlan
 from ..plan import OWN_GEMM, Plan
 from . import method
@@ -47,6 +48,18 @@ class Contents:
         inside = enumerate((owner for owner in self.owners if owner.path), start=1)
         names = {id(owner): f"_Fused{owner.original.__name__}{index}" for index, owner in inside}
         return [(owner, names.get(id(owner), "ModelNew")) for owner in self.owners]
+
+
+def beside_model(owner: OwnerPlan, module: str) -> OwnerPlan:
+    """`owner` in a file that begins with the source of `module`: what that defines is not imported."""
+    own = {name: value for name, value in owner.namespace.items() if getattr(value, "__module__", "") == module}
+    imports = [line for line in owner.imports if not line.startswith(f"from {module} import ")]
+    for name, value in own.items():
+        found = str(getattr(value, "__qualname__", name))
+        if "<locals>" in found:
+            raise GemmNormValueError(f"{found}: expected a name at the top level of the model file")
+        imports += [] if found == name else [f"{name} = {found}"]
+    return replace(owner, imports=tuple(imports))
 
 
 def generated_text(contents: Contents) -> str:

@@ -20,7 +20,7 @@ from ..plan import Plan
 from ..runtime import measured
 from ..userfiles import ModelFile, ModelFileError, load_model_file
 from .batches import common_strategy, kind_of, problem_of, sites_of
-from .generated import Contents, generated_text
+from .generated import Contents, beside_model, generated_text
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 DEFAULT_TARGET, DEFAULT_STRATEGY = "sm_80", "cublas_folded_bn"
@@ -104,7 +104,7 @@ def write_replacement(
     found: FoundModel, output_path: str | Path | None, *, target: str | None = None, strategy: str | None = None
 ) -> ExportResult:
     """Write the replacement of a model that has been read; see `export`."""
-    owners = [owner for owner in found.owners if owner.chains]
+    owners = [beside_model(owner, found.file.module.__name__) for owner in found.owners if owner.chains]
     if not owners:
         raise GemmNormValueError(str(found.report))
     synchronised = [str(chain) for owner in owners for chain in owner.chains if chain.synchronised]
