@@ -206,6 +206,22 @@ def test_a_container_that_nobody_knows_how_to_make_is_refused(made: Callable[[Te
     assert "would take for a plain container" in refusal.reason
 
 
+def test_a_list_that_a_child_fills_is_not_recorded_as_empty() -> None:
+    class Fills(nn.Module):
+        def forward(self, y: Tensor, found: list[Tensor]) -> Tensor:
+            found.append(y.mean())
+            return y
+
+    def forward(self: Any, x: Tensor) -> Any:
+        found: list[Tensor] = []
+        return self.child(F.relu(self.bn(self.gemm(x))), found), found
+
+    model = Written(forward)
+    model.child = Fills()
+    (refusal,) = gemmnorm.fuse_report(model).refusals
+    assert "empty container" in refusal.reason
+
+
 RESULTS = """
 class Results:
     @dataclasses.dataclass

@@ -295,6 +295,7 @@ def test_what_does_not_run_here_is_named_and_the_rest_is_timed(
 
     (row,) = timing(problem, us)
     assert row["failed"] == {first: "RuntimeError: too many resources"} and row["chosen"] != first
+    assert row["line"] == row["best"]  # which the planner takes from now on
     with pytest.raises(gemmnorm.GemmNormError, match="no candidate runs"):
         timing(problem, lambda c: 1 / 0)
 

@@ -112,7 +112,8 @@ def measure(problem: Problem, phase: str, strategy: str | None, device: torch.de
             raise GemmNormRuntimeError(f"no candidate runs: {next(iter(failed.values()), 'there is none')}")
         row = _compared(calls, clock)
     best = every[row["best"]]
-    line = (best.choices if phase == "backward" else best.name) if row["best"] != row["chosen"] else None
+    kept = row["best"] == next(iter(every))  # what the planner takes; where that does not run, the best of the others
+    line = None if kept else best.choices if phase == "backward" else best.name
     return {**row, "line": line, "strategy": strategy or best.strategy, "candidates": len(calls), "failed": failed}
 
 

@@ -271,6 +271,8 @@ class _OwnerTracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A loss of PyTorch that `forward` makes, as in `nn.MSELoss()(y, target)`, is written out."""
+        if any(isinstance(a, (list, dict, set)) and not a for a in (*args, *kwargs.values())):
+            raise Untraceable("hands a child an empty container, which the child may fill")
         if id(m) in self.made and type(m).__module__ == nn.CrossEntropyLoss.__module__:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)

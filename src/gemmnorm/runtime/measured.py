@@ -1,7 +1,7 @@
 """What `gemmnorm tune` has measured on this machine: a file beside the compiled kernels for each kind of GPU.
 
-The planner gets it when the GPU is first described. A table of other sources or of another GPU is ignored, and so is a
-broken one, with a warning.
+The planner gets it when the GPU is first described. A table of other sources, another PyTorch or another GPU is
+ignored, and so is a broken one, with a warning.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def _head(gpu: Gpu) -> dict[str, Any]:
         "arch": gpu.chip.arch,
         "multiprocessors": gpu.chip.multiprocessors,
         "sources": sources.source_hash(),
+        "torch": torch.__version__,
     }
 
 
@@ -84,7 +85,7 @@ def read(gpu: Gpu) -> Lines:
 
 
 class Table(NamedTuple):
-    """A file of this folder: its GPU's name, how many lines, and whether they are of these sources."""
+    """A file of this folder: its GPU's name, how many lines, and whether they are of these sources and this PyTorch."""
 
     gpu: str
     lines: int
@@ -97,7 +98,7 @@ def stored() -> list[Table]:
     for file in sorted(folder().glob("measured-*.json")):
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
-            current = document["sources"] == sources.source_hash()
+            current = (document["sources"], document["torch"]) == (sources.source_hash(), torch.__version__)
             found.append(Table(str(document["gpu"]), len(document["lines"]), current))
         except (OSError, ValueError, KeyError, TypeError):
             found.append(Table(file.name, 0, False))
