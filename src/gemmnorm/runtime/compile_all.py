@@ -111,7 +111,7 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
             _IN_FEATURES if everywhere else _FEW_INPUTS if activation is None else _FEW_INPUTS[-1:],
         )
         small = _SMALL if arch == 90 and activation in (None, "gelu") and (half or dtype != "float16") else ()
-        for batch, features, inner in (*sizes, *small, *(_NARROW if everywhere else ())):
+        for batch, features, inner in (*sizes, *small, *(_NARROW if everywhere and arch in IN_FULL else ())):
             if activation is not None and (dtype == "float16" or not uniform):
                 continue
             for training, save, arithmetic in itertools.product(
