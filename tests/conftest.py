@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import emulator
@@ -18,6 +19,7 @@ from gemmnorm.plan import gradient
 from gemmnorm.plan.candidates import Candidate, Gradient
 from gemmnorm.plan.gemm import Gemm
 from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime import measured
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +27,7 @@ def _same_conditions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test starts with the planner's own choice, one seed and PyTorch's default precision, and leaves them so."""
     monkeypatch.delenv("GEMMNORM_STRATEGY", raising=False)
     monkeypatch.delenv("GEMMNORM_FLOAT32", raising=False)
+    monkeypatch.setattr(measured, "folder", lambda: Path(__file__).parent / "no tables")  # of `gemmnorm tune`
     gemmnorm.set_strategy(None)
     gemmnorm.set_float32_arithmetic(None)
     torch.manual_seed(0)
