@@ -1,7 +1,8 @@
-"""One tile of rows by clusters that share out K (small_panel.cuh), run by the emulator, against float64."""
+"""Few tiles of rows by clusters that share out K (small/kernel.cuh), run by the emulator, against float64."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from gemmnorm.runtime import compile_all, driver
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
 HOPPER = plan.chip_for(90)
 # By the blocks of a cluster and the columns of its panel; some have too few stages for the K of these tests.
-STAGES = {(1, 32): 2, (2, 32): 8, (4, 32): 2, (8, 32): 4, (8, 64): 4}
+STAGES = {(1, 32): 2, (2, 32): 8, (4, 32): 2, (8, 32): 4, (2, 64): 2, (8, 64): 4, (4, 128): 4}
 
 Cluster = Callable[..., None]
 
@@ -40,6 +41,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield use
 
 
+def fits(blocks: int, batch: int) -> bool:
+    """Whether a cluster may have so many blocks for each tile of the batch."""
+    return blocks * -(-batch // small.TILE_ROWS) <= small.CLUSTER
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])  # float16 is bfloat16's code; the GPU suite has it
 @pytest.mark.parametrize(
@@ -53,6 +59,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         (8, 64, 16, 72),
         (1, 77, 136, 40),
         ((8, 64), 128, 520, 72),
+        (4, 129, 136, 40),  # a row in the second tile; all blocks that a cluster may have
+        (2, 300, 136, 72),
+        (1, 2000, 72, 40),  # the largest cluster
+        (8, 240, 520, 40),
+        ((2, 64), 193, 136, 72),  # a row in the last group
+        ((4, 128), 256, 264, 136),
     ],
 )
 def test_a_step(
@@ -93,7 +105,7 @@ def test_evaluation(cluster: Cluster, found: tuple[int, int], name: str) -> None
     if name == "fp32" and found[1] > small.SPLIT_COLUMNS:
         pytest.skip("no such shape")
     cluster(*found)
-    for sizes in ((128, 600, 40), (1, 72, 8), (65, 256, 72)):
+    for sizes in ((128, 600, 40), (1, 72, 8), (65, 256, 72), (300, 136, 72), (1020, 72, 8)):
         check_evaluation(name, *sizes, emulated(HOPPER), "cpu")
 
 
@@ -112,12 +124,12 @@ def test_infinity_in_evaluation(cluster: Cluster) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("blocks", [1, 4, 8])
-def test_under_autocast_and_with_nothing_saved(cluster: Cluster, blocks: int) -> None:
+@pytest.mark.parametrize(("blocks", "batch"), [(1, 100), (4, 100), (8, 100), (2, 300)])
+def test_under_autocast_and_with_nothing_saved(cluster: Cluster, blocks: int, batch: int) -> None:
     """y in float32 where the scale makes it so; running statistics are the same whether a backward follows or not."""
     cluster(blocks)
     module = stir(Chain(200, 72, scale_shape=(72,), activation="gelu"))
-    x = torch.randn(100, 200).bfloat16().float()
+    x = torch.randn(batch, 200).bfloat16().float()
     with torch.no_grad():
         module.gemm.weight.copy_(module.gemm.weight.bfloat16())
         exact = twin(module).double()
@@ -137,12 +149,12 @@ def test_under_autocast_and_with_nothing_saved(cluster: Cluster, blocks: int) ->
 
 
 @needs_compiler
-@pytest.mark.parametrize("blocks", [1, 2, 8])
-def test_equal_bits_whatever_the_order_of_events(cluster: Cluster, blocks: int) -> None:
+@pytest.mark.parametrize(("blocks", "batch"), [(1, 100), (2, 100), (8, 100), (4, 200), (1, 600)])
+def test_equal_bits_whatever_the_order_of_events(cluster: Cluster, blocks: int, batch: int) -> None:
     cluster(blocks)
     torch.manual_seed(3)
     module = stir(Chain(304, 72, momentum=None)).bfloat16()
-    x, grad = (torch.randn(100, n, dtype=torch.bfloat16) for n in (304, 72))
+    x, grad = (torch.randn(batch, n, dtype=torch.bfloat16) for n in (304, 72))
     found = []
     with emulated(HOPPER), poisoned_memory():
         for _ in range(4):
@@ -158,9 +170,11 @@ def test_mean_far_larger_than_the_deviation(cluster: Cluster, blocks: int) -> No
     """As in test_emulated.py; and with a first row, about which deviations are taken, that stands out itself."""
     cluster(blocks)
     torch.manual_seed(0)
-    for batch, mean in ((2, 100.0), (65, 1e4), (128, 1e4)):
+    for batch, mean in ((2, 100.0), (65, 1e4), (128, 1e4), (256, 1e4), (2000, 1e4)):
+        if not fits(blocks, batch):
+            continue
         weight, x = torch.randn(40, 264) / 16, torch.randn(batch, 264)
-        x[0] *= 8 if batch == 128 else 1
+        x[0] *= 8 if batch in (128, 256) else 1
         weight[:, 0], x[:, 0] = mean, 1.0
         half = x.bfloat16(), weight.bfloat16()
         exact = linear_scale_batch_norm(*(t.double() for t in half), training=True)
@@ -206,7 +220,7 @@ def hard(batch: int, inner: int, family: str) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("family", ["gaussian", "graded", "outliers", "tiny", "cancelling"])
 def test_float32_in_three_parts_is_as_accurate_as_float32(cluster: Cluster, family: str) -> None:
     cluster(4)
-    for batch, inner in ((128, 512), (65, 72), (2, 256)):
+    for batch, inner in ((128, 512), (65, 72), (2, 256), (250, 264)):
         torch.manual_seed(batch)
         x, weight = hard(batch, inner, family)
         exact = linear_scale_batch_norm(x.double(), weight.double(), training=True)
@@ -241,9 +255,12 @@ def test_where_it_serves() -> None:
         return {c.way.blocks for c in found}
 
     assert blocks(problem()) == {1, 2, 4, 8}
+    assert blocks(replace(problem(), batch=257)) == {1, 2, 4}
+    assert blocks(replace(problem(), batch=2048)) == {1}
+    assert blocks(replace(problem(), batch=2048, training=False)) == {1, 2, 4, 8}
     assert blocks(problem(dtype="float32", out_dtype="float32", arithmetic="tf32"))
     for other in (
-        {"batch": 129},
+        {"batch": 2049},
         {"training": False, "save": True},
         {"training": False, "dtype": "float32", "out_dtype": "float32", "arithmetic": "float32", "prepared": True},
         {"dtype": "float32", "out_dtype": "float32", "arithmetic": "ieee"},
@@ -260,8 +277,10 @@ def test_where_it_serves() -> None:
 @pytest.mark.parametrize("found", STAGES)
 def test_every_size_of_cluster_compiles(cluster: Cluster, found: tuple[int, int]) -> None:
     cluster(*found)
-    for dtype, arithmetic in (("bfloat16", "native"), ("float32", "tf32"), ("float32", "float32")):
+    kinds = (("bfloat16", "native"), ("float32", "tf32"), ("float32", "float32"))
+    for (dtype, arithmetic), batch in itertools.product(kinds, (128, small.CLUSTER // found[0] * 128)):
         p = problem(dtype=dtype, out_dtype=dtype, arithmetic=arithmetic, activation="gelu", save=True)
+        p = replace(p, batch=batch)
         if p.split and found[1] > 32:
             continue  # refused
         (launch,) = plan.make_plan(p, "one_kernel").launches
@@ -287,8 +306,9 @@ def test_evaluation_on_a_gpu(cluster: Cluster, found: tuple[int, int], name: str
         pytest.skip("no such shape")
     cluster(*found)
     runtime.forget()
-    for sizes in ((128, 1024, 512), (100, 200, 72), (2, 64, 8), (65, 2048, 1000), (3, 3072, 512), (100, 4104, 72)):
-        check_evaluation(name, *sizes, nullcontext(), "cuda")
+    sizes = ((128, 1024, 512), (100, 200, 72), (2, 64, 8), (65, 2048, 1000), (3, 3072, 512), (100, 4104, 72))
+    for size in (*sizes, (232, 2056, 264), (2000, 512, 640)):
+        check_evaluation(name, *size, nullcontext(), "cuda")
 
 
 @pytest.mark.gpu
@@ -299,7 +319,10 @@ def test_a_step_on_a_gpu(cluster: Cluster, found: tuple[int, int], name: str) ->
     """Against float64, and the same bits every time."""
     cluster(*found)
     runtime.forget()
-    for batch, inner, features in ((128, 1024, 512), (100, 200, 72), (2, 64, 8), (65, 2048, 1000)):
+    sizes = ((128, 1024, 512), (100, 200, 72), (2, 64, 8), (65, 2048, 1000), (232, 2056, 264), (390, 328, 72))
+    for batch, inner, features in (*sizes, (512, 1024, 2048), (1000, 512, 640), (2000, 256, 64)):
+        if not fits(found[0], batch):
+            continue
         options = {"scale_shape": (features,), "activation": "silu"}
         with precision(name) as dtype:
             module = model(dtype, inner, features, **options)

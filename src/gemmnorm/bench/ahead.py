@@ -24,6 +24,7 @@ def compile_ahead(chosen: Sequence[Cell], device: torch.device, tell: Tell = lam
     parts = [list(chosen[start::workers]) for start in range(workers)]
     tell(f"compiling ahead, in {workers} processes")
     spawn = multiprocessing.get_context("spawn")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts as many again
     # A process that died has compiled less: no reason to end the measurement.
     with contextlib.suppress(BrokenProcessPool), ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         for _ in pool.map(_run_once, parts, [str(device)] * workers):

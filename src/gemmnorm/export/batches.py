@@ -123,12 +123,20 @@ def _backward_cases(problem: Problem, strategy: str) -> tuple[Case, ...]:
     return (Case(f"_to_{rows}", f"batch <= {rows}", {True: own}), Case("_any_batch", "", {True: general}))
 
 
+def _few_tiles(problem: Problem) -> tuple[str, str]:
+    """`_few_batches` of `small_panel`, whose cluster has all tiles of a batch in training."""
+    tiles = small.tiles(problem)
+    if tiles == 1 or not problem.training:
+        return "_one_tile" if tiles == 1 else "_few_tiles", f"batch <= {small.TILE_ROWS * tiles}"
+    return "_few_tiles", f"{Extent(1, small.TILE_ROWS).cpp()} == {tiles}"
+
+
 def _few_batches(found: Plan) -> tuple[str, str] | None:
     """A word for the batches that a plan serves, and the condition in C++; None where it serves all."""
     for launch in found.launches:
         tiles = launch.grid
         if launch.function == "small_panel":
-            return "_one_tile", f"batch <= {small.TILE_ROWS}"
+            return _few_tiles(found.problem)
         if ("Epilogue<>", "gemmnorm::SingleTileEpilogue") in launch.config:  # a block has all rows of its features
             return "_one_tile", f"batch <= {tiles.rows}"
         if ("Epilogue<>", "gemmnorm::SingleWaveEpilogue") in launch.config:  # all tiles of a panel run at the same time

@@ -42,8 +42,9 @@ For batches of the model's size all tiles run at the same time: each waits on th
 normalises its own accumulators. Any other batch takes the persistent kernel.
 """
 _SMALL_PANEL = """\
-Up to 128 rows a cluster of blocks owns some features and shares out the sum over in_features; the partial sums meet in
-distributed shared memory, where the statistics are complete at once. A larger batch takes the persistent kernel.
+In small batches a cluster of blocks owns some features, and the blocks of each 128 rows share out the sum over
+in_features; partial sums, and those over the rows, meet in distributed shared memory. A larger batch takes the
+persistent kernel.
 """
 _TWO_PASSES_IN_ONE = """\
 Each block multiplies its tiles twice: first for statistics alone, then, when all blocks' are merged, to normalise what

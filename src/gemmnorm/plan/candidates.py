@@ -79,7 +79,8 @@ class Candidate:
             return cost.library_terms, cost.count_library(problem, way)
         if isinstance(way, small.Shape):
             blocks = (problem.chip or CHIPS[90]).multiprocessors
-            return cost.small_terms, cost.count_small(problem, way, way.resident * clusters_at_once(blocks, way.blocks))
+            at_once = way.resident * clusters_at_once(blocks, way.cluster(problem))
+            return cost.small_terms, cost.count_small(problem, way, at_once)
         return cost.library_terms, cost.count_library(problem)
 
     def terms(self) -> dict[str, float]:
@@ -181,16 +182,18 @@ def _library(problem: Problem) -> Iterator[Candidate]:
 
 
 def _small(problem: Problem) -> Iterator[Candidate]:
-    """One tile of rows, K shared out among the blocks of a cluster."""
+    """Few tiles of rows, K shared out among the blocks of a cluster."""
     reason = refusal(problem, "one_kernel") or cast.unaligned(problem)
-    if problem.batch > small.TILE_ROWS:
-        reason = reason or f"small_panel has one tile of {small.TILE_ROWS} rows"
+    if small.tiles(problem) > small.CLUSTER:
+        reason = reason or f"small_panel has at most {small.CLUSTER} tiles of {small.TILE_ROWS} rows"
     if problem.prepared:
         reason = reason or "small_panel splits operands in another way"
     for shape in small.SHAPES:
         wide = problem.split and shape.columns > small.SPLIT_COLUMNS
-        wide_reason = "the fragments of split operands do not fit the registers" if wide else None
-        yield Candidate(problem, "forward", "one_kernel", shape, reason or wide_reason)
+        shape_reason = "the fragments of split operands do not fit the registers" if wide else None
+        if shape.cluster(problem) > small.CLUSTER:
+            shape_reason = f"a cluster has at most {small.CLUSTER} blocks"
+        yield Candidate(problem, "forward", "one_kernel", shape, reason or shape_reason)
 
 
 def tiles(problem: Problem) -> tuple[Tile, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from . import cast, split, tables
+from . import cast, small, split, tables
 from .problem import CHIPS, DTYPE_BYTES, Problem
 from .split import ROW_BYTES
 
@@ -83,6 +83,7 @@ class Constants:
     small_stage_ns: float = 150.0  # of a block's stage of K
     small_alone_ns: float = 20.0  # of that, for a block that shares K with no other
     small_column_ns: float = 1.0  # of a stage of K, for each column
+    small_loads: float = 6.0  # TB/s, what all blocks together load from the L2
     exchange: float = 0.5  # within a cluster
     exchange_block_ns: float = 100.0  # of that, for each block
     small_row_ns: float = 5.0  # of a row of the batch
@@ -293,9 +294,11 @@ def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
     """`small_panel`, of which so many clusters run at once."""
     counted, size = empty(), DTYPE_BYTES[problem.dtype]
     count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
-    panels = -(-problem.out_features // shape.columns)
-    waves = -(-panels // max(at_once, 1))
+    panels, tiles = -(-problem.out_features // shape.columns), small.tiles(problem)
+    waves = -(-panels * tiles * shape.blocks // (max(at_once, 1) * shape.cluster(problem)))
     steps = -(-problem.in_features * size // ROW_BYTES)
+    rows = min(problem.batch, small.TILE_ROWS)
+    trips = (shape.blocks > 1) + (1 + problem.split) * (problem.training and tiles > 1)
     nbytes = size * problem.in_features * (problem.batch + problem.out_features)
     return counted | {
         "waves": waves,
@@ -303,10 +306,11 @@ def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
         "trained": waves * problem.training,
         "columns": shape.columns,
         "alone": float(shape.blocks == 1),
-        "exchanges": waves * (shape.blocks > 1),
+        "exchanges": waves * trips,
         "exchange_blocks": waves * shape.blocks * (shape.blocks > 1),
-        "rows": waves * problem.batch * shape.columns / shape.blocks / 32,
+        "rows": waves * rows * shape.columns / shape.blocks / 32,
         "small_bytes": nbytes,
+        "small_loaded": panels * tiles * size * problem.in_features * (rows + shape.columns),
         "misaligned": misaligned(problem),
     }
 
@@ -419,7 +423,7 @@ def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 
 def small_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     main = n["stages"] * (c.small_stage_ns + c.small_alone_ns * n["alone"] + c.small_column_ns * n["columns"]) / 1e3
-    main = main * (1 + c.misaligned * n["misaligned"])
+    main = overlapped(main, n["small_loaded"] / c.small_loads / 1e6) * (1 + c.misaligned * n["misaligned"])
     return {
         "prologue": c.first + n["waves"] * c.small_prologue,
         "main loop": overlapped(main, n["small_bytes"] / c.bandwidth / 1e6),

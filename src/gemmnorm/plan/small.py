@@ -1,4 +1,4 @@
-"""Plans for one tile of rows: a cluster of blocks owns a panel of columns and shares out K."""
+"""Plans for small batches: a cluster of blocks owns a panel of columns, and its blocks share out K."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Shape:
     """How the kernel cuts up a problem.
 
     Attributes:
-        columns: of a panel; blocks: of the cluster that owns it, each of which multiplies its part of K.
+        columns: of a panel; blocks: for each tile of its rows, each of which multiplies its part of K.
         stages: of a block's ring; all of them are in flight at once.
         resident: blocks that fit on one multiprocessor.
     """
@@ -28,18 +28,32 @@ class Shape:
     stages: int
     resident: int = 1
 
-    def shared(self, thirds: bool) -> int:
-        """sizeof(SmallPanelShared): the kernel asserts at compile time that it is. `thirds`: float32 in three parts."""
+    def cluster(self, problem: Problem) -> int:
+        """Blocks of a cluster: in training it has all tiles of the batch."""
+        return self.blocks * (tiles(problem) if problem.training else 1)
+
+    def shared(self, thirds: bool, together: int) -> int:
+        """sizeof(SmallShared), or more. `thirds`: float32 in three parts; `together`: tiles of a cluster."""
         columns = self.columns // self.blocks  # that a block finishes
         warps = 4 if columns < 8 else 8
         size = self.stages * (TILE_ROWS + self.columns) * ROW_BYTES + TILE_ROWS * self.columns * 4
         size += 2 * 3 * self.columns * ROW_BYTES if thirds else 0
         size += 2 * warps * 2 * columns * 4 + 16 * (self.stages // 2 if thirds else self.stages) + 8
+        size += 2 * 16 * (together + 1) * columns + 16 if together > 1 else 16
         return -(-size // 1024) * 1024
 
 
+CLUSTER = 16  # blocks, the most that Hopper runs
 SPLIT_COLUMNS = 32  # of split operands, whose fragments fit the registers
-SHAPES = (Shape(64, 8, 4), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32, 1, 8))
+SHAPES = (
+    Shape(128, 4, 4), Shape(64, 8, 4), Shape(64, 4, 6), Shape(64, 2, 6),
+    Shape(32, 8, 8), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32, 1, 8),
+)  # fmt: skip
+
+
+def tiles(problem: Problem) -> int:
+    """Of the batch's rows."""
+    return -(-problem.batch // TILE_ROWS)
 
 
 def clusters_at_once(multiprocessors: int, blocks: int) -> int:
@@ -56,7 +70,8 @@ def clusters_at_once(multiprocessors: int, blocks: int) -> int:
 def small_plan(problem: Problem, strategy: str, found: Shape) -> Plan:
     """The whole chain in one launch."""
     size = DTYPE_BYTES[problem.dtype]
-    features, shared = Extent(problem.out_features), found.shared(problem.split)
+    together = tiles(problem) if problem.training else 1
+    features, shared = Extent(problem.out_features), found.shared(problem.split, together)
     operands = ("x", "weight") if problem.split and not problem.training else ()
     results = ("stored_product", "num_batches_tracked", "group_mean", "mean", "rstd", "counters")
     absent = (*(() if operands else ("x", "weight")), *(() if problem.training else results))
@@ -72,17 +87,18 @@ def small_plan(problem: Problem, strategy: str, found: Shape) -> Plan:
             ("kColumns", found.columns),
             ("kStages", found.stages // 2 if problem.split else found.stages),
             ("kSharedBytes", shared),
-            ("kCluster", found.blocks),
+            ("kShares", found.blocks),
+            ("kTiles", together),
             ("kTraining", str(problem.training).lower()),
             ("Activation", "Activation"),
         ),
         ("map_x", "map_weight", *operands, *(results if problem.training else ()), "y", *VECTORS, "running_mean",
          "running_var", "bn_weight", "bn_bias", "momentum", "eps", "keep_product", "batch", "in_features", "features"),
-        Extent(-(-problem.out_features // found.columns) * found.blocks),
+        Extent(-(-problem.out_features // found.columns) * found.blocks, TILE_ROWS),
         block=288,
         resident=found.resident,
         shared=shared,
-        cluster=found.blocks,
+        cluster=found.cluster(problem),
         maps=(
             Map("map_x", "x", TILE_ROWS, ROW_BYTES // size, problem.split, fits=True),
             Map("map_weight", "weight", found.columns, ROW_BYTES // size, problem.split),

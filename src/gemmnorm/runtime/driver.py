@@ -261,8 +261,7 @@ class Launcher:
         self._launch = cu.cuLaunchKernelEx
         self._describe = functools.partial(_configuration, launch, problem)
         self._configurations: dict[int, Any] = {}
-        if launch.shared > 48 * 1024:
-            _allow_shared(self._kernel, launch.shared, problem.chip.arch)
+        _lift_limits(self._kernel, launch, problem.chip.arch)
 
     def __call__(self, stream: int, values: Sequence[Any]) -> None:
         packer = self._packer
@@ -306,18 +305,23 @@ def _configuration(launch: Launch, problem: Problem, stream: int) -> Any:
     return found
 
 
-def _allow_shared(kernel: Any, size: int, arch: int) -> None:
-    """Lift the limit of 48 KB of dynamic shared memory on every device of this architecture."""
+def _lift_limits(kernel: Any, launch: Launch, arch: int) -> None:
+    """Of 48 KB of dynamic shared memory, and of 8 blocks a cluster, on every device of this architecture."""
     from cuda.bindings import driver as cu
 
-    attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    for index in range(torch.cuda.device_count()):
+    name, asked = cu.CUfunction_attribute, []
+    if launch.shared > 48 * 1024:
+        asked.append((name.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared, "bytes of shared memory"))
+    if launch.cluster > 8:
+        asked.append((name.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, "cluster of more than 8 blocks"))
+    for index in range(torch.cuda.device_count() if asked else 0):
         major, minor = torch.cuda.get_device_capability(index)
         if major * 10 + minor != arch:
             continue
-        (result,) = cu.cuKernelSetAttribute(attribute, size, kernel.handle, cu.CUdevice(index))
-        if int(result) != 0:
-            raise GemmNormRuntimeError(f"{size} bytes of shared memory are not to be had: {result}")
+        for attribute, value, what in asked:
+            (result,) = cu.cuKernelSetAttribute(attribute, value, kernel.handle, cu.CUdevice(index))
+            if int(result) != 0:
+                raise GemmNormRuntimeError(f"{value} {what} not to be had: {result}")
 
 
 class _Thread(threading.local):

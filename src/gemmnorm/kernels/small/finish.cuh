@@ -18,13 +18,13 @@ struct Finisher {
 
   const Params& p;
   Shared& shared;
-  int thread, pair, column, row;
+  int tile, thread, pair, column, row;
   RawFeature<Params> raw[S::kUnits][2] = {};
   float2 early[kEarly ? S::kUnits : 1][2] = {};
 
-  __device__ __forceinline__ Finisher(const Params& p_, Shared& shared_, int first_column)
-      : p(p_), shared(shared_), thread(threadIdx.x), pair(thread % S::kAcross), column(first_column + pair * 2),
-        row(thread / S::kAcross / 8 * 16 + thread / S::kAcross % 8) {}
+  __device__ __forceinline__ Finisher(const Params& p_, Shared& shared_, int tile_, int first_column)
+      : p(p_), shared(shared_), tile(tile_), thread(threadIdx.x), pair(thread % S::kAcross), column(first_column + pair * 2),
+        row(tile * kTileRows + thread / S::kAcross / 8 * 16 + thread / S::kAcross % 8) {}
 
   // The features' vectors are in registers before the first operand has arrived.
   __device__ __forceinline__ void load_features() {
@@ -43,7 +43,7 @@ struct Finisher {
   __device__ __forceinline__ float4 total(int q, int finisher) const {
     float4 sum = shared.parts[0][q][finisher];
 #pragma unroll
-    for (int block = 1; block < G::kCluster; ++block) {
+    for (int block = 1; block < G::kShares; ++block) {
       const float4 part = shared.parts[block][q][finisher];
       sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
     }
@@ -88,11 +88,19 @@ struct Finisher {
   __device__ __forceinline__ void sum_rows(const float4 (&d)[S::kUnits], int sums) const {
     sum_units<S>(d, shared.sums[sums]);
     named_barrier_sync(1, S::kFinishers + 32);
+    if (G::kTiles > 1) named_barrier_sync(1, S::kFinishers + 32);  // those of all tiles are there
+  }
+  __device__ __forceinline__ void take_sums(int sums, int q, ColumnSums& left, ColumnSums& right) const {
+    sums_of_unit<S>(shared.sums[sums], pair, q, left, right);
+    if constexpr (G::kTiles > 1) {
+      left.take_all(shared.tiles.all[sums][pair * 2 + q * 8]);
+      right.take_all(shared.tiles.all[sums][pair * 2 + q * 8 + 1]);
+    }
   }
 
   __device__ __forceinline__ void train() {
     const float share = 1.0f / p.batch;
-    float4 d[S::kUnits];  // deviations from row 0's values
+    float4 d[S::kUnits];  // deviations from the values of the tile's first row
     float2 centre[S::kUnits];
 #pragma unroll
     for (int q = 0; q < S::kUnits; ++q) {
@@ -105,7 +113,7 @@ struct Finisher {
 #pragma unroll
       for (int q = 0; q < S::kUnits; ++q) {
         ColumnSums left, right;
-        sums_of_unit<S>(shared.sums[0], pair, q, left, right);
+        take_sums(0, q, left, right);
         const float2 mu = make_float2(left.mean(share), right.mean(share));
         centre[q] = make_float2(centre[q].x + mu.x, centre[q].y + mu.y);
         d[q] = minus(d[q], mu);
@@ -120,7 +128,7 @@ struct Finisher {
   // y of one unit, and the product without its group's mean; `d` becomes the deviations of what is stored.
   __device__ __forceinline__ void normalize_unit(int q, float share, float2 centre, float4& d) const {
     ColumnSums left, right;
-    sums_of_unit<S>(shared.sums[G::kSums], pair, q, left, right);
+    take_sums(G::kSums, q, left, right);
     const FeatureValues of_left = raw[q][0].values(p), of_right = raw[q][1].values(p);
     const float2 mu = make_float2(left.mean(share), right.mean(share));
     const auto root = [&](float v) { return G::kSplit ? 1.0f / sqrtf(v) : rsqrtf(v); };
@@ -132,8 +140,8 @@ struct Finisher {
     store_rows(p.y, q, value(d.x, d.y), value(d.z, d.w));
     if (!p.keep_product) return;
     // Both means as they are stored: what the backward adds up again is what was subtracted.
-    const bool upper = row >= kGroupRows;
-    const float share_of_group = 1.0f / max(min(p.batch - (upper ? kGroupRows : 0), kGroupRows), 1);
+    const bool upper = row % kTileRows >= kGroupRows;
+    const float share_of_group = 1.0f / max(min(p.batch - row / kGroupRows * kGroupRows, kGroupRows), 1);
     const float2 group = make_float2(fmaf(upper ? left.second : left.first, share_of_group, centre.x),
                                      fmaf(upper ? right.second : right.first, share_of_group, centre.y));
     const float2 off = make_float2(group.x - centre.x, group.y - centre.y);
@@ -164,49 +172,63 @@ __device__ __forceinline__ void count_batch(const Params& p) {
   }
 }
 
-// What the producer warp does after its loads, in training: a lane finishes a feature, the left or the right one of a unit.
+// What the producer warp does after its loads, in training: a lane finishes a feature, the left or the right one of a unit. Sums
+// of the tile go to all blocks that finish the feature in another; what is kept of it comes from the first tile's block.
 template <class G, class Params, class Shared>
-__device__ __forceinline__ void finish_statistics(const Params& p, Shared& shared, int first_column) {
+__device__ __forceinline__ void finish_statistics(const Params& p, Shared& shared, int tile, int share_of_k, int first_column) {
   using S = typename G::S;
   constexpr bool kRounds = sizeof(typename G::T) < sizeof(float);
   const Features<Params> f(p, kGroupRows);
   const int lane = threadIdx.x % 32, pair = lane % S::kAcross, unit = lane / S::kAcross / 2 % S::kUnits;
   const bool odd = lane / S::kAcross % 2;
   const int j = first_column + unit * 8 + pair * 2 + odd;
-  const bool mine = lane < S::kColumns && j < p.features;
+  const bool mine = lane < S::kColumns && j < p.features, keeps = mine && tile == 0;
   const auto raw = RawFeature<Params>::load(p, min(j, p.features - 1));
   const float share = 1.0f / p.batch;
   if (G::kCluster > 1) cluster_wait();
   mbarrier_wait_cluster(&shared.arrived, 0);
   float centre = 0.0f;
 #pragma unroll
-  for (int s = 0; s < G::kCluster; ++s) {
+  for (int s = 0; s < G::kShares; ++s) {
     const float4 part = shared.parts[s][unit][pair];
     centre += odd ? part.y : part.x;
   }
   const FeatureValues values = raw.values(p);
-  ColumnSums left, right;
-  named_barrier_sync(1, S::kFinishers + 32);
-  sums_of_unit<S>(shared.sums[0], pair, unit, left, right);
-  if (G::kSplit) {
-    centre = (odd ? right : left).mean(share, centre);
+  const auto sums_of_column = [&](int sums, float about) {
+    ColumnSums left, right;
     named_barrier_sync(1, S::kFinishers + 32);
-    sums_of_unit<S>(shared.sums[G::kSums], pair, unit, left, right);
-  }
-  const ColumnSums column = odd ? right : left;
-  const float mu = column.mean(share, centre);
-  if (mine) {
-    f.finish(j, values, mu, column.m2(share));
-    if (p.keep_product) {
-      p.group_mean[j] = fmaf(column.first, 1.0f / f.rows(0), centre);
-      if (f.groups > 1) p.group_mean[p.features + j] = fmaf(column.second, 1.0f / f.rows(1), centre);
+    sums_of_unit<S>(shared.sums[sums], pair, unit, left, right);
+    ColumnSums column = odd ? right : left;
+    if constexpr (G::kTiles > 1) {
+      auto& tiles = shared.tiles;
+      const int c = j - first_column;
+      if (lane < S::kColumns) {
+#pragma unroll
+        for (int t = 0; t < G::kTiles; ++t)
+          st_async_remote(&tiles.of[sums][tile][c], make_float4(about, column.sum, column.squares, 0.0f), &tiles.arrived[sums],
+                          t * G::kShares + share_of_k);
+      }
+      mbarrier_wait_cluster(&tiles.arrived[sums], 0);
+      column.take_all(tiles.all[sums][c] = tiles.add_up(sums, c, tile, p.batch));
+      named_barrier_sync(1, S::kFinishers + 32);
     }
+    return column;
+  };
+  ColumnSums column = sums_of_column(0, centre);
+  if (G::kSplit) {
+    centre = column.mean(share, centre);
+    column = sums_of_column(G::kSums, centre);
+  }
+  const float mu = column.mean(share, centre);
+  if (keeps) f.finish(j, values, mu, column.m2(share));
+  if (mine && p.keep_product) {
+    float* group_mean = p.group_mean + static_cast<i64>(2 * tile) * p.features + j;
+    group_mean[0] = fmaf(column.first, 1.0f / f.rows(2 * tile), centre);
+    if (f.groups > 2 * tile + 1) group_mean[p.features] = fmaf(column.second, 1.0f / f.rows(2 * tile + 1), centre);
   }
   if (kRounds && p.keep_product) {  // what is stored, and what the backward takes it for, agree
-    named_barrier_sync(1, S::kFinishers + 32);
-    sums_of_unit<S>(shared.sums[1], pair, unit, left, right);
-    const ColumnSums stored = odd ? right : left;
-    if (mine) {
+    const ColumnSums stored = sums_of_column(1, mu);
+    if (keeps) {
       p.mean[j] = stored.mean(share, mu);
       p.rstd[j] = 1.0f / sqrtf(values.s * values.s * stored.m2(share) / p.batch + p.eps);
     }

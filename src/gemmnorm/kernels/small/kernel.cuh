@@ -1,18 +1,19 @@
-// Batches of one tile of rows, the whole chain in one launch (sm_90a): a cluster of blocks owns a panel of features, and its
-// blocks share out K.
+// Small batches, the whole chain in one launch (sm_90a): in training a cluster of blocks owns a panel of features. It has so many
+// blocks for each tile of 128 rows, which share out K; in evaluation every tile of a panel has a cluster of its own.
 //
 //   warp 8          one thread: TMA loads; then, in training, the whole warp finishes the features' statistics
-//   warps 0 to 7    two consumer warpgroups: the block's part of K for all rows and all features of the panel; then some of
-//                   them finish y (finish.cuh)
+//   warps 0 to 7    two consumer warpgroups: the block's part of K for all rows of its tile and all features of the panel; then
+//                   some of them finish y (finish.cuh)
 //
 // Latency is everything here, so between the last load and the last store there are but
 //   1. the multiplications of one stage;
 //   2. one trip from block to block: the accumulators go straight to the shared memory of the block that finishes them, whose
 //      barrier counts their bytes. No block asks, none waits for the cluster, and each may leave when it has what it needs;
-//   3. one sum over the rows and one barrier of the block, for the values and their squares at once, about row 0. A value
-//      of the column lies within √(n - 1) deviations of its mean, so the squares lose 7 bits at most, also where
-//      |mean| >> std;
-//   4. one reciprocal root.
+//   3. one sum over the rows and one barrier of the block, for the values and their squares at once, about the tile's first
+//      row. A value of n lies within √(n - 1) deviations of their mean, so the squares lose 7 bits at most, 11 of 2048 rows,
+//      also where |mean| >> std;
+//   4. where there are several tiles of rows, one more trip from block to block, with these sums;
+//   5. one reciprocal root.
 // float32 takes a second sum and barrier, about the mean, and a root that is rounded as it should be.
 #pragma once
 #include "gemm/mainloop.cuh"
@@ -26,9 +27,11 @@ struct SmallTypes {
   using T = typename Config::T;
   using Operand = OperandTraits<typename Config::Operand>;
   using Activation = typename Config::Activation;
-  static constexpr int BN = Config::kColumns, kStages = Config::kStages, kCluster = Config::kCluster;
+  static constexpr int BN = Config::kColumns, kStages = Config::kStages;
+  static constexpr int kShares = Config::kShares, kTiles = Config::kTiles;  // of K, and of the batch in a cluster
+  static constexpr int kCluster = kShares * kTiles;
   static constexpr bool kTraining = Config::kTraining, kSplit = Operand::kPlanes == 3;
-  using S = PanelShare<BN, kCluster>;
+  using S = PanelShare<BN, kShares>;
   static constexpr int kBoxes = kSplit ? 2 : 1;  // of a stage, side by side along K
   static constexpr int kBoxK = kRowBytes / Operand::kSize, kTileK = kBoxK * kBoxes;
   static constexpr int kSums = kSplit ? 1 : 0;  // which of the sums over rows count
@@ -46,16 +49,18 @@ struct SmallShared : WeightPartsIf<G::BN, G::kSplit> {
   using S = typename G::S;
   alignas(1024) unsigned char x[G::kStages][G::kBoxes][kTileRows * kRowBytes];
   alignas(1024) unsigned char weight[G::kStages][G::kBoxes][G::BN * kRowBytes];
-  float4 parts[G::kCluster][S::kUnits][S::kFinishers];  // partial sums of the product, by block of origin
-  UnitSums<S> sums[2];  // over rows, about row 0, and about the mean: of the product as it is stored, or once more (float32)
+  float4 parts[G::kShares][S::kUnits][S::kFinishers];  // partial sums of the product, by block of origin
+  UnitSums<S> sums[2];  // over the tile's rows, about its first, and about the mean: of the product as it is stored, or once
+                        // more (float32)
+  TileSums<G::kTiles, S::kColumns> tiles;
   Pipeline<G::kStages> ring;
   u64 arrived;  // all partial sums
 };
 
-// Hands the accumulators to the blocks that finish them. A block begins with the one after it and ends with itself, so that not
-// all send to one.
+// Hands the accumulators to the blocks that finish them, of the cluster's blocks `first` and those after it. A block begins with
+// the one after it and ends with itself, so that not all send to one.
 template <class G, class Shared>
-__device__ __forceinline__ void exchange_partial_sums(Shared& shared, int rank, const float (&acc)[G::BN / 2]) {
+__device__ __forceinline__ void exchange_partial_sums(Shared& shared, int first, int rank, const float (&acc)[G::BN / 2]) {
   using S = typename G::S;
   constexpr int kAll = G::BN / 8, kStarts = kAll / S::kUnits;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -70,8 +75,8 @@ __device__ __forceinline__ void exchange_partial_sums(Shared& shared, int rank, 
       const int owner = i * 8 / S::kColumns + (S::kColumns < 8 ? lane % 4 / 2 : 0);
       const float4 v = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
       float4* to = slots + i % S::kUnits * S::kFinishers;
-      if (G::kCluster == 1 || owner == rank) *to = v;
-      else st_async_remote(to, v, &shared.arrived, owner);
+      if (G::kShares == 1 || owner == rank) *to = v;
+      else st_async_remote(to, v, &shared.arrived, first + owner);
     }
   }
   __syncwarp();
@@ -83,15 +88,17 @@ __device__ __forceinline__ void small_panel(const Params& p) {
   using G = SmallTypes<Config>;
   using S = typename G::S;
   using Shared = SmallShared<G>;
-  constexpr int BN = G::BN, kCluster = G::kCluster;
+  constexpr int BN = G::BN, kCluster = G::kCluster, kShares = G::kShares;
   static_assert(sizeof(Shared) <= Config::kSharedBytes, "the planner gives too little shared memory");
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rank = kCluster > 1 ? cluster_rank() : 0, panel = static_cast<int>(blockIdx.x) / kCluster;
+  // A panel's tiles follow each other, and a tile's blocks.
+  const int tiles = (p.batch + kTileRows - 1) / kTileRows, block = static_cast<int>(blockIdx.x), rank = block % kShares;
+  const int tile = block / kShares % tiles, panel = block / kShares / tiles;
   const int steps = (p.in_features + G::kTileK - 1) / G::kTileK;
-  const int begin = rank * steps / kCluster, end = (rank + 1) * steps / kCluster;  // the block's part of K
+  const int begin = rank * steps / kShares, end = (rank + 1) * steps / kShares;  // the block's part of K
   const int first_column = panel * BN + rank * S::kColumns;
 
   if (warp == kConsumerWarps && lane == 0) {
@@ -102,8 +109,9 @@ __device__ __forceinline__ void small_panel(const Params& p) {
     fence_proxy_async_shared();
   } else if (threadIdx.x == 0) {
     mbarrier_init(&shared.arrived, 1 + kConsumerWarps);
+    shared.tiles.init();
     fence_mbarrier_init();
-    mbarrier_expect_tx(&shared.arrived, (kCluster - 1) * sizeof(shared.parts[0]));
+    mbarrier_expect_tx(&shared.arrived, (kShares - 1) * sizeof(shared.parts[0]));
   }
   __syncwarp();
   if (kCluster > 1) cluster_arrive_relaxed();
@@ -119,17 +127,17 @@ __device__ __forceinline__ void small_panel(const Params& p) {
 #pragma unroll
         for (int box = 0; box < G::kBoxes; ++box) {
           const int column = k * G::kTileK + box * G::kBoxK;
-          tma_load(shared.x[stage][box], p.map_x, full, column, 0, kEvictNormal);
+          tma_load(shared.x[stage][box], p.map_x, full, column, tile * kTileRows, kEvictNormal);
           tma_load(shared.weight[stage][box], p.map_weight, full, column, panel * BN, kEvictNormal);
         }
       });
     }
     __syncwarp();
-    if constexpr (G::kTraining) finish_statistics<G>(p, shared, first_column);
+    if constexpr (G::kTraining) finish_statistics<G>(p, shared, tile, rank, first_column);
     return;
   }
 
-  Finisher<G, Params, Shared> finisher(p, shared, first_column);
+  Finisher<G, Params, Shared> finisher(p, shared, tile, first_column);
   const bool finishes = warp < S::kWarps;
   if (finishes) finisher.load_features();
   if (kCluster > 1) cluster_wait();  // all barriers of the cluster are there
@@ -148,7 +156,7 @@ __device__ __forceinline__ void small_panel(const Params& p) {
     const auto b = [&](int stage) { return shared.weight[stage][0]; };
     Mainloop<typename G::Operand::Element, BN>::run(shared.ring, state, end - begin, a, b, acc);
   }
-  exchange_partial_sums<G>(shared, rank, acc);
+  exchange_partial_sums<G>(shared, G::kTiles > 1 ? tile * kShares : 0, rank, acc);
   if (!finishes) return;
   mbarrier_wait_cluster(&shared.arrived, 0);
   if constexpr (G::kTraining) finisher.train();

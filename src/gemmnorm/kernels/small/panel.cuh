@@ -81,18 +81,51 @@ __device__ __forceinline__ void sum_units(const float4 (&d)[S::kUnits], UnitSums
   fold_lanes<4 * S::kUnits, S::kAcross>(v, &sums[threadIdx.x / 32][threadIdx.x % S::kAcross][0].x);
 }
 
-// What the sums say of one column: of the deviations in both statistics groups, and of all squares.
+// What the sums say of one column.
 struct ColumnSums {
-  float first, second, squares;
+  float first, second;  // of the tile's deviations from its centre, a value of its own, in both statistics groups
+  float offset;         // of the first tile's centre from this tile's
+  float sum, squares;   // of all rows' deviations from the first tile's centre
 
-  // The mean of the deviations, or what it makes of the value that they were taken from.
-  __device__ __forceinline__ float mean(float share, float centre = 0.0f) const {
-    return fmaf(first + second, share, centre);
-  }
-  __device__ __forceinline__ float m2(float share) const { return fmaf(-(first + second), mean(share), squares); }
+  // The mean of the deviations from the tile's centre, or what it makes of that centre.
+  __device__ __forceinline__ float mean(float share, float centre = 0.0f) const { return fmaf(sum, share, centre + offset); }
+  __device__ __forceinline__ float m2(float share) const { return fmaf(-sum, sum * share, squares); }
+  __device__ __forceinline__ void take_all(float4 v) { offset = v.x, sum = v.y, squares = v.z; }
 };
 
-// Both columns of a unit.
+// Where the batch has several tiles: what each says of its rows, (centre, Σ of deviations from it, Σ of their squares), and what
+// follows for all rows, ColumnSums' (offset, sum, squares); of both sums that are taken.
+template <int TILES, int COLUMNS>
+struct TileSums {
+  float4 of[2][TILES][COLUMNS], all[2][COLUMNS];
+  u64 arrived[2];
+
+  __device__ __forceinline__ void init() {
+#pragma unroll
+    for (u64& barrier : arrived) {
+      mbarrier_init(&barrier, 1);
+      mbarrier_expect_tx(&barrier, sizeof(of[0]));
+    }
+  }
+  __device__ __forceinline__ float4 add_up(int sums, int column, int tile, int batch) const {
+    const float centre = of[sums][0][column].x;
+    float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      const float4 v = of[sums][t][column];
+      const float by = v.x - centre, added = min(batch - t * kTileRows, kTileRows) * by;
+      sum += v.y + added;
+      squares += v.z + by * (v.y + v.y + added);
+    }
+    return make_float4(centre - of[sums][tile][column].x, sum, squares, 0.0f);
+  }
+};
+template <int COLUMNS>
+struct TileSums<1, COLUMNS> {
+  __device__ __forceinline__ void init() {}
+};
+
+// Both columns of a unit, in this tile.
 template <class S>
 __device__ __forceinline__ void sums_of_unit(const UnitSums<S>& sums, int pair, int unit, ColumnSums& left,
                                              ColumnSums& right) {
@@ -103,8 +136,8 @@ __device__ __forceinline__ void sums_of_unit(const UnitSums<S>& sums, int pair, 
     float4& to = group[2 * w / S::kWarps];
     to = w % (S::kWarps / 2) ? make_float4(to.x + part.x, to.y + part.y, to.z + part.z, to.w + part.w) : part;
   }
-  left = {group[0].x, group[1].x, group[0].z + group[1].z};
-  right = {group[0].y, group[1].y, group[0].w + group[1].w};
+  left = {group[0].x, group[1].x, 0.0f, group[0].x + group[1].x, group[0].z + group[1].z};
+  right = {group[0].y, group[1].y, 0.0f, group[0].y + group[1].y, group[0].w + group[1].w};
 }
 
 }  // namespace gemmnorm
