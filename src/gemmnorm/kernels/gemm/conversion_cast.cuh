@@ -19,7 +19,8 @@ struct CastConversion : ConvertedRows<G, Params> {
 
   __device__ __forceinline__ static int chunks_of(const Params& p) { return p.in_features / kCastColumns; }
   __device__ __forceinline__ CastConversion(const Params& p, const TileScheduler& scheduler, u32* ready)
-      : Base(p, scheduler, ready, chunks_of(p), p.source_x ? p.chunks_converted : chunks_of(p), p.source_weight ? p.chunks_converted : chunks_of(p)) {}
+      : Base(p, scheduler, ready, chunks_of(p), p.source_x ? p.chunks_converted : chunks_of(p),
+             p.source_weight ? p.chunks_converted : chunks_of(p)) {}
 
   __device__ __forceinline__ void wait_for(Tile tile, int k) const {
     if (k % kStepsOfChunk == 0) this->wait_for_chunk(tile, k / kStepsOfChunk);
