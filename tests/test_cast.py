@@ -91,25 +91,26 @@ def epilogue(chosen: Plan) -> str:
         (70, 37, 40, "one_kernel", True, "small_panel", BOTH),
         (70, 72, 40, "one_kernel", True, "small_panel", BOTH),
         (140, 72, 40, "one_kernel", True, "SingleWave", BOTH),  # one wave: nothing is left to the product
-        (600, 72, 264, "one_kernel", True, "SingleWave", BOTH),  # tiles wait in registers
-        (300, 1544, 1000, "one_kernel", True, "SingleWave", ("weight",)),  # or in shared memory
-        (1200, 72, 520, "one_kernel", True, "Persistent", BOTH),
-        (1200, 200, 264, "one_kernel", True, "Persistent", ("x",)),
-        (1200, 131, 264, "one_kernel", True, "Persistent", ("weight",)),  # and x copied
-        (700, 72, 520, "gemm_stats_apply", True, "Statistics", BOTH),
-        (700, 72, 520, "gemm_stats_apply", True, "Normalize", BOTH),
-        (700, 264, 520, "one_kernel", False, "Evaluate", BOTH),
+        (400, 200, 264, "one_kernel", True, "Persistent", ("x",)),  # nor of rows that are no whole chunks
+        (400, 131, 264, "one_kernel", True, "Persistent", ("weight",)),  # and x copied
+        (300, 2048, 264, "one_kernel", True, "SingleWave", ("weight",)),
+        (600, 2048, 136, "one_kernel", True, "SingleWave", BOTH),
+        (1200, 2048, 264, "one_kernel", True, "Persistent", BOTH),
+        (600, 2048, 264, "one_kernel", True, "Persistent", ("x",)),
+        (400, 2048, 264, "gemm_stats_apply", True, "Statistics", BOTH),
+        (400, 2048, 264, "gemm_stats_apply", True, "Normalize", BOTH),
+        (400, 2048, 264, "one_kernel", False, "Evaluate", BOTH),
     ],
 )
 def test_the_kernels_cast_as_pytorch_does(
     batch: int, in_features: int, features: int, strategy: str, training: bool, way: str, wide: tuple[str, ...]
 ) -> None:
-    some = batch > 140
+    whole = in_features % cast.COLUMNS == 0
 
     def wanted(c: Candidate) -> bool:
         if not isinstance(c.way, gemm.Gemm):
             return way == "small_panel" and ways.small_panel(c)
-        return ways.epilogue(way)(c) and (not c.problem.cast or c.way.converts(c.problem) == some)
+        return ways.epilogue(way)(c) and (not c.problem.cast or c.way.converts(c.problem) == whole)
 
     with plan.forcing(wanted), emulated(SMALL_HOPPER), poisoned_memory():
         operands = tensors(batch, in_features, features)
@@ -117,7 +118,7 @@ def test_the_kernels_cast_as_pytorch_does(
     assert epilogue(chosen) == way
     product = [launch for launch in chosen.launches if launch.function == "fused_gemm"]
     left = [role for launch in product for field in launch.params if (role := launch.role(field)).startswith("given_")]
-    assert left == ([f"given_{name}" for name in chosen.problem.made] if batch > 140 else [])
+    assert left == ([f"given_{name}" for name in chosen.problem.made] if whole else [])
 
 
 @needs_compiler
@@ -127,7 +128,6 @@ def test_the_kernels_cast_as_pytorch_does(
         ("amp", None, 70, 36, 40),
         ("amp", "SingleWave", 140, 100, 72),
         ("amp", "Persistent", 1200, 101, 264),
-        ("amp", "Persistent", 400, 2051, 264),  # a chunk and a part of one
         ("amp", "Statistics", 300, 36, 264),
         ("amp", "Normalize", 300, 37, 264),
         ("amp", "Evaluate", 300, 260, 264),
@@ -157,20 +157,20 @@ def test_rows_that_tma_would_refuse(
         (300, 136, True, "SingleWave", BOTH),
         (300, 136, False, "Evaluate", ("weight",)),
         (300, 136, False, "Evaluate", BOTH),
-        (1200, 264, True, "Persistent", BOTH),  # and rows of x are left, of which all chunks are cast before
+        (600, 264, True, "Persistent", BOTH),  # and rows of x are left, of which all chunks are cast before
     ],
 )
 def test_the_product_begins_with_a_part_of_k(
     batch: int, features: int, training: bool, way: str, wide: tuple[str, ...]
 ) -> None:
-    """Two chunks of three are cast before it, the last of 8 columns beside it."""
-    chunks = 2 if batch == 300 else 3
+    """One chunk of two is cast before it, the other beside it."""
+    chunks = 1 if batch == 300 else 2
 
     def wanted(c: Candidate) -> bool:
         return ways.epilogue(way)(c) and isinstance(c.way, gemm.Gemm) and (not c.problem.cast or c.way.chunks == chunks)
 
     with plan.forcing(wanted), emulated(SMALL_HOPPER), poisoned_memory():
-        chosen = check(tensors(batch, 2 * cast.COLUMNS + 8, features), "one_kernel", training, torch.bfloat16, wide)
+        chosen = check(tensors(batch, 2 * cast.COLUMNS, features), "one_kernel", training, torch.bfloat16, wide)
     assert epilogue(chosen) == way
     assert dict(chosen.launches[0].numbers)["chunks_converted"] == chunks
 
@@ -224,6 +224,13 @@ def test_the_gram_matrix_of_padded_rows(precision: str, in_features: int) -> Non
         check_accuracy(SMALL_HOPPER, "gemm_stats_apply", precision, 300, in_features, 264, scale_shape=(264,))
 
 
+def test_the_product_casts_whole_chunks_of_rows_or_none() -> None:
+    for in_features, some in ((4096, True), (4104, False), (1024, False), (1027, False)):
+        problem = Problem(4096, in_features, 4096, "bfloat16", "bfloat16", save=True, cast=BOTH)
+        own = [c.way for c in candidates(problem) if isinstance(c.way, gemm.Gemm) and c.refusal is None]
+        assert own and any(way.converts(problem) for way in own) == some
+
+
 def test_copies_are_a_candidate_where_tma_cannot_read_the_rows() -> None:
     for in_features, every in ((2048, {()}), (2056, {()}), (2051, {BOTH})):
         problem = Problem(4096, in_features, 4096, "bfloat16", "bfloat16", "bfloat16", save=True)
@@ -243,11 +250,11 @@ def test_copies_are_a_candidate_where_tma_cannot_read_the_rows() -> None:
     ("batch", "in_features", "features", "strategy"),
     [
         (96, 1024, 512, "one_kernel"),
-        (1000, 2056, 8200, "one_kernel"),
+        (1000, 2048, 8200, "one_kernel"),
         (5000, 1032, 4104, "one_kernel"),
-        (1100, 4104, 4104, "one_kernel"),  # the product begins when two chunks of three are cast
+        (1100, 6144, 4104, "one_kernel"),  # the product begins when two chunks of three are cast
         (9000, 520, 2056, "one_kernel"),
-        (3000, 1032, 4104, "gemm_stats_apply"),
+        (3000, 2048, 4104, "gemm_stats_apply"),
         (300, 1088, 514, "cublas_folded_bn"),
         (2000, 1027, 2056, "one_kernel"),
         (100, 37, 512, "one_kernel"),

@@ -123,6 +123,19 @@ def test_a_constant_column_is_exactly_beta_whatever_the_count_of_ranks():
                 assert torch.equal(y, module.bn.bias.expand(len(x), 16))
 
 
+def test_ranks_merge_to_the_same_bits_whatever_their_own_batch():
+    torch.manual_seed(0)
+    module, gathered, found = stir(Chain(8, 8)), torch.rand(20, 2 * 8 + 1), []
+    gathered[:, -1] = torch.randint(1, 100, (20,))  # rows
+    with torch.no_grad(), emulated(HOPPER):
+        for rows in (0, 100, 4200):
+            operands = operands_of(twin(module), torch.randn(rows, 8))
+            part = ranks.find(operands, options_of(module, strategy="cublas_folded_bn"), 20, (torch.float32,) * 2)
+            product, offset, _ = part.statistics(operands)
+            found.append(part.normalize(operands, product, offset, gathered)[1])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_where_no_rank_has_rows_the_running_statistics_stay():
     module = stir(Chain(8, 16))
     before = twin(module)

@@ -77,6 +77,7 @@ def test_what_was_measured_here_wins_over_the_shipped_table(phase: str) -> None:
     made = plan.cached_plan(problem, other.strategy, phase)
     assert made.steps != before.steps
     assert choice.measured_here(made) and not choice.measured_here(before)
+    assert not choice.measured_here(plan.make_plan(problem, "reference", phase))
     assert "measured here" in described(made) and "(measured to be the best)" in described(made)
     assert "measured here" not in described(plan.make_plan(problem, "reference"))
     choice.set_measured_here(problem.chip, {})

@@ -26,7 +26,7 @@ HERE = "measured here: by `gemmnorm tune` on this machine, not by the prediction
 
 def described(found: Plan) -> str:
     """A plan and what it was chosen from, in words."""
-    here = [HERE] if found.steps and choice.measured_here(found) else []
+    here = [HERE] if choice.measured_here(found) else []
     return "\n".join([str(found), *(f"  {line}" for line in (*here, *plan.kept(found), *plan.comparison(found)))])
 
 

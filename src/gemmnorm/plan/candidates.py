@@ -281,6 +281,8 @@ def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
         return
     if problem.split and gemm.schedule not in ("persistent", "evaluate"):
         return
+    if problem.made and problem.in_features % cast.COLUMNS:  # the kernel casts whole chunks
+        return
     blocks, tile = (problem.chip or CHIPS[90]).multiprocessors, gemm.tile
     rows, panels = tile.counts(problem)
     if not _several_waves(problem, tile):

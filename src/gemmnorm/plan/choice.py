@@ -172,7 +172,7 @@ def set_measured_here(chip: Chip, lines: Mapping[tuple[str, ...], str]) -> None:
 def measured_here(made: Plan) -> bool:
     """Whether `made` is what was measured to be the best on this machine."""
     known = tables.measured_here(made.problem, made.phase)
-    if known is None:
+    if known is None or not made.steps:
         return False
     chosen = ranking(replace(made.problem, copied=()), made.phase, made.strategy)[0][1]
     return known in (chosen.name, chosen.choices) and chosen.plan().steps == made.steps

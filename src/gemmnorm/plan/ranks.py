@@ -19,6 +19,7 @@ from .problem import Problem, type_members
 from .steps import Buffer, Extent, Launch, Plan
 
 MERGE = "merge_statistics"  # the launch at which a forward is cut
+COLUMNS = 16  # features of a block that merges ranks: on all ranks as many, so that all add up in one order
 CUT = ("gemm_stats_apply", "cublas_folded_bn")  # strategies with such plans
 
 
@@ -75,9 +76,10 @@ def forward(problem: Problem, strategy: str, ranks: int) -> tuple[Plan, Plan, Pl
         entry="fused_gemm_scale_bn_merge",
         source="memory_bound/ranks.cuh",
         function="merge_ranks",
-        config=(*type_members(problem, "LR"), ("kColumns", library.merge_columns(problem))),
+        config=(*type_members(problem, "LR"), ("kColumns", COLUMNS)),
         params=("gathered", *library.VECTORS, "running_mean", "running_var", "num_batches_tracked", "momentum", "eps",
                 "mean", "rstd", "row_count", "ranks", "batch", "features"),
+        grid=Extent(-(-problem.out_features // COLUMNS)),
         numbers=(("ranks", ranks),),
         absent=(),
     )  # fmt: skip

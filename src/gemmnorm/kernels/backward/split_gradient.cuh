@@ -2,8 +2,9 @@
 // exponent per row, its columns multiplied by the weight's powers of two, for dx = da·W; and with an exponent per column,
 // its rows multiplied by x's, for dW = daᵀ·x. W and x are split as in the forward, and lack just those powers.
 //
-// A block, or where rows are short a warp, splits one row: reads da once, writes it split twice. It finds the row's exponent itself; those of the columns
-// come from the kernel that made da. The planner takes it in training with split operands, before split_gemm.cuh.
+// A block, or where rows are short a warp, splits one row: reads da once, writes it split twice. It finds the row's exponent
+// itself; those of the columns come from the kernel that made da. The planner takes it in training with split operands, before
+// split_gemm.cuh.
 #pragma once
 #include "common/fp16x2.cuh"
 #include "memory_bound/row_tile.cuh"

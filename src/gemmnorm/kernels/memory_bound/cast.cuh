@@ -63,18 +63,6 @@ __device__ __forceinline__ void cast_row(const S* from, T* to, int columns, int 
   }
 }
 
-// The same for a whole chunk of an aligned row, by a warp: without conditions, twice as many words fit the registers.
-template <class T, class S>
-__device__ __forceinline__ void cast_chunk(const S* from, T* to, int lane) {
-  constexpr int kWords = kCastColumns / 128;
-  Vec<S, 4> v[kWords];
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) v[i] = load<S, 4>(from + lane * 4 + i * 128);
-  __syncwarp();  // else the compiler lets later loads wait for registers of earlier ones
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) *reinterpret_cast<Vec<T, 4>*>(to + lane * 4 + i * 128) = converted<T>(v[i]);
-}
-
 // The thread's share of the first columns of a row of an operand.
 template <class Params, class T, class S>
 __device__ __forceinline__ void cast_row_of(const Params& p, const S* given, T* to, int row, int lanes) {
