@@ -298,7 +298,7 @@ def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
     waves = -(-panels * tiles * shape.blocks // (max(at_once, 1) * shape.cluster(problem)))
     steps = -(-problem.in_features * size // ROW_BYTES)
     rows = min(problem.batch, small.TILE_ROWS)
-    trips = (shape.blocks > 1) + (1 + problem.split) * (problem.training and tiles > 1)
+    trips = (shape.blocks > 1) + (problem.training and tiles > 1)
     nbytes = size * problem.in_features * (problem.batch + problem.out_features)
     return counted | {
         "waves": waves,

@@ -85,14 +85,16 @@ struct Finisher {
     const bool low = row < p.batch, high = row + 8 < p.batch;
     return make_float4(low ? v.x - by.x : 0.0f, low ? v.y - by.y : 0.0f, high ? v.z - by.x : 0.0f, high ? v.w - by.y : 0.0f);
   }
+  template <bool ALL_TILES>
   __device__ __forceinline__ void sum_rows(const float4 (&d)[S::kUnits], int sums) const {
     sum_units<S>(d, shared.sums[sums]);
     named_barrier_sync(1, S::kFinishers + 32);
-    if (G::kTiles > 1) named_barrier_sync(1, S::kFinishers + 32);  // those of all tiles are there
+    if (ALL_TILES && G::kTiles > 1) named_barrier_sync(1, S::kFinishers + 32);  // theirs are there
   }
+  template <bool ALL_TILES>
   __device__ __forceinline__ void take_sums(int sums, int q, ColumnSums& left, ColumnSums& right) const {
     sums_of_unit<S>(shared.sums[sums], pair, q, left, right);
-    if constexpr (G::kTiles > 1) {
+    if constexpr (ALL_TILES && G::kTiles > 1) {
       left.take_all(shared.tiles.all[sums][pair * 2 + q * 8]);
       right.take_all(shared.tiles.all[sums][pair * 2 + q * 8 + 1]);
     }
@@ -108,27 +110,28 @@ struct Finisher {
       centre[q] = make_float2(first.x, first.y);
       d[q] = minus(total(q, thread), centre[q]);
     }
-    sum_rows(d, 0);
-    if (G::kSplit) {  // once more, from the mean: the squares' cancellation shows in float32
+    sum_rows<!G::kSplit>(d, 0);
+    if (G::kSplit) {  // once more, from the tile's mean: the squares' cancellation shows in float32
+      const float share_of_tile = 1.0f / min(p.batch - tile * kTileRows, kTileRows);
 #pragma unroll
       for (int q = 0; q < S::kUnits; ++q) {
         ColumnSums left, right;
-        take_sums(0, q, left, right);
-        const float2 mu = make_float2(left.mean(share), right.mean(share));
+        take_sums<false>(0, q, left, right);
+        const float2 mu = make_float2(left.mean(share_of_tile), right.mean(share_of_tile));
         centre[q] = make_float2(centre[q].x + mu.x, centre[q].y + mu.y);
         d[q] = minus(d[q], mu);
       }
-      sum_rows(d, G::kSums);
+      sum_rows<true>(d, G::kSums);
     }
 #pragma unroll
     for (int q = 0; q < S::kUnits; ++q) normalize_unit(q, share, centre[q], d[q]);
-    if (kRounds && p.keep_product) sum_rows(d, 1);
+    if (kRounds && p.keep_product) sum_rows<true>(d, 1);
   }
 
   // y of one unit, and the product without its group's mean; `d` becomes the deviations of what is stored.
   __device__ __forceinline__ void normalize_unit(int q, float share, float2 centre, float4& d) const {
     ColumnSums left, right;
-    take_sums(G::kSums, q, left, right);
+    take_sums<true>(G::kSums, q, left, right);
     const FeatureValues of_left = raw[q][0].values(p), of_right = raw[q][1].values(p);
     const float2 mu = make_float2(left.mean(share), right.mean(share));
     const auto root = [&](float v) { return G::kSplit ? 1.0f / sqrtf(v) : rsqrtf(v); };
@@ -194,11 +197,12 @@ __device__ __forceinline__ void finish_statistics(const Params& p, Shared& share
     centre += odd ? part.y : part.x;
   }
   const FeatureValues values = raw.values(p);
-  const auto sums_of_column = [&](int sums, float about) {
+  const auto sums_of_column = [&](int sums, float about, bool all_tiles) {
     ColumnSums left, right;
     named_barrier_sync(1, S::kFinishers + 32);
     sums_of_unit<S>(shared.sums[sums], pair, unit, left, right);
     ColumnSums column = odd ? right : left;
+    if (G::kTiles == 1 || !all_tiles) return column;
     if constexpr (G::kTiles > 1) {
       auto& tiles = shared.tiles;
       const int c = j - first_column;
@@ -214,10 +218,10 @@ __device__ __forceinline__ void finish_statistics(const Params& p, Shared& share
     }
     return column;
   };
-  ColumnSums column = sums_of_column(0, centre);
+  ColumnSums column = sums_of_column(0, centre, !G::kSplit);
   if (G::kSplit) {
-    centre = column.mean(share, centre);
-    column = sums_of_column(G::kSums, centre);
+    centre = column.mean(1.0f / min(p.batch - tile * kTileRows, kTileRows), centre);
+    column = sums_of_column(G::kSums, centre, true);
   }
   const float mu = column.mean(share, centre);
   if (keeps) f.finish(j, values, mu, column.m2(share));
@@ -227,7 +231,7 @@ __device__ __forceinline__ void finish_statistics(const Params& p, Shared& share
     if (f.groups > 2 * tile + 1) group_mean[p.features] = fmaf(column.second, 1.0f / f.rows(2 * tile + 1), centre);
   }
   if (kRounds && p.keep_product) {  // what is stored, and what the backward takes it for, agree
-    const ColumnSums stored = sums_of_column(1, mu);
+    const ColumnSums stored = sums_of_column(1, mu, true);
     if (keeps) {
       p.mean[j] = stored.mean(share, mu);
       p.rstd[j] = 1.0f / sqrtf(values.s * values.s * stored.m2(share) / p.batch + p.eps);

@@ -14,7 +14,7 @@
 //      also where |mean| >> std;
 //   4. where there are several tiles of rows, one more trip from block to block, with these sums;
 //   5. one reciprocal root.
-// float32 takes a second sum and barrier, about the mean, and a root that is rounded as it should be.
+// float32 takes a second sum and barrier, about the tile's mean, and a root that is rounded as it should be.
 #pragma once
 #include "gemm/mainloop.cuh"
 #include "gemm/operands.cuh"
