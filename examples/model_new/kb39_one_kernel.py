@@ -2828,8 +2828,9 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
 // exponent per row, its columns multiplied by the weight's powers of two, for dx = da*W; and with an exponent per column,
 // its rows multiplied by x's, for dW = da^T*x. W and x are split as in the forward, and lack just those powers.
 //
-// A block, or where rows are short a warp, splits one row: reads da once, writes it split twice. It finds the row's exponent itself; those of the columns
-// come from the kernel that made da. The planner takes it in training with split operands, before split_gemm.cuh.
+// A block, or where rows are short a warp, splits one row: reads da once, writes it split twice. It finds the row's exponent
+// itself; those of the columns come from the kernel that made da. The planner takes it in training with split operands, before
+// split_gemm.cuh.
 
 template <class Config, class Params>
 __device__ __forceinline__ void split_gradient(const Params& p) {
@@ -3477,16 +3478,17 @@ torch::Tensor take_counters(const torch::Tensor& like, cudaStream_t stream, int6
   return found;
 }
 
-// Lifts the limit of 48 KB on a kernel's dynamic shared memory, once for each device.
-void allow_shared(const void* kernel, int bytes) {
-  if (bytes <= 48 * 1024) return;
+// Lifts the limits of 48 KB on a kernel's dynamic shared memory and of 8 blocks on its clusters, once for each device.
+void lift_limits(const void* kernel, int shared, int cluster) {
+  if (shared <= 48 * 1024 && cluster <= 8) return;
   static std::mutex mutex;
   static std::set<std::pair<const void*, int>> done;
   int device = 0;
   C10_CUDA_CHECK(cudaGetDevice(&device));
   const std::lock_guard<std::mutex> lock(mutex);
   if (done.count({kernel, device})) return;
-  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, cluster > 8));
   done.insert({kernel, device});
 }
 
@@ -3495,7 +3497,7 @@ void allow_shared(const void* kernel, int bytes) {
 template <class Params>
 void launch_hopper(void (*kernel)(Params), int64_t blocks, int threads, int shared, int cluster, bool cooperative,
                    cudaStream_t stream, const Params& params) {
-  allow_shared(reinterpret_cast<const void*>(kernel), shared);
+  lift_limits(reinterpret_cast<const void*>(kernel), shared, cluster);
   cudaLaunchAttribute attributes[2] = {};
   if (cooperative) {
     attributes[0].id = cudaLaunchAttributeCooperative;
