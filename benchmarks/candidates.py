@@ -266,8 +266,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", default="candidates.json.gz")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds, compiling included")
-    parser.add_argument("--only", default="", help="kinds and phases, by commas: bf16,backward")
+    parser.add_argument("--only", default="", help="kinds and phases, by commas: bf16,backward or training")
     parser.add_argument("--features", type=int, default=1 << 30, help="problems of no more of them")
+    parser.add_argument("--rows", type=int, default=1 << 30, help="likewise")
     parser.add_argument("--add", help="an earlier run's file: measure those of its problems that have new candidates")
     parser.add_argument("--again", action="store_true", help="with --add, problems too that lack no candidate")
     parser.add_argument("--sizes", nargs="*", default=[], help="16384x4096x4096 …: these alone, forward and backward")
@@ -284,7 +285,8 @@ def main() -> None:
     words = [word for word in options.only.split(",") if word]
     kinds, phases = [w for w in words if w in KINDS], [w for w in words if w in ("forward", "backward")]
     chosen = [c for c in chosen if (not kinds or c.kind in kinds) and (not phases or c.phase in phases)]
-    chosen = [c for c in chosen if c.problem.out_features <= options.features]
+    chosen = [c for c in chosen if c.problem.out_features <= options.features and c.problem.batch <= options.rows]
+    chosen = [c for c in chosen if "training" not in words or (c.phase == "forward" and c.problem.training)]
     rows = earlier(options.add) if options.add else []
     if options.add and not options.again:
         known = {described(row): row["us"] for row in rows}

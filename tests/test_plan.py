@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
+import ways
 from torch import nn
 
 import gemmnorm
@@ -261,7 +262,8 @@ def test_blocks_that_wait_for_each_others_rows_are_launched_together(dtype):
     cast = ("x", "weight") if dtype == "bfloat16" else ()
     for batch, features in ((256, 512), (8192, 4096)):
         problem = Problem(batch, 4096, features, dtype, dtype, training=False, cast=cast)
-        (launch,) = (found for found in make_plan(problem, "one_kernel").launches if found.function == "fused_gemm")
+        with plan.forcing(ways.fused_gemm):
+            (launch,) = (found for found in make_plan(problem, "one_kernel").launches if found.function == "fused_gemm")
         waves = batch * features > 132 * 128 * 256
         numbers = dict(launch.numbers)
         left = numbers["x_rows"] < batch or numbers["weight_rows"] < features
@@ -274,7 +276,7 @@ def test_blocks_that_wait_for_each_others_rows_are_launched_together(dtype):
 )
 def test_the_tiles_of_a_panel_are_a_cluster_where_all_clusters_run_at_once(batch, features, cluster):
     problem = Problem(batch, 1024, features, *["bfloat16"] * 4, chip=plan.chip_for(90))
-    with plan.forcing(lambda c: getattr(c.way, "cluster", 1) > 1):
+    with plan.forcing(lambda c: ways.fused_gemm(c) and c.way.cluster > 1):
         (launch,) = make_plan(problem, "one_kernel").launches
     assert (launch.cluster, launch.cooperative) == (cluster, cluster == 1)
 
