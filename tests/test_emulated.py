@@ -103,6 +103,7 @@ def test_one_kernel(epilogue, name, batch, in_features, out_features):
     ("one_tile", "blocks", "batch", "features"),
     [
         ((128, 64), 4, 200, 456),  # four waves
+        ((256, 64), 4, 450, 456),
         ((64, 128), 3, 180, 264),
         ((128, 128), 3, 300, 264),  # a panel is a wave, and the last is not filled
         ((256, 128), 4, 450, 600),  # the last tiles of some blocks lie in a panel whose others wait in shared memory
@@ -131,7 +132,7 @@ def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, featur
 
 
 @pytest.mark.parametrize(
-    ("one_tile", "features"), [((128, 64), 40), ((128, 64), 72), ((256, 128), 136)], indirect=["one_tile"]
+    ("one_tile", "features"), [((128, 64), 40), ((256, 64), 72), ((256, 128), 136)], indirect=["one_tile"]
 )
 def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(one_tile, features, forced):
     forced(ways.in_registers(False))
@@ -178,7 +179,7 @@ def test_gemm_stats_apply(name):
 BY_LAUNCHES, BY_ONE = ("gemm_stats_apply", "Normalize"), ("one_kernel", "TwoPass")
 
 
-@pytest.mark.parametrize("one_tile", [(256, 128), (64, 128), (128, 64), (128, 32)], indirect=True)
+@pytest.mark.parametrize("one_tile", [(256, 128), (64, 128), (256, 64), (128, 64), (128, 32)], indirect=True)
 @pytest.mark.parametrize("name", ["bf16", "tf32"])
 @pytest.mark.parametrize("way", [BY_LAUNCHES, BY_ONE], ids=["three launches", "one launch"])
 def test_multiplied_twice(way, name, one_tile):
@@ -202,6 +203,7 @@ def test_multiplied_twice(way, name, one_tile):
     [
         ("bf16", (300, 72, 72), (256, 128), {"activation": "silu"}),
         ("fp16", (1000, 136, 200), (128, 64), {"scale_shape": (200,), "momentum": None}),
+        ("bf16", (330, 72, 72), (256, 64), {"activation": "silu"}),
         ("bf16", (130, 200, 40), (128, 128), {"bias": False, "scale_shape": ()}),
         ("fp16", (64, 16, 8), (128, 32), {"affine": False}),
     ],
@@ -266,7 +268,7 @@ def test_panels_held_by_clusters_a_constant_column_is_exactly_beta(batch, forced
     assert torch.equal(y, module.bn.bias.expand(batch, 136))
 
 
-@pytest.mark.parametrize("one_tile", [(256, 128), (128, 64)], indirect=True)
+@pytest.mark.parametrize("one_tile", [(256, 128), (256, 64), (128, 64)], indirect=True)
 @pytest.mark.parametrize(("batch", "way"), [(240, BY_LAUNCHES), (300, BY_LAUNCHES), (300, BY_ONE)])
 def test_multiplied_twice_a_constant_column_is_exactly_beta(batch, way, one_tile):
     module = stir(Chain(64, 136, bias=False))
@@ -277,7 +279,7 @@ def test_multiplied_twice_a_constant_column_is_exactly_beta(batch, way, one_tile
     assert torch.equal(y, module.bn.bias.expand(batch, 136))
 
 
-@pytest.mark.parametrize("one_tile", [(128, 64), (64, 128), (128, 128), (256, 128)], indirect=True)
+@pytest.mark.parametrize("one_tile", [(128, 64), (256, 64), (64, 128), (128, 128), (256, 128)], indirect=True)
 def test_every_tile_that_passes_through_shared_memory(one_tile):
     """By rows and by features; the last tile is not full."""
     columns = one_tile[1]
@@ -285,7 +287,7 @@ def test_every_tile_that_passes_through_shared_memory(one_tile):
     check(SMALL_HOPPER, "gemm_stats_apply", "fp16", 300, 72, columns + 8, epilogue="Statistics", bias=False)
 
 
-@pytest.mark.parametrize("one_tile", [(64, 128), (128, 128), (256, 128), (128, 32)], indirect=True)
+@pytest.mark.parametrize("one_tile", [(64, 128), (128, 128), (256, 128), (256, 64), (128, 32)], indirect=True)
 @pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "fp32"])
 def test_every_tile_in_evaluation(name, one_tile):
     if name == "fp32" and one_tile[0] == 256:

@@ -65,6 +65,8 @@ def call(module: Chain, x: Tensor, shapes: list[tuple[int, ...]], strategy: str 
         ((128, 128), "fp16", "cublas_bn", (299, 72, 136), {"activation": "relu"}),
         ((128, 128), "tf32", "gemm_stats_apply", (130, 36, 136), {"bias": False, "scale_shape": (136,)}),
         ((128, 64), "bf16", "gemm_stats_apply", (333, 136, 200), {"activation": "silu", "scale_shape": (200,)}),
+        ((256, 64), "bf16", "one_kernel", (399, 72, 200), {"activation": "silu", "scale_shape": (200,)}),
+        ((256, 64), "tf32", "gemm_stats_apply", (600, 36, 40), {"activation": "silu"}),
         ((128, 64), "fp16", "cublas_folded_bn", (3, 8, 16), {"affine": False}),
         ((64, 128), "bf16", "one_kernel", (250, 72, 200), {"activation": "relu", "bias": False, "affine": False}),
     ],
@@ -86,7 +88,7 @@ def test_gradients_without_a_kept_product(again_by, name, strategy, sizes, optio
 
 
 @needs_compiler
-@pytest.mark.parametrize("again_by", [(256, 128), (64, 128)], indirect=True)
+@pytest.mark.parametrize("again_by", [(256, 128), (256, 64), (64, 128)], indirect=True)
 def test_under_autocast_where_y_is_float32(again_by):
     """da is half as large as y's gradient, whose place it takes in shared memory."""
     module = stir(Chain(72, 264, scale_shape=(264,), activation="silu"))

@@ -11,7 +11,7 @@ from typing import Any
 from .. import activations
 from ..errors import GemmNormRuntimeError
 from ..plan import ROLES, Buffer, Launch, Map, Plan, Problem, Product, c_types
-from ..plan.gemm import WIDE
+from ..plan.gemm import swapped, width
 from ..plan.params import MAP, Field, config_text, layout
 from ..plan.split import SPLIT_GEMM_TILE
 from .prune import kernel_text
@@ -184,13 +184,13 @@ def _wgmma(launch: Launch) -> set[str]:
         return set()
     operand = str(launch.member("Operand"))
     element = _ELEMENTS.get(operand) or str(launch.member("T")).removeprefix("gemmnorm::")
-    width = launch.member("kColumns") if launch.function == "small_panel" else _width(launch)
-    return {f"{width}, {element}"}
+    wide = launch.member("kColumns") if launch.function == "small_panel" else width(*_tile(launch))
+    return {f"{wide}, {element}"}
 
 
-def _width(launch: Launch) -> str | int:
-    """Of a tile of `fused_gemm`: with swapped operands its rows are the instruction's width."""
-    return launch.member("kTileRows" if launch.member("kTileColumns") == WIDE else "kTileColumns")
+def _tile(launch: Launch) -> tuple[int, int]:
+    """Of `fused_gemm`: rows and columns."""
+    return int(launch.member("kTileRows")), int(launch.member("kTileColumns"))
 
 
 def _unused(launches: Sequence[Launch]) -> set[str]:
@@ -198,7 +198,7 @@ def _unused(launches: Sequence[Launch]) -> set[str]:
     gemms = [launch for launch in launches if launch.function == "fused_gemm"]
     unused = {"AccumulatorSwapAB", "AccumulatorNormal", "Mainloop", "SplitMainloop"}
     for gemm in gemms:
-        unused.discard("AccumulatorSwapAB" if gemm.member("kTileColumns") == WIDE else "AccumulatorNormal")
+        unused.discard("AccumulatorSwapAB" if swapped(*_tile(gemm)) else "AccumulatorNormal")
         unused.discard("SplitMainloop" if gemm.member("Operand") == "gemmnorm::fp16x2" else "Mainloop")
     if any(launch.function == "split_gemm" for launch in launches):
         unused.discard("SplitMainloop")
@@ -236,7 +236,7 @@ def _gemm_facts(launch: Launch) -> dict[str, bool]:
     """What gemm/types.cuh makes of a launch's `Config`."""
     columns = int(launch.member("kTileColumns"))
     size, size_y = (_BYTES[str(launch.member(letter))] for letter in "TY")
-    split, swaps = launch.member("Operand") == "gemmnorm::fp16x2", columns == WIDE
+    split, swaps = launch.member("Operand") == "gemmnorm::fp16x2", swapped(*_tile(launch))
     staged = not split and (swaps or (size == 2 and columns >= 64))
     staged_y = staged and (swaps or size_y == 2)
     found = {
@@ -244,7 +244,7 @@ def _gemm_facts(launch: Launch) -> dict[str, bool]:
         "kStaged": staged,
         "kStagedY": staged_y,
         "kFitsStaging": staged and size == 2,
-        "kMovesRegisters": int(_width(launch)) * (2 if split else 1) == 256,
+        "kMovesRegisters": width(*_tile(launch)) * (2 if split else 1) == 256,
         "Shape::kSwapAB": swaps,
         "Conversion::kConverts": launch.member("Conversion<>") != "gemmnorm::NoConversion",
         "kEvaluates": launch.member("Epilogue<>") in KNOWN,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import cast, cost, cost_twice, gradient, gram, library, panels, small, split
-from .gemm import STAGES, WIDE, Gemm, Tile, gemm_plan, refusal
+from .gemm import STAGES, Gemm, Tile, gemm_plan, refusal, swapped
 from .problem import CHIPS, DTYPE_BYTES, Problem
 from .small import clusters_at_once
 from .split import ALL_ROWS
@@ -79,7 +79,7 @@ class Candidate:
             return cost.library_terms, cost.count_library(problem, way)
         if isinstance(way, small.Shape):
             blocks = (problem.chip or CHIPS[90]).multiprocessors
-            at_once = way.resident * clusters_at_once(blocks, way.cluster(problem))
+            at_once = way.resident * clusters_at_once(blocks, way.cluster_size(problem))
             return cost.small_terms, cost.count_small(problem, way, at_once)
         return cost.library_terms, cost.count_library(problem)
 
@@ -191,7 +191,7 @@ def _small(problem: Problem) -> Iterator[Candidate]:
     for shape in small.SHAPES:
         wide = problem.split and shape.columns > small.SPLIT_COLUMNS
         shape_reason = "the fragments of split operands do not fit the registers" if wide else None
-        if shape.cluster(problem) > small.CLUSTER:
+        if shape.cluster_size(problem) > small.CLUSTER:
             shape_reason = f"a cluster has at most {small.CLUSTER} blocks"
         yield Candidate(problem, "forward", "one_kernel", shape, reason or shape_reason)
 
@@ -201,7 +201,7 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
     size, planes = (2, 2) if problem.split else (DTYPE_BYTES[problem.dtype], 1)
     halved = DTYPE_BYTES[problem.dtype] == 2
     return tuple(
-        Tile(rows, columns, stages, size, planes, planes == 1 and (columns == WIDE or (halved and columns >= 64)))
+        Tile(rows, columns, stages, size, planes, planes == 1 and (swapped(rows, columns) or (halved and columns >= 64)))
         for (bytes_, parts, rows, columns), stages in STAGES.items()
         if (bytes_, parts) == (size, planes)
     )
@@ -233,7 +233,8 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
         if gram.serves(problem):
             yield replace(everything, schedule="gram")
     elif rows == 1:
-        yield replace(everything, schedule="single-tile")
+        if not tile.halves_rows:
+            yield replace(everything, schedule="single-tile")
     else:
         yield replace(everything, schedule="persistent")
         if not problem.split:  # untried with split operands

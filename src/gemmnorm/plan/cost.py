@@ -262,7 +262,7 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
         "statistics": waves * of_tile * problem.training,
         "staged": (waves - 1) * of_tile * staged,
         "swapped": float(waves * (tile.rows < 128)),
-        "unswapped": float(waves * (tile.columns < 128) * problem.training),
+        "unswapped": float(waves * (not tile.swapped) * problem.training),
         "width": of_tile / 128,
         "loaded": (tile.rows + tile.columns) * tile.planes,
         "products": 3 if tile.planes == 2 else 1,
@@ -295,7 +295,7 @@ def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
     counted, size = empty(), DTYPE_BYTES[problem.dtype]
     count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
     panels, tiles = -(-problem.out_features // shape.columns), small.tiles(problem)
-    waves = -(-panels * tiles * shape.blocks // (max(at_once, 1) * shape.cluster(problem)))
+    waves = -(-panels * tiles * shape.blocks // (max(at_once, 1) * shape.cluster_size(problem)))
     steps = -(-problem.in_features * size // ROW_BYTES)
     rows = min(problem.batch, small.TILE_ROWS)
     trips = (shape.blocks > 1) + (problem.training and tiles > 1)

@@ -11,11 +11,13 @@ from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .split import ALL_ROWS, PREPARED, ROW_BYTES, counters_to_recompute, recompute, split_operands, split_rows
 from .steps import Buffer, Extent, Launch, Map, Plan, Step
 
-WIDE = 128  # columns of a tile that is multiplied as W·xᵀ
+WIDE, TALL = 128, 256  # columns, or rows, of a tile that is multiplied as W·xᵀ
 # Bytes of an element, its planes, rows and columns of the tile → stages of the ring.
 STAGES = {
-    (2, 1, 256, 128): 3, (2, 1, 128, 128): 5, (2, 1, 64, 128): 7, (2, 1, 128, 64): 8, (2, 1, 128, 32): 10,
-    (4, 1, 256, 128): 3, (4, 1, 128, 128): 5, (4, 1, 64, 128): 7, (4, 1, 128, 64): 8, (4, 1, 128, 32): 10,
+    (2, 1, 256, 128): 3, (2, 1, 128, 128): 5, (2, 1, 64, 128): 7,
+    (2, 1, 256, 64): 4, (2, 1, 128, 64): 8, (2, 1, 128, 32): 10,
+    (4, 1, 256, 128): 3, (4, 1, 128, 128): 5, (4, 1, 64, 128): 7,
+    (4, 1, 256, 64): 4, (4, 1, 128, 64): 8, (4, 1, 128, 32): 10,
     (2, 2, 128, 128): 3, (2, 2, 64, 128): 4, (2, 2, 128, 64): 4, (2, 2, 128, 32): 4,
 }  # fmt: skip
 LARGE_X = 1e8  # bytes from where reading x again costs more than stored tiles that leave the L2
@@ -65,6 +67,16 @@ _SPLIT = (
 )
 
 
+def swapped(rows: int, columns: int) -> bool:
+    """Whether such a tile is multiplied as W·xᵀ."""
+    return columns == WIDE or rows == TALL
+
+
+def width(rows: int, columns: int) -> int:
+    """Of the instruction that multiplies it. Its other side is 64, of a consumer: rows, or swapped features."""
+    return columns if not swapped(rows, columns) else rows if columns == WIDE else rows // 2
+
+
 @dataclass(frozen=True)
 class Tile:
     """The GEMM's tile: `rows` by `columns`, a ring of `stages`, and the shared memory that takes."""
@@ -77,9 +89,19 @@ class Tile:
     staged: bool  # the product passes through shared memory on its way out
 
     @property
+    def swapped(self) -> bool:
+        """Whether it is multiplied as W·xᵀ."""
+        return swapped(self.rows, self.columns)
+
+    @property
+    def halves_rows(self) -> bool:
+        """Whether its consumers share out the rows of the same features."""
+        return self.swapped and self.columns < WIDE
+
+    @property
     def width(self) -> int:
-        """Of the instruction that multiplies it: columns, or rows where the two consumers share out the columns."""
-        return self.rows if self.columns == WIDE else self.columns
+        """Of the instruction that multiplies it."""
+        return width(self.rows, self.columns)
 
     @property
     def waits(self) -> bool:
@@ -96,7 +118,7 @@ class Tile:
         """At least sizeof(GemmShared): the kernel asserts it when it is compiled."""
         size = self.stages * self.planes * (self.rows + self.columns) * ROW_BYTES
         size += 2 * (max(self.rows, 128) * self.columns if self.staged else 1024)
-        size += 32 if self.columns == WIDE else 2 * 4 * self.columns * 4  # sums over warps
+        size += 32 if self.swapped else 2 * 4 * self.columns * 4  # sums over warps
         size += (2 * 2 + 4) * self.columns * 4  # coefficients and statistics
         size += (2 * 2 * self.width + 2 * 64) * 4 if self.planes == 2 else 0  # powers of two
         size += 2 * self.stages * 8 + 5 * 8 + 64  # barriers
@@ -111,7 +133,7 @@ class Tile:
     @property
     def group_rows(self) -> int:
         """Rows of one partial mean and M2."""
-        return self.rows if self.columns == WIDE else GROUP_ROWS
+        return self.width if self.swapped else GROUP_ROWS
 
     def counts(self, problem: Problem) -> tuple[int, int]:
         """Tiles along the batch and along the features."""

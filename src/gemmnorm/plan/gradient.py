@@ -66,7 +66,7 @@ def refusal_to_multiply_again(problem: Problem) -> str | None:
 
 def brings_gradient(problem: Problem, tile: Tile) -> bool:
     """The gradient of y can pass through the tile's staging buffers."""
-    return tile.staged and (tile.columns == gemm.WIDE or DTYPE_BYTES[problem.out_dtype] == 2)
+    return tile.staged and (tile.swapped or DTYPE_BYTES[problem.out_dtype] == 2)
 
 
 def _recomputed(problem: Problem, found: Gemm, epilogue: str) -> Launch:

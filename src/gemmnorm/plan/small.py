@@ -28,7 +28,7 @@ class Shape:
     stages: int
     resident: int = 1
 
-    def cluster(self, problem: Problem) -> int:
+    def cluster_size(self, problem: Problem) -> int:
         """Blocks of a cluster: in training it has all tiles of the batch."""
         return self.blocks * (tiles(problem) if problem.training else 1)
 
@@ -98,7 +98,7 @@ def small_plan(problem: Problem, strategy: str, found: Shape) -> Plan:
         block=288,
         resident=found.resident,
         shared=shared,
-        cluster=found.cluster(problem),
+        cluster=found.cluster_size(problem),
         maps=(
             Map("map_x", "x", TILE_ROWS, ROW_BYTES // size, problem.split, fits=True),
             Map("map_weight", "weight", found.columns, ROW_BYTES // size, problem.split),

@@ -1,4 +1,4 @@
-// A consumer's accumulator tile with A and B swapped (W · xᵀ): 64 features and all TM rows. A thread has two features, eight
+// A consumer's accumulator tile with A and B swapped (W · xᵀ): 64 features and kRows rows. A thread has two features, eight
 // apart, and a quarter of the rows, so that what belongs to a feature is in its registers, and a sum over rows takes two
 // shuffles.
 #pragma once
@@ -15,17 +15,19 @@ struct AccumulatorSwapAB {
   using Y = typename G::Y;
   using Shape = typename G::Shape;
   using Accumulators = typename G::Accumulators;
-  static constexpr int TM = G::TM, TN = G::TN;
-  static constexpr int kOctets = 8;          // of rows, whose sums are taken together
-  static constexpr int kFinishBarrier = 1;   // + consumer: the named barrier of the threads that finish features together
-  static constexpr int kFinishThreads = 128;
+  static constexpr int kRows = Shape::kRows, TN = G::TN;
+  static constexpr int kOctets = 8;  // of rows, whose sums are taken together
+  // The named barrier of the threads that finish features together; + consumer, where each has its own.
+  static constexpr int kFinishBarrier = Shape::kSharesFeatures ? 1 : 3;
+  static constexpr int kFinishThreads = Shape::kSharesFeatures ? 128 : 256;
 
   int consumer, lane, feature;  // the first of the two, in the tile
   float mean[2], slope[2], shift[2];
 
   __device__ __forceinline__ explicit AccumulatorSwapAB(int consumer_)
-      : consumer(consumer_), lane(threadIdx.x % 32), feature(consumer_ * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
+      : consumer(consumer_), lane(threadIdx.x % 32), feature(Shape::first_feature({0, 0}, consumer_) + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
 
+  __device__ __forceinline__ int first_row(Tile tile) const { return Shape::first_row(tile, consumer); }
   // Where the lane begins to stage: the 16 bytes of one of 16 rows that it names for its warp, or a float of its own. Warps 0
   // and 1 have the first 32 features, which is a box of float32, the others the second, after those of all PARTS.
   template <class V, int PARTS = Shape::kParts / Shape::template kStorePasses<V>>
@@ -48,13 +50,13 @@ struct AccumulatorSwapAB {
   }
 
   // A partial statistic of each feature to `own`, where the block needs it, and to [groups, features]: to the row of the
-  // tile's first kGroupRows rows; to those of the others zero or, of a mean, the same number. ALWAYS: else only where the
+  // first kGroupRows rows; to those of the others zero or, of a mean, the same number. ALWAYS: else only where the
   // product is kept.
   template <bool MEAN, bool ALWAYS, class Params>
   __device__ __forceinline__ void store_partial(const Features<Params>& f, Tile tile, const float (&v)[2], float* to,
                                                 float* own) const {
-    const int part = lane % 4, row = tile.m * TM + part * kGroupRows;
-    if (part * kGroupRows >= (ALWAYS || f.p.keep_product ? TM : kGroupRows)) return;
+    const int part = lane % 4, row = first_row(tile) + part * kGroupRows;
+    if (part * kGroupRows >= (ALWAYS || f.p.keep_product ? kRows : kGroupRows)) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int column = feature + 8 * c, j = tile.n * TN + column;
@@ -67,10 +69,10 @@ struct AccumulatorSwapAB {
   // The means of the tile's rows. Out-of-bounds rows are zero in the accumulators. KEEP: in shared memory too.
   template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, const Accumulators& acc) {
-    const int rows = f.p.batch - tile.m * TM;  // or more than the tile has
+    const int rows = max(f.p.batch - first_row(tile), 1);  // or more than there are
     float sum[2] = {};
 #pragma unroll
-    for (int i = 0; i < TM / 8; i += kOctets) {  // short sums round less
+    for (int i = 0; i < kRows / 8; i += kOctets) {  // short sums round less
       float part[2] = {};
 #pragma unroll
       for (int o = i; o < i + kOctets; ++o) {
@@ -81,10 +83,10 @@ struct AccumulatorSwapAB {
       sum[1] += part[1];
     }
 #pragma unroll
-    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) / TM;
-    if (rows < TM) {  // exactly, so that nothing is left of a constant column
-      mean[0] = mean[0] * TM / rows;
-      mean[1] = mean[1] * TM / rows;
+    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) / kRows;
+    if (rows < kRows) {  // exactly, so that nothing is left of a constant column
+      mean[0] = mean[0] * kRows / rows;
+      mean[1] = mean[1] * kRows / rows;
     }
     store_partial<true, ROUNDS>(f, tile, mean, f.p.group_mean, KEEP ? shared.slope[0] : nullptr);
   }
@@ -94,15 +96,15 @@ struct AccumulatorSwapAB {
   template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_squares(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
-    const int rows = f.p.batch - tile.m * TM, at = staged_at<T>();
-    if (rows < TM) {  // out-of-bounds rows count for nothing
+    const int rows = f.p.batch - first_row(tile), at = staged_at<T>();
+    if (rows < kRows) {  // out-of-bounds rows count for nothing
 #pragma unroll
-      for (int i = 0; i < TM / 2; ++i)
+      for (int i = 0; i < kRows / 2; ++i)
         if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[i] = mean[i / 2 % 2];
     }
     float m2[2] = {};
 #pragma unroll
-    for (int i = 0; i < TM / 8; i += kOctets) {
+    for (int i = 0; i < kRows / 8; i += kOctets) {
       float sum[2] = {};
 #pragma unroll
       for (int o = i; o < i + kOctets; o += 2) {
@@ -132,8 +134,8 @@ struct AccumulatorSwapAB {
   // Two octets of rows, straight to memory. Of a whole tile nothing is compared.
   template <class V>
   __device__ __forceinline__ void store_octets(const float (&v)[8], int i, V* to, Tile tile, int batch, int features) const {
-    const int row = tile.m * TM + lane % 4 * 2, j = tile.n * TN + feature;
-    const bool whole = (tile.m + 1) * TM <= batch && (tile.n + 1) * TN <= features;
+    const int row = first_row(tile) + lane % 4 * 2, j = tile.n * TN + feature;
+    const bool whole = first_row(tile) + kRows <= batch && (tile.n + 1) * TN <= features;
     V* at = to + static_cast<i64>(row) * features + j;
     const auto down = [&](int q) { return (i + q / 4) * 8 + q % 2; };
     const auto right = [](int q) { return q / 2 % 2 * 8; };
@@ -161,7 +163,7 @@ struct AccumulatorSwapAB {
   template <bool STAGED>
   __device__ __forceinline__ void store_product(const Accumulators& acc, int store_pass, unsigned char* staging, T* product,
                                                 Tile tile, int batch, int features) const {
-    constexpr int kOctetsOfPass = TM / 8 / (STAGED ? Shape::template kStorePasses<T> : 1);
+    constexpr int kOctetsOfPass = kRows / 8 / (STAGED ? Shape::template kStorePasses<T> : 1);
     const int at = staged_at<T>();
 #pragma unroll
     for (int i = 0; i < kOctetsOfPass; i += 2) {
@@ -188,7 +190,7 @@ struct AccumulatorSwapAB {
   __device__ __forceinline__ void subtract(const float* columns, Accumulators& acc) const {
     const float v[2] = {columns[feature], columns[feature + 8]};
 #pragma unroll
-    for (int i = 0; i < TM / 2; ++i) acc[i] -= v[i / 2 % 2];
+    for (int i = 0; i < kRows / 2; ++i) acc[i] -= v[i / 2 % 2];
   }
 
   // Evaluation: the tile's coefficients out of shared memory.
@@ -205,7 +207,7 @@ struct AccumulatorSwapAB {
   template <class Activation, bool STAGED, class Shared>
   __device__ __forceinline__ void store_results(const Accumulators& acc, int store_pass, const Shared&, unsigned char* staging,
                                                 Y* y, Tile tile, int batch, int features) const {
-    constexpr int kOctetsOfPass = TM / 8 / (STAGED ? Shape::template kStorePasses<Y> : 1);
+    constexpr int kOctetsOfPass = kRows / 8 / (STAGED ? Shape::template kStorePasses<Y> : 1);
     const int at = staged_at<Y>();
 #pragma unroll
     for (int i = 0; i < kOctetsOfPass; i += 2) {
@@ -256,11 +258,11 @@ struct AccumulatorSwapAB {
 
   // A feature's number in place of its rows beyond the batch.
   __device__ __forceinline__ void fill_beyond(int batch, Tile tile, const float* columns, Accumulators& acc) const {
-    const int rows = batch - tile.m * TM;
-    if (rows >= TM) return;
+    const int rows = batch - first_row(tile);
+    if (rows >= kRows) return;
     const float v[2] = {columns[feature], columns[feature + 8]};
 #pragma unroll
-    for (int i = 0; i < TM / 2; ++i)
+    for (int i = 0; i < kRows / 2; ++i)
       if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[i] = v[i / 2 % 2];
   }
 

@@ -121,7 +121,7 @@ struct TrainingConsumer {
   __device__ __forceinline__ void sync() const { named_barrier_sync(1 + consumer, 128); }
   __device__ __forceinline__ void sync_finishers() const {
     constexpr int kBarrier = G::AccumulatorTile::kFinishBarrier;
-    named_barrier_sync(G::Shape::kSwapAB ? kBarrier + consumer : kBarrier, G::AccumulatorTile::kFinishThreads);
+    named_barrier_sync(G::Shape::kSharesFeatures ? kBarrier + consumer : kBarrier, G::AccumulatorTile::kFinishThreads);
   }
 
   // Partial statistics of the tile's rows, and the product without their mean to the staging buffer, or straight to memory,

@@ -67,10 +67,12 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const TileScheduler& scheduler,
                                               const Counters& counters, Shared& shared, int consumer) {
-  const auto a = [&](int plane, int stage) {
-    return (G::Shape::kSwapAB ? shared.weight[stage][plane] : shared.x[stage][plane]) + consumer * 64 * kRowBytes;
-  };
-  const auto b = [&](int plane, int stage) { return G::Shape::kSwapAB ? shared.x[stage][plane] : shared.weight[stage][plane]; };
+  using Shape = typename G::Shape;
+  const int own_rows = Shape::first_row({0, 0}, consumer), own_features = Shape::first_feature({0, 0}, consumer);
+  const auto x = [&](int plane, int stage) { return shared.x[stage][plane] + own_rows * kRowBytes; };
+  const auto weight = [&](int plane, int stage) { return shared.weight[stage][plane] + own_features * kRowBytes; };
+  const auto a = [&](int plane, int stage) { return Shape::kSwapAB ? weight(plane, stage) : x(plane, stage); };
+  const auto b = [&](int plane, int stage) { return Shape::kSwapAB ? x(plane, stage) : weight(plane, stage); };
   typename G::Epilogue::template Consumer<Shared> epilogue(f, scheduler, counters, shared, consumer);
   PipelineState<G::kStages> state(0);
   typename G::Accumulators acc;

@@ -11,13 +11,14 @@ struct Tile {
   int m, n;
 };
 
-// A tile of TM rows × TN features. The two consumers share out its rows (x · Wᵀ), or, of a tile of 128 features, the features
-// (W · xᵀ, swap-AB), 64 each.
+// A tile of TM rows × TN features. The two consumers share out its rows, 64 each (x · Wᵀ); or it is multiplied as W · xᵀ
+// (swap-AB), and they share out 128 features, 64 each, or, of 64 features, the rows.
 template <int TM, int TN>
 struct TileShape {
-  static constexpr bool kSwapAB = TN == 128;
-  static constexpr int kWidth = kSwapAB ? TM : TN;             // N of the wgmma instruction; its M is 64
-  static constexpr int kMeanRows = kSwapAB ? TM : kGroupRows;  // rows of one partial mean and M2
+  static constexpr bool kSharesFeatures = TN == 128, kSwapAB = kSharesFeatures || TM == 256;
+  static constexpr int kRows = kSharesFeatures ? TM : TM / 2;     // of a consumer
+  static constexpr int kWidth = kSwapAB ? kRows : TN;             // N of the wgmma instruction; its M is 64
+  static constexpr int kMeanRows = kSwapAB ? kRows : kGroupRows;  // rows of one partial mean and M2
   static constexpr int kParts = kWidth / 64;                   // 64 × 64 parts of a consumer's accumulator tile
   static constexpr int kStagingBytes = (TM < 128 ? 128 : TM) * TN;  // of a consumer
   // A consumer's accumulator tile as V passes through its staging buffer in so many store passes, of whole parts each.
@@ -29,12 +30,18 @@ struct TileShape {
   template <class V>
   static constexpr int kStorePasses = store_passes(sizeof(V));
 
-  // The first row and the first feature of a consumer's part.
+  // The first row and the first feature of a consumer's accumulator tile, and of a part of it.
+  __device__ __forceinline__ static int first_row(Tile tile, int consumer) {
+    return tile.m * TM + (kSharesFeatures ? 0 : consumer * kRows);
+  }
+  __device__ __forceinline__ static int first_feature(Tile tile, int consumer) {
+    return tile.n * TN + (kSharesFeatures ? consumer * 64 : 0);
+  }
   __device__ __forceinline__ static int row(Tile tile, int consumer, int part) {
-    return tile.m * TM + (kSwapAB ? part : consumer) * 64;
+    return first_row(tile, consumer) + (kSwapAB ? part * 64 : 0);
   }
   __device__ __forceinline__ static int column(Tile tile, int consumer, int part) {
-    return tile.n * TN + (kSwapAB ? consumer : part) * 64;
+    return first_feature(tile, consumer) + (kSwapAB ? 0 : part * 64);
   }
 };
 
