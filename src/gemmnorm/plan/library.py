@@ -118,7 +118,7 @@ def normalize(problem: Problem, fold: bool, offset: str) -> Launch:
 def shapes(problem: Problem) -> Iterator[panels.Shape]:
     """Of `cluster_normalize`, which holds the product."""
     size = DTYPE_BYTES[problem.dtype]
-    return panels.shapes(problem, ROWS_OF_A_WARP, size, vectors=3, numbers=3 if size == 4 else 2)
+    return panels.shapes(problem, ROWS_OF_A_WARP, size, vectors=3, numbers=2 if size == 4 else 1)
 
 
 def normalize_panels(problem: Problem, shape: panels.Shape) -> Launch:

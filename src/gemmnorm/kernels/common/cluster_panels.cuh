@@ -40,15 +40,14 @@ struct ClusterPanels {
 
   int batch, features;
   int thread, warp, tx, lane;        // tx: along the features; lane: along the rows of a step
-  int rank, share;                   // of the block in its cluster; warps of a block that have rows, or more in the last
+  int rank;                          // of the block in its cluster
   int first_row, rows;               // of the warp
   int first_column, column, stride;  // of the panel; the thread's first; from a panel to the cluster's next
 
   __device__ __forceinline__ ClusterPanels(int batch_, int features_) : batch(batch_), features(features_) {
     thread = threadIdx.x, warp = thread / 32, tx = thread % TX, lane = thread % 32 / TX;
     rank = CLUSTER > 1 ? cluster_rank() : 0;
-    const int warps = (batch + ROWS - 1) / ROWS;  // that have rows
-    share = (warps + CLUSTER - 1) / CLUSTER;
+    const int warps = (batch + ROWS - 1) / ROWS, share = (warps + CLUSTER - 1) / CLUSTER;  // that have rows, of a block
     first_row = (rank * share + warp) * ROWS;
     rows = warp < share ? max(0, min(ROWS, batch - first_row)) : 0;
     stride = static_cast<int>(gridDim.x) / CLUSTER * kColumns;
@@ -59,9 +58,6 @@ struct ClusterPanels {
     column = first_column + tx * N;
   }
   __device__ __forceinline__ bool owns_column() const { return thread < kColumns && first_column + thread < features; }
-  __device__ __forceinline__ int rows_of_block(int block) const {
-    return max(0, min(share * ROWS, batch - block * share * ROWS));
-  }
   // The warp's rows of a panel where the thread has columns.
   __device__ __forceinline__ int rows_of_thread() const { return column < features ? rows : 0; }
 
@@ -121,14 +117,11 @@ struct ClusterPanels {
     else if (thread < kColumns) mbarrier_wait_cluster(&sums.arrived[buffer], count / 2 % 2);
     if (CLUSTER > 1 && thread == 0) mbarrier_expect_tx(&sums.arrived[buffer], kArriving);
   }
-  // An owner's column, of a block's rows, and of the whole batch.
-  __device__ __forceinline__ float sum_of_block(const Sums& sums, int count, int block, int number) const {
-    return sums.of[count % 2][block][number][thread];
-  }
+  // An owner's column, of the whole batch.
   __device__ __forceinline__ float sum_of(const Sums& sums, int count, int number) const {
     float sum = 0.0f;
 #pragma unroll
-    for (int block = 0; block < CLUSTER; ++block) sum += sum_of_block(sums, count, block, number);
+    for (int block = 0; block < CLUSTER; ++block) sum += sums.of[count % 2][block][number][thread];
     return sum;
   }
 };

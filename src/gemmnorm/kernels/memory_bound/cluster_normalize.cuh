@@ -1,11 +1,10 @@
 // Statistics and normalisation of a product in one launch and one reading (training): a cluster of blocks owns a panel of
 // columns at a time, the whole batch of it in its shared memory (common/cluster_panels.cuh).
 //
-// For every panel of the cluster: the mean of a block's rows, by sums of the deviations from the batch's first row; M2 about that
-// mean, and of float32 the sum of the deviations, which corrects what rounding has cost the mean where the first row stands far
-// out; one exchange, after which the owner of a column has mean and M2 of all rows; then y = φ(slope·(a - mean) + shift) of the
-// same rows, and copies of the next panel in their place. Reads the product once, writes y once, which may share the product's
-// memory. Serves on Hopper, after cuBLAS, batches that a cluster of 8 holds.
+// For every panel of the cluster: the mean, by sums of the deviations from the first row; M2 about the mean, and of float32
+// the sum of the deviations, which corrects what rounding has cost the mean where the first row stands far out; then
+// y = φ(slope·(a - mean) + shift) of the same rows, and copies of the next panel in their place. Reads the product once, writes
+// y once, which may share the product's memory. Serves on Hopper, after cuBLAS, batches that a cluster of 8 holds.
 #pragma once
 #include "common/cluster_panels.cuh"
 #include "memory_bound/statistics.cuh"
@@ -19,16 +18,16 @@ struct ClusterNormalizeShared {
   typename Panels::Sums sums;
 };
 
-// Numbers that are summed for each column: deviations from the first row, squares about the block's mean, deviations from that.
+// Numbers that are summed for each column.
 template <class T>
-constexpr int kNormalizeSums = sizeof(T) == 4 ? 3 : 2;
+constexpr int kNormalizeSums = sizeof(T) == 4 ? 2 : 1;
 
 template <class Config, class Params>
 struct ClusterNormalize : ClusterPanels<Config, typename Config::T, kNormalizeSums<typename Config::T>> {
   using T = typename Config::T;
   using Y = typename Config::Y;
   using Activation = typename Config::Activation;
-  static constexpr bool kCorrects = kNormalizeSums<T> == 3;
+  static constexpr bool kCorrects = kNormalizeSums<T> == 2;
   using Panels = ClusterPanels<Config, T, kNormalizeSums<T>>;
   using Panels::thread, Panels::rank, Panels::first_row, Panels::first_column, Panels::column, Panels::stride, Panels::tx;
   using Panels::N, Panels::kColumns;
@@ -37,8 +36,8 @@ struct ClusterNormalize : ClusterPanels<Config, typename Config::T, kNormalizeSu
 
   const Params& p;
   Shared& shared;
-  float centre[N];     // of the thread's columns: the first row's values, then the means of the block's rows
-  float own_first;     // the first row's value in the column that the thread owns
+  float centre[N];     // of the thread's columns: the first row's values, then the means
+  float own_centre;    // of the column that the thread owns
   struct {             // and what else is read for it
     float scale, bias, gamma, beta, running_mean, running_var, batches;
   } own;
@@ -59,7 +58,7 @@ struct ClusterNormalize : ClusterPanels<Config, typename Config::T, kNormalizeSu
     }
     if (!this->owns_column()) return;
     const int j = first_column + thread;
-    own_first = to_float(p.product[j]);
+    own_centre = to_float(p.product[j]);
     own.scale = scale_of(p.scale, p.scale_stride, p.scale_value, j);
     own.bias = value_or(p.bias, j, 0.0f);
     own.gamma = value_or(p.bn_weight, j, 1.0f);
@@ -78,7 +77,7 @@ struct ClusterNormalize : ClusterPanels<Config, typename Config::T, kNormalizeSu
       visit(row, step, words);
     });
   }
-  // The warps' sums of the deviations from `centre`; or of their squares, and where kCorrects of them too.
+  // Sums of the deviations from `centre`; or of their squares, and where kCorrects of them too.
   template <bool SQUARES>
   __device__ __forceinline__ void sum_deviations(int count) const {
     float sum[N] = {}, rest[N] = {};
@@ -90,22 +89,16 @@ struct ClusterNormalize : ClusterPanels<Config, typename Config::T, kNormalizeSu
         if (SQUARES && kCorrects) rest[i] += deviation;
       }
     });
-    this->store_sums(shared.sums, count, SQUARES ? 1 : 0, sum);
-    if constexpr (SQUARES && kCorrects) this->store_sums(shared.sums, count, 2, rest);
+    this->store_sums(shared.sums, count, 0, sum);
+    if constexpr (kCorrects) this->store_sums(shared.sums, count, 1, rest);
+    this->exchange_sums(shared.sums, count);
   }
 
-  // The mean of a block's rows, from the sum of their deviations from the first row.
-  __device__ __forceinline__ float mean_of_block(float sum, int rows) const {
-    return fmaf(sum, 1.0f / max(rows, 1), own_first);
-  }
-  // Owners of columns hand it to all threads.
+  // Owners of columns hand the mean to all threads.
   __device__ __forceinline__ void share_means(int count) {
-    __syncthreads();
     if (this->owns_column()) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += shared.sums.of[1 - count % 2][w][0][thread];
-      shared.mean[thread] = mean_of_block(sum, this->rows_of_block(rank));
+      own_centre += this->sum_of(shared.sums, count, 0) / p.batch;
+      shared.mean[thread] = own_centre;
     }
     __syncthreads();
     read_columns<N>(&shared.mean[tx * N], [&](int i, float v) { centre[i] = v; });
@@ -113,34 +106,16 @@ struct ClusterNormalize : ClusterPanels<Config, typename Config::T, kNormalizeSu
   // Likewise the coefficients; and one block of the cluster keeps what is kept of a feature.
   __device__ __forceinline__ void finish_features(int count) {
     if (this->owns_column()) {
-      const auto sum_of = [&](int block, int number) { return this->sum_of_block(shared.sums, count, block, number); };
-      const float first = mean_of_block(sum_of(0, 0), this->rows_of_block(0));  // near all means, unlike the first row
-      float means[Panels::CLUSTER], offset = 0.0f, m2 = 0.0f;                   // of the blocks, and of all rows, from there
-#pragma unroll
-      for (int block = 0; block < Panels::CLUSTER; ++block) {
-        const int rows = this->rows_of_block(block);
-        means[block] = mean_of_block(sum_of(block, 0), rows) - first;
-        m2 += sum_of(block, 1);
-        if constexpr (kCorrects) {
-          const float rest = sum_of(block, 2), correction = rest / max(rows, 1);
-          means[block] += correction;
-          m2 -= rest * correction;
-        }
-        offset += rows * means[block];
-      }
-      offset /= p.batch;
-#pragma unroll
-      for (int block = 0; block < Panels::CLUSTER; ++block) {
-        const float deviation = means[block] - offset;
-        m2 += this->rows_of_block(block) * deviation * deviation;
-      }
-      const float mean = first + offset, variance = own.scale * own.scale * (m2 / p.batch);
-      const float slope = own.gamma * own.scale * (1.0f / sqrtf(variance + p.eps));
+      float correction = 0.0f;  // of the mean
+      if constexpr (kCorrects) correction = this->sum_of(shared.sums, count, 1) / p.batch;
+      const float squared = this->sum_of(shared.sums, count, 0) / p.batch - correction * correction;
+      const float variance = own.scale * own.scale * squared, slope = own.gamma * own.scale * (1.0f / sqrtf(variance + p.eps));
+      own_centre += correction;
       shared.slope[thread] = slope;
-      shared.shift[thread] = own.beta - slope * (offset - (shared.mean[thread] - first));
+      shared.shift[thread] = own.beta - slope * correction;
       if (rank == 0) {
         finish_feature(p, first_column + thread,
-                       {mean, variance, own.scale, own.bias, own.running_mean, own.running_var, own.batches});
+                       {own_centre, variance, own.scale, own.bias, own.running_mean, own.running_var, own.batches});
       }
     }
     __syncthreads();
@@ -184,14 +159,13 @@ __device__ __forceinline__ void cluster_normalize(const Params& p) {
   if (Block::CLUSTER > 1) cluster_wait();
 
 #pragma unroll 1
-  for (int count = 0; block.first_column < p.features; block.move_to(block.first_column + block.stride), ++count) {
+  for (int count = 0; block.first_column < p.features; block.move_to(block.first_column + block.stride), count += 2) {
     block.read_features();
     cp_async_wait_all();
     block.template sum_deviations<false>(count);
     block.share_means(count);
-    block.template sum_deviations<true>(count);
-    block.exchange_sums(shared.sums, count);
-    block.finish_features(count);
+    block.template sum_deviations<true>(count + 1);
+    block.finish_features(count + 1);
     block.store_results();
   }
   block.count_batch();
