@@ -236,6 +236,9 @@ def _parameters(forward: types.FunctionType) -> tuple[inspect.Parameter, ...]:
 class _Proxy(fx.Proxy):
     """A stand-in that also records `y *= s` as what it is; torch.fx would record `y = y * s`."""
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
 
 def _define_in_place(name: str) -> None:
     target = getattr(operator, name)
