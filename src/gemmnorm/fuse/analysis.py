@@ -345,6 +345,8 @@ def _conditions(owner: nn.Module, trace: Trace) -> list[str]:
         found = [*trace.conditions(lambda p: writing.path_expression(owner, p)), *guards.conditions(owner, trace.graph)]
     except guards.NotByShape as error:
         raise Untraceable("decides by the shape of a value that it computes") from error
+    if trace.tests_values:
+        found += guards.none_conditions(owner, trace.graph)
     guards.forget(trace.graph)
     return found
 

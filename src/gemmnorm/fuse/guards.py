@@ -6,14 +6,18 @@ decision becomes a condition on the inputs; where it would fall otherwise, the o
 
 from __future__ import annotations
 
+import dis
 import operator
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import fx, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 from .. import activations
-from ..children import is_batch_norm, product_class
+from ..children import is_batch_norm, is_linear, product_class
+from .scanning import Untraceable
 
 _LARGE, _RANK = 1 << 20, 2  # a size, and a number of dimensions, of an imagined input
 _DECIDED = "decided"  # the key under which a node says how it was decided
@@ -143,3 +147,84 @@ def _is_number(node: fx.Node) -> bool:
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, fx.Node) and (_asked(value) is not None or _is_number(value)))
+
+
+# --- values that may be None -----------------------------------------------------------------------------------------
+
+
+def is_tensor(owner: nn.Module, node: fx.Node) -> bool:
+    """The value is certainly a tensor; an input of the owner is made a condition."""
+    if node.op == "placeholder":
+        node.meta["tensor"] = True
+        return True
+    if node.op == "call_module":
+        module = owner.get_submodule(str(node.target))
+        known = is_linear(module) or is_batch_norm(module) or isinstance(module, (nn.Dropout, nn.LayerNorm))
+        return known or activations.from_module(module) is not None
+    if node.op != "call_function":
+        return False
+    if node.target in _ARITHMETIC or node.target is operator.truediv:
+        return any(n.op != "placeholder" and is_tensor(owner, n) for n in node.all_input_nodes)
+    return node.target in _GIVE_TENSORS
+
+
+_GIVE_TENSORS = (F.dropout, F.relu, F.gelu, F.silu, F.linear, F.batch_norm, F.normalize, F.mse_loss, F.cross_entropy)
+
+
+def none_conditions(owner: nn.Module, graph: fx.Graph) -> Iterator[str]:
+    """Expressions in the inputs, one of which is true where a value is None that a stand-in is not.
+
+    Raises:
+        Untraceable: a value may be None that is no part of an input.
+    """
+    for node in graph.nodes:
+        if not _may_be_none(owner, node):
+            continue
+        text = _part_of_input(node)
+        if text is None:
+            name = getattr(node.target, "__name__", node.target)
+            raise Untraceable(f"compares a value with None, and what {name} gives may be None")
+        yield f"{text} is None"
+
+
+def _may_be_none(owner: nn.Module, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        module = owner.get_submodule(str(node.target))
+        return not type(module).__module__.startswith("torch.nn.") and _returns_none(type(module).forward)
+    if node.op == "call_method":
+        return not hasattr(Tensor, str(node.target))
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return not hasattr(Tensor, str(node.args[1])) or node.args[1] in ("grad", "grad_fn")
+    if node.target is operator.getitem:
+        source, index = node.args
+        if not isinstance(source, fx.Node) or type(index) not in (int, str) or _shape_of(source) is not None:
+            return False
+        if source.op == "call_module":
+            return _returns_none(type(owner.get_submodule(str(source.target))).forward)
+        return source.op == "placeholder" or _may_be_none(owner, source)
+    return not str(getattr(node.target, "__module__", "torch")).startswith(("torch", "_operator", "math", "builtins"))
+
+
+def _returns_none(forward: Any) -> bool:
+    if not isinstance(forward, types.FunctionType):
+        return True
+    loads = (i for i in dis.get_instructions(forward) if i.opname in ("LOAD_CONST", "RETURN_CONST"))
+    return any(i.argval is None or (isinstance(i.argval, tuple) and None in i.argval) for i in loads)
+
+
+def _part_of_input(node: Any) -> str | None:
+    """`batch.get("mask")`, `batch["x"]`, `batch.y`: a part of an input as an expression."""
+    if node.op == "placeholder":
+        return str(node.target)
+    if any(isinstance(a, fx.Node) for a in (*node.args[1:], *node.kwargs.values())) or not node.args:
+        return None
+    source = _part_of_input(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    if source is None:
+        return None
+    if node.op == "call_method" and node.target == "get":
+        return f"{source}.get({', '.join(map(repr, node.args[1:]))})"
+    if node.target is operator.getitem:
+        return f"{source}[{node.args[1]!r}]"
+    return f"{source}.{node.args[1]}" if node.target is getattr else None

@@ -13,6 +13,7 @@ import keyword
 import math
 import operator
 import re
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from .matching import Found, resolve
+from .recorder import Method
 from .scanning import Untraceable
-from .tracing import Method
+from .tracing import literal
 from .views import does_nothing
 
 LINE = 116
@@ -273,7 +275,7 @@ class Writer:
         if isinstance(value, str):
             return _quoted(value)
         if isinstance(value, float):
-            return repr(value) if math.isfinite(value) else f'float("{value}")'
+            return literal(value)
         if isinstance(value, torch.Size):
             return self._argument(tuple(value))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -296,6 +298,8 @@ class Writer:
 
     def _callable(self, target: Any) -> str:
         """The name of a function, importing it if need be."""
+        if isinstance(target, types.MethodType):  # of a class, such as the `apply` of a torch.autograd.Function
+            return f"{self._callable(target.__self__)}.{target.__name__}"
         name = getattr(target, "__name__", "")
         for prefix, module in _MODULES.items():
             if name and getattr(module, name, None) is target:
@@ -351,7 +355,7 @@ def signature(parameters: Iterable[inspect.Parameter]) -> str:
     for p in parameters:
         if p.kind is p.KEYWORD_ONLY and not any(part[0] == "*" for part in parts):
             parts.append("*")
-        parts.append(_STARS.get(p.kind, "") + (p.name if p.default is p.empty else f"{p.name}={p.default!r}"))
+        parts.append(_STARS.get(p.kind, "") + (p.name if p.default is p.empty else f"{p.name}={literal(p.default)}"))
         if p.kind is p.POSITIONAL_ONLY:
             parts[:] = [*(part for part in parts if part != "/"), "/"]
     return "".join(f", {part}" for part in parts)
