@@ -19,6 +19,7 @@ from .. import activations
 from ..children import is_batch_norm, is_linear, product_class
 from .scanning import Untraceable
 
+LENGTH = len  # while something is recorded, another stands in for it
 _LARGE, _RANK = 1 << 20, 2  # a size, and a number of dimensions, of an imagined input
 _DECIDED = "decided"  # the key under which a node says how it was decided
 _COMPARE = {
@@ -67,7 +68,7 @@ def _asked(node: fx.Node) -> tuple[fx.Node, int | None] | None:
         return None
     if node.target is getattr and node.args[1] == "ndim":
         return given, None
-    if node.target is len:
+    if node.target is LENGTH:
         shape = _shape_of(given)
         return (given, 0) if shape is None else (shape, None)
     if node.target is operator.getitem and type(node.args[1]) is int:

@@ -42,7 +42,10 @@ class Untraceable(Exception):
 
 
 class Raised(Untraceable):
-    """`forward` raised, as it may where a decision was imagined otherwise than its inputs would have it."""
+    """`forward` raised, or was about to with a message about a value.
+
+    It may where a decision was imagined otherwise than its inputs would have it.
+    """
 
 
 class Scan:
@@ -104,7 +107,7 @@ class Scan:
                     self.containers.append(found)
                 self.follow(found)
             elif name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-                found = getattr(found, value, None) if isinstance(found, types.ModuleType) else None
+                found = getattr(found, value, None) if _is_own(found) else None
                 self.follow(found)
                 self._follow_method(code, str(value))
             if name not in ("LOAD_CONST", "COPY", "NOT_TAKEN", "CACHE", "NOP"):
@@ -156,6 +159,11 @@ class Scan:
             if code is self.forward:
                 reason.method = name  # type: ignore[attr-defined]
             raise
+
+
+def _is_own(module: Any) -> bool:
+    """A module of the user's project, and not one that is installed, of which a branch not taken may speak."""
+    return isinstance(module, types.ModuleType) and "-packages" not in (getattr(module, "__file__", None) or "")
 
 
 def _is_of_users(filename: str) -> bool:

@@ -54,7 +54,7 @@ class StandIn(fx.Proxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def __format__(self, _: str = "") -> str:
-        raise Raised("writes a value into a text")  # in all likelihood the message of an exception
+        raise Raised("writes a value into a text")
 
     __str__ = __format__  # type: ignore[assignment]
 
@@ -103,14 +103,14 @@ def _is_instance(value: Any, classes: Any, plain: Callable[..., bool] = isinstan
     listed = [c for group in (classes if plain(classes, tuple) else (classes,)) for c in _members(group)]
     of_a_kind = any(issubclass(c, Tensor) and c is not Tensor for c in listed)
     if of_a_kind or not guards.is_tensor(value.tracer.root, value.node):
-        raise Untraceable(_TYPE)
+        raise Raised(_TYPE)
     return any(issubclass(Tensor, c) for c in listed)
 
 
 def _members(group: Any, plain: Callable[..., bool] = isinstance) -> Iterator[type]:
     for member in typing.get_args(group) or (group,):
         if not plain(member, type):
-            raise Untraceable(_TYPE)
+            raise Raised(_TYPE)
         yield member
 
 
@@ -118,12 +118,14 @@ def _is_tensor(value: Any, plain: Callable[[Any], bool] = torch.is_tensor) -> bo
     if not _asked(value):
         return plain(value)
     if not guards.is_tensor(value.tracer.root, value.node):
-        raise Untraceable(_TYPE)
+        raise Raised(_TYPE)
     return True
 
 
-def _length(value: Any, plain: Callable[[Any], int] = len) -> Any:
-    return value.tracer.create_proxy("call_function", plain, (value,), {}) if _asked(value) else plain(value)
+def _length(value: Any) -> Any:
+    if not _asked(value):
+        return guards.LENGTH(value)
+    return value.tracer.create_proxy("call_function", guards.LENGTH, (value,), {})
 
 
 def _only_of_values(name: str, reason: str) -> Callable[..., Any]:
@@ -131,7 +133,7 @@ def _only_of_values(name: str, reason: str) -> Callable[..., Any]:
 
     def ask(value: Any, *rest: Any) -> Any:
         if _asked(value):
-            raise Untraceable(reason)
+            raise Raised(reason)
         return plain(value, *rest)
 
     return ask
