@@ -15,7 +15,7 @@ from torch import fx, nn
 from .. import children
 from ..errors import GemmNormTypeError
 from ..module import LinearScaleBatchNorm1d
-from . import guards, inlining, matching, tracing, views, writing
+from . import guards, inlining, matching, optional, tracing, views, writing
 from .matching import Chain, Refusal
 from .scanning import Untraceable
 from .tracing import Trace
@@ -346,7 +346,7 @@ def _conditions(owner: nn.Module, trace: Trace) -> list[str]:
     except guards.NotByShape as error:
         raise Untraceable("decides by the shape of a value that it computes") from error
     if trace.tests_values:
-        found += guards.none_conditions(owner, trace.graph)
+        found += optional.conditions(owner, trace.graph)
     guards.forget(trace.graph)
     return found
 

@@ -6,18 +6,15 @@ decision becomes a condition on the inputs; where it would fall otherwise, the o
 
 from __future__ import annotations
 
-import dis
 import operator
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from .. import activations
 from ..children import is_batch_norm, is_linear, product_class
-from .scanning import Untraceable
 
 LENGTH = len  # while something is recorded, another stands in for it
 _LARGE, _RANK = 1 << 20, 2  # a size, and a number of dimensions, of an imagined input
@@ -69,15 +66,15 @@ def _asked(node: fx.Node) -> tuple[fx.Node, int | None] | None:
     if node.target is getattr and node.args[1] == "ndim":
         return given, None
     if node.target is LENGTH:
-        shape = _shape_of(given)
+        shape = shape_of(given)
         return (given, 0) if shape is None else (shape, None)
     if node.target is operator.getitem and type(node.args[1]) is int:
-        shape = _shape_of(given)
+        shape = shape_of(given)
         return None if shape is None else (shape, node.args[1])
     return None
 
 
-def _shape_of(node: Any) -> fx.Node | None:
+def shape_of(node: Any) -> fx.Node | None:
     """The value whose whole shape `node` is."""
     if isinstance(node, fx.Node):
         attribute = node.op == "call_function" and node.target is getattr and node.args[1] == "shape"
@@ -136,7 +133,7 @@ def forget(graph: fx.Graph) -> None:
         node = waiting.pop()
         if node.users or node.op == "placeholder" or getattr(node, "_erased", False):
             continue
-        if _DECIDED in node.meta or _asked(node) is not None or _shape_of(node) is not None or _is_number(node):
+        if _DECIDED in node.meta or _asked(node) is not None or shape_of(node) is not None or _is_number(node):
             inputs = list(node.all_input_nodes)
             graph.erase_node(node)
             waiting += inputs
@@ -150,7 +147,7 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, fx.Node) and (_asked(value) is not None or _is_number(value)))
 
 
-# --- values that may be None -----------------------------------------------------------------------------------------
+_GIVE_TENSORS = (F.dropout, F.relu, F.gelu, F.silu, F.linear, F.batch_norm, F.normalize, F.mse_loss, F.cross_entropy)
 
 
 def is_tensor(owner: nn.Module, node: fx.Node) -> bool:
@@ -167,65 +164,3 @@ def is_tensor(owner: nn.Module, node: fx.Node) -> bool:
     if node.target in _ARITHMETIC or node.target is operator.truediv:
         return any(n.op != "placeholder" and is_tensor(owner, n) for n in node.all_input_nodes)
     return node.target in _GIVE_TENSORS
-
-
-_GIVE_TENSORS = (F.dropout, F.relu, F.gelu, F.silu, F.linear, F.batch_norm, F.normalize, F.mse_loss, F.cross_entropy)
-
-
-def none_conditions(owner: nn.Module, graph: fx.Graph) -> Iterator[str]:
-    """Expressions in the inputs, one of which is true where a value is None that a stand-in is not.
-
-    Raises:
-        Untraceable: a value may be None that is no part of an input.
-    """
-    for node in graph.nodes:
-        if not _may_be_none(owner, node):
-            continue
-        text = _part_of_input(node)
-        if text is None:
-            name = getattr(node.target, "__name__", node.target)
-            raise Untraceable(f"compares a value with None, and what {name} gives may be None")
-        yield f"{text} is None"
-
-
-def _may_be_none(owner: nn.Module, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        module = owner.get_submodule(str(node.target))
-        return not type(module).__module__.startswith("torch.nn.") and _returns_none(type(module).forward)
-    if node.op == "call_method":
-        return not hasattr(Tensor, str(node.target))
-    if node.op != "call_function":
-        return False
-    if node.target is getattr:
-        return not hasattr(Tensor, str(node.args[1])) or node.args[1] in ("grad", "grad_fn")
-    if node.target is operator.getitem:
-        source, index = node.args
-        if not isinstance(source, fx.Node) or type(index) not in (int, str) or _shape_of(source) is not None:
-            return False
-        if source.op == "call_module":
-            return _returns_none(type(owner.get_submodule(str(source.target))).forward)
-        return source.op == "placeholder" or _may_be_none(owner, source)
-    return not str(getattr(node.target, "__module__", "torch")).startswith(("torch", "_operator", "math", "builtins"))
-
-
-def _returns_none(forward: Any) -> bool:
-    if not isinstance(forward, types.FunctionType):
-        return True
-    loads = (i for i in dis.get_instructions(forward) if i.opname in ("LOAD_CONST", "RETURN_CONST"))
-    return any(i.argval is None or (isinstance(i.argval, tuple) and None in i.argval) for i in loads)
-
-
-def _part_of_input(node: Any) -> str | None:
-    """`batch.get("mask")`, `batch["x"]`, `batch.y`: a part of an input as an expression."""
-    if node.op == "placeholder":
-        return str(node.target)
-    if any(isinstance(a, fx.Node) for a in (*node.args[1:], *node.kwargs.values())) or not node.args:
-        return None
-    source = _part_of_input(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-    if source is None:
-        return None
-    if node.op == "call_method" and node.target == "get":
-        return f"{source}.get({', '.join(map(repr, node.args[1:]))})"
-    if node.target is operator.getitem:
-        return f"{source}[{node.args[1]!r}]"
-    return f"{source}.{node.args[1]}" if node.target is getattr else None

@@ -1,4 +1,4 @@
-"""What stays as it is while a `forward` is recorded or tried: its mode, autocast, random states."""
+"""What stays as it is while a `forward` is recorded or tried: its mode, random states."""
 
 from __future__ import annotations
 
