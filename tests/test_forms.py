@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -132,6 +133,36 @@ def test_forms_with_classes_of_one_name(calls: list[Any]) -> None:
     fused = gemmnorm.fuse(Written(forward))
     assert type(fused(X)) is Answer and type(fused(X, LABELS)) is Other.Answer
     assert len(calls) == 2
+
+
+class product_of(NamedTuple):
+    """Named as a child may be, and hence a variable of a written `forward`."""
+
+    y: Any
+    rows: int
+
+
+@pytest.mark.parametrize("by_labels", [True, False])
+def test_variables_of_one_form_and_functions_of_another(by_labels: bool, calls: list[Any]) -> None:
+    """All forms, and both modes, are one function: a name that one of them assigns is a variable in all."""
+
+    def forward(self: Any, x: Tensor, labels: Tensor | None = None) -> Any:
+        if labels is None if by_labels else self.training:
+            h, m, o = self.product_of(x), self.math(x), self.operator(x)
+            return F.relu(self.bn(self.gemm(x))), x + h * h, m * m, o * o
+        y = F.relu(self.bn(self.gemm(x)))
+        y[:1] += 1
+        return product_of(y * math.sqrt(x.shape[0]), 1)
+
+    fused = gemmnorm.fuse(Written(forward, product_of=nn.Tanh(), math=nn.Tanh(), operator=nn.Tanh()))
+    plain = gemmnorm.unfuse(twin(fused))
+    for training in (True, False):
+        fused.train(training), plain.train(training)
+        for given in ((X,), (X, LABELS)):
+            got, want = fused(*given), plain(*given)
+            assert type(got) is type(want)
+            torch.testing.assert_close(tuple(got), tuple(want))
+    assert len(calls) == (4 if by_labels else 2)
 
 
 def test_a_form_without_a_chain_is_left_to_the_original() -> None:

@@ -3,9 +3,12 @@
 A chain belongs to the module whose `forward` writes it, its *owner*. Read in this order:
 
 - `tracing.py`   records the `forward` of one owner, and refuses what a recording would get wrong
-- `scanning.py`  what misleads a recording, in the byte code and among the built-in functions
-- `held.py`      what stays as it is meanwhile: a mode, autocast, random states
+- `scanning.py`  what misleads a recording, in the byte code
+- `stand_ins.py` what takes the place of tensors meanwhile, and answers what code asks of it
+- `recorder.py`  what `forward` reads from its owner, and must not write
+- `held.py`      what stays as it is meanwhile: a mode, random states
 - `guards.py`    decisions by the shape of an input, as conditions under which a recording holds
+- `optional.py`  comparisons with None, likewise
 - `views.py`     what may stand between the two: operations that only lay elements out
 - `matching.py`  finds the chains in a recording, and gives the reason for every near miss
 - `inlining.py`  a child's recording in its owner's, for chains that two modules share

@@ -15,7 +15,7 @@ from torch import fx, nn
 from .. import children
 from ..errors import GemmNormTypeError
 from ..module import LinearScaleBatchNorm1d
-from . import guards, inlining, matching, tracing, views, writing
+from . import guards, inlining, matching, optional, tracing, views, writing
 from .matching import Chain, Refusal
 from .scanning import Untraceable
 from .tracing import Trace
@@ -50,6 +50,7 @@ class OwnerPlan:
         refusals: the near misses.
         imports: import lines that the text of the fused `forward` needs.
         namespace: what it refers to, by name, besides `self` and the function to call.
+        variables: what it assigns to.
         structure: names of the owner's children when it was recorded (`child_names`).
         assumed: descendants that do not run as modules.
         forms: what `forward` does, by which of its parameters are given.
@@ -61,6 +62,7 @@ class OwnerPlan:
     refusals: tuple[Refusal, ...] = ()
     imports: tuple[str, ...] = ()
     namespace: Mapping[str, object] = field(default_factory=dict)
+    variables: frozenset[str] = frozenset()
     structure: tuple[Any, ...] = ()
     assumed: tuple[Assumed, ...] = ()
     signature: str = ""
@@ -278,6 +280,7 @@ def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) ->
             chains=further.chains,
             imports=(*dict.fromkeys((*plan.imports, *further.imports)),),
             namespace=further.namespace,
+            variables=further.variables,
             assumed=(*dict.fromkeys((*plan.assumed, *further.assumed)),),
             forms=(*plan.forms, *further.forms),
         )
@@ -294,7 +297,7 @@ def _plan_of_traces(
     chains = [*before.chains] if before else []
     reasons: dict[tuple[str, str], None] = {}
     bodies: list[list[str]] = []
-    namespace = {**before.namespace} if before else {}
+    namespace, variables = ({**before.namespace}, {*before.variables}) if before else ({}, set())
     imports: dict[str, None] = {}
     refused: list[list[tuple[str, str]]] = []
     assumed: dict[Assumed, None] = {}
@@ -306,11 +309,11 @@ def _plan_of_traces(
         refused.append(missed)
         chains += [chain for chain in dict.fromkeys(f.chain for f in found) if chain not in chains]
         called = [(_placeholder(chains.index(f.chain)), f) for f in found]
-        writer = writing.Writer(owner, trace.graph, called, namespace)
+        writer = writing.Writer(owner, trace.graph, called, namespace, variables)
         bodies.append(writer.body())
         paths = (str(n.target) for f in found for n in f.views if n.op == "call_module")
         assumed |= dict.fromkeys(_assume(owner, path) for path in paths)
-        namespace = writer.namespace
+        namespace, variables = writer.namespace, writer.variables
         imports |= dict.fromkeys(writer.imports)
     for mode, missed, other in (("in training", *refused), ("in evaluation", *reversed(refused))):  # type: ignore[assignment]
         for where, why in missed:
@@ -324,6 +327,7 @@ def _plan_of_traces(
         refusals=tuple(Refusal(path, _joined(path, where), why) for where, why in reasons),
         imports=tuple(imports),
         namespace=namespace,
+        variables=frozenset(variables),
         structure=child_names(owner),
         assumed=tuple(assumed),
         signature=writing.signature(pair[0].parameters),
@@ -341,6 +345,8 @@ def _conditions(owner: nn.Module, trace: Trace) -> list[str]:
         found = [*trace.conditions(lambda p: writing.path_expression(owner, p)), *guards.conditions(owner, trace.graph)]
     except guards.NotByShape as error:
         raise Untraceable("decides by the shape of a value that it computes") from error
+    if trace.tests_values:
+        found += optional.conditions(owner, trace.graph)
     guards.forget(trace.graph)
     return found
 

@@ -10,11 +10,13 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.nn.functional as F
 from torch import fx, nn
 
 from .. import activations
-from ..children import is_batch_norm, product_class
+from ..children import is_batch_norm, is_linear, product_class
 
+LENGTH = len  # while something is recorded, another stands in for it
 _LARGE, _RANK = 1 << 20, 2  # a size, and a number of dimensions, of an imagined input
 _DECIDED = "decided"  # the key under which a node says how it was decided
 _COMPARE = {
@@ -63,16 +65,16 @@ def _asked(node: fx.Node) -> tuple[fx.Node, int | None] | None:
         return None
     if node.target is getattr and node.args[1] == "ndim":
         return given, None
-    if node.target is len:
-        shape = _shape_of(given)
+    if node.target is LENGTH:
+        shape = shape_of(given)
         return (given, 0) if shape is None else (shape, None)
     if node.target is operator.getitem and type(node.args[1]) is int:
-        shape = _shape_of(given)
+        shape = shape_of(given)
         return None if shape is None else (shape, node.args[1])
     return None
 
 
-def _shape_of(node: Any) -> fx.Node | None:
+def shape_of(node: Any) -> fx.Node | None:
     """The value whose whole shape `node` is."""
     if isinstance(node, fx.Node):
         attribute = node.op == "call_function" and node.target is getattr and node.args[1] == "shape"
@@ -131,7 +133,7 @@ def forget(graph: fx.Graph) -> None:
         node = waiting.pop()
         if node.users or node.op == "placeholder" or getattr(node, "_erased", False):
             continue
-        if _DECIDED in node.meta or _asked(node) is not None or _shape_of(node) is not None or _is_number(node):
+        if _DECIDED in node.meta or _asked(node) is not None or shape_of(node) is not None or _is_number(node):
             inputs = list(node.all_input_nodes)
             graph.erase_node(node)
             waiting += inputs
@@ -143,3 +145,22 @@ def _is_number(node: fx.Node) -> bool:
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, fx.Node) and (_asked(value) is not None or _is_number(value)))
+
+
+_GIVE_TENSORS = (F.dropout, F.relu, F.gelu, F.silu, F.linear, F.batch_norm, F.normalize, F.mse_loss, F.cross_entropy)
+
+
+def is_tensor(owner: nn.Module, node: fx.Node) -> bool:
+    """The value is certainly a tensor; an input of the owner is made a condition."""
+    if node.op == "placeholder":
+        node.meta["tensor"] = True
+        return True
+    if node.op == "call_module":
+        module = owner.get_submodule(str(node.target))
+        known = is_linear(module) or is_batch_norm(module) or isinstance(module, (nn.Dropout, nn.LayerNorm))
+        return known or activations.from_module(module) is not None
+    if node.op != "call_function":
+        return False
+    if node.target in _ARITHMETIC or node.target is operator.truediv:
+        return any(n.op != "placeholder" and is_tensor(owner, n) for n in node.all_input_nodes)
+    return node.target in _GIVE_TENSORS

@@ -1,4 +1,4 @@
-"""What stays as it is while a `forward` is recorded or tried: its mode, autocast, random states."""
+"""What stays as it is while a `forward` is recorded or tried: its mode, random states."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from .scanning import Untraceable
 
 
 @contextlib.contextmanager
@@ -24,22 +21,6 @@ def mode(owner: nn.Module, training: bool) -> Iterator[None]:
         yield
     finally:
         owner.__dict__["training"] = before
-
-
-@contextlib.contextmanager
-def no_autocast() -> Iterator[None]:
-    """A recording would lose an autocast region, so entering one is refused."""
-    cls = torch.amp.autocast_mode.autocast
-    plain = cls.__enter__
-
-    def refuse(self: Any) -> None:
-        raise Untraceable("enters an autocast region")
-
-    cls.__enter__ = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        cls.__enter__ = plain  # type: ignore[method-assign]
 
 
 def _bytes(state: Tensor) -> bytes:

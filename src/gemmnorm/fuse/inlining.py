@@ -11,12 +11,12 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
-import torch.nn.functional as F
 from torch import fx, nn
 
-from .. import activations
-from ..children import is_batch_norm, is_linear, is_untouched
-from .tracing import Method, Trace
+from ..children import is_untouched
+from .guards import is_tensor
+from .recorder import Method
+from .tracing import Trace
 
 
 class NotInlined(Exception):
@@ -57,7 +57,12 @@ def inline(owner: nn.Module, outer: Trace, node: fx.Node, inner: Trace) -> Trace
     graph.erase_node(node)
     below = [(f"{prefix}.{path}" if path else prefix, name, value) for path, name, value in inner.attributes]
     new = [entry for entry in below if entry not in outer.attributes]
-    return replace(outer, attributes=(*outer.attributes, *new))
+    return replace(
+        outer,
+        attributes=(*outer.attributes, *new),
+        surroundings=(*dict.fromkeys((*outer.surroundings, *inner.surroundings)),),
+        tests_values=outer.tests_values or inner.tests_values,
+    )
 
 
 def _bound(owner: nn.Module, call: fx.Node, inner: Trace) -> dict[fx.Node, Any]:
@@ -77,18 +82,6 @@ def _bound(owner: nn.Module, call: fx.Node, inner: Trace) -> dict[fx.Node, Any]:
         name = str(placeholder.target)
         value = values[placeholder] = given.arguments[name]
         asked = name in inner.tested or placeholder.meta.get("tensor")
-        if asked and not (isinstance(value, fx.Node) and _is_tensor(owner, value)):
+        if asked and not (isinstance(value, fx.Node) and is_tensor(owner, value)):
             raise NotInlined
     return values
-
-
-def _is_tensor(owner: nn.Module, node: fx.Node) -> bool:
-    """The value is a tensor; an input of the owner is made a condition."""
-    if node.op == "placeholder":
-        node.meta["tensor"] = True
-        return True
-    if node.op == "call_module":
-        module = owner.get_submodule(str(node.target))
-        known = is_linear(module) or is_batch_norm(module) or isinstance(module, nn.Dropout)
-        return known or activations.from_module(module) is not None
-    return node.op == "call_function" and node.target in (F.dropout, F.relu, F.linear, F.batch_norm)

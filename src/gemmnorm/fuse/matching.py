@@ -29,7 +29,8 @@ from ..children import (
     product_class,
     why_not,
 )
-from .tracing import Method, Trace
+from .recorder import Method
+from .tracing import Trace
 from .views import Layout, Source, asks_only_for_the_shape, step, viewed
 
 _MULTIPLY = (operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__")

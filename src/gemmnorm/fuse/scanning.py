@@ -1,160 +1,180 @@
-"""What misleads a recording: calls that answer otherwise when they are given a stand-in for a tensor.
+"""What misleads a recording, found in the byte code of a `forward` and of what it calls.
 
-`Scan` reads the byte code of a `forward` before it is recorded; `honest_builtins` stands in for built-in functions
-while it is, so that they refuse only where they are really given a stand-in.
+`Scan` reads it before anything is recorded, and reads what it did not foresee while that is called. What code asks of a
+stand-in is answered by `stand_ins.py`.
 """
 
 from __future__ import annotations
 
-import builtins
-import contextlib
 import dis
+import functools
 import inspect
 import os
+import sysconfig
 import types
-import typing
-from collections.abc import Callable, Container, Iterator
+from collections import ChainMap, OrderedDict, deque
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 
-# Calls whose answer, given a stand-in, is not the answer given a tensor, or whose effect a recording loses.
-_MISLED = {
-    "type": "asks for the type of a value",
-    "is_tensor": "asks for the type of a value",
-    "print": "prints",
-    "checkpoint": "uses activation checkpointing",
-}
-# Those of them that are refused only when they are given a stand-in.
-_ASKED = {
-    "isinstance": "asks for the type of a value",
-    "hasattr": "asks what a value has",
-    "callable": "asks what a value is",
-    "id": "asks for the identity of a value",
-}
 ANY = "*"  # among the tested parameters: any of them may be
-_TORCH = os.path.join(torch.__path__[0], "")  # and not torchvision or torch_geometric
+TORCH = os.path.join(torch.__path__[0], "")  # and not torchvision or torch_geometric
+CONTAINERS = (list, dict, set, deque, OrderedDict)
+HERE = os.path.join(os.path.dirname(__file__), "")
+_STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
+# Context managers that a recording may lose, or that are noticed when they are entered.
+_CONTEXTS = {"no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "saved_tensors_hooks"}
+_CONTEXTS |= {"record_function", "nullcontext", "catch_warnings", "save_on_cpu"}
+_CATCHES = {"CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"}
+_MATCHES = {"MATCH_SEQUENCE", "MATCH_MAPPING", "MATCH_CLASS", "MATCH_KEYS"}
 
 
 class Untraceable(Exception):
     """`forward` cannot be recorded faithfully; the message completes "its forward …"."""
 
+    latest: Untraceable | None = None  # for who records: the code that is recorded may have caught it
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        Untraceable.latest = self
+
+
+class Raised(Untraceable):
+    """`forward` raised, or was about to with a message about a value.
+
+    It may where a decision was imagined otherwise than its inputs would have it.
+    """
+
 
 class Scan:
-    """Reads the byte code of `forward`, and of what it calls in the same class, for what misleads a trace."""
+    """Reads the byte code of `forward`, and of what it calls, for what misleads a recording.
+
+    Attributes:
+        tested: the parameters of `forward` that it compares with `is`, in all likelihood with None.
+        tests_values: it compares something else so, or what it has assigned.
+        names: the attributes and texts that occur.
+        containers: the lists, dictionaries and sets that occur as globals.
+    """
 
     def __init__(self, owner: type[nn.Module], forward: types.FunctionType, whole: Container[str]) -> None:
         self.owner, self.whole = owner, whole
         self.forward = inspect.unwrap(forward).__code__
         self.seen: set[types.CodeType] = set()
-        self.asking: list[tuple[dict[str, Any], str]] = []  # (names of a module, the built-in function used there)
+        self.assigned = {i.argval for i in dis.get_instructions(self.forward) if i.opname.startswith("STORE_FAST")}
         self.tested: set[str] = set()
-        self._read(forward)
+        self.tests_values = False
+        self.names: set[Any] = set()
+        self.containers: list[Any] = []
+        self.follow(forward)
 
-    def _read(self, function: types.FunctionType) -> None:
-        for f in (function, inspect.unwrap(function)):
+    def follow(self, called: Any) -> None:
+        """Read what runs when `called` is, as far as it is Python."""
+        if isinstance(called, (staticmethod, classmethod, types.MethodType)):
+            called = called.__func__
+        elif isinstance(called, functools.partial):
+            called = called.func
+        elif isinstance(called, property):
+            called = called.fget
+        elif callable(called) and not isinstance(called, (type, nn.Module, types.FunctionType)):
+            called = inspect.getattr_static(type(called), "__call__", None)
+        for f in (called, inspect.unwrap(called)) if isinstance(called, types.FunctionType) else ():
             if isinstance(f, types.FunctionType):
-                self._read_code(f.__code__, f.__globals__)
+                cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
+                self._read(f.__code__, ChainMap({name: _content(cell) for name, cell in cells}, f.__globals__))
 
-    def _read_code(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
-        if code in self.seen or code.co_filename.startswith(_TORCH):
+    def _read(self, code: types.CodeType, namespace: Mapping[str, Any]) -> None:
+        if code in self.seen or not _is_of_users(code.co_filename):
             return
         self.seen.add(code)
+        self._refuse_statements(code)
+        self.names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
-                self._read_code(constant, namespace)
-        before: dis.Instruction | None = None
+                self._read(constant, namespace)
+        before: list[dis.Instruction] = []
+        found: Any = None  # what a name outside of the function, with attributes behind it, stands for
         for instruction in dis.get_instructions(code):
             name, value = instruction.opname, instruction.argval
             if name == "IS_OP" or ("JUMP" in name and "NONE" in name):
                 self._note_test(code, before)
-            if name in ("LOAD_GLOBAL", "LOAD_NAME"):
-                if value in _MISLED:
-                    raise Untraceable(_MISLED[value])
-                if value in _HONEST and value not in namespace:
-                    self.asking.append((namespace, value))
-                self._follow(namespace.get(value))
-            elif name in ("LOAD_ATTR", "LOAD_METHOD"):
-                if value in ("checkpoint", "is_tensor"):
-                    raise Untraceable(_MISLED[value])
-                if not hasattr(nn.Module, str(value)) and value not in self.whole:
-                    self._follow_method(code, str(value))
+            if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
+                if value == "type":
+                    raise Untraceable("asks for the type of a value")
+                found = namespace.get(value)
+                if type(found) in CONTAINERS:
+                    self.containers.append(found)
+                self.follow(found)
+            elif name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+                found = getattr(found, value, None) if _is_own(found) else None
+                self.follow(found)
+                self._follow_method(code, str(value))
             if name not in ("LOAD_CONST", "COPY", "NOT_TAKEN", "CACHE", "NOP"):
-                before = instruction
+                before = [*before[-1:], instruction]
 
-    def _note_test(self, code: types.CodeType, before: dis.Instruction | None) -> None:
+    def _refuse_statements(self, code: types.CodeType) -> None:
+        """`try`, `with` and others that decide what runs, or how, where no stand-in is asked."""
+        line, before, handlers = code.co_firstlineno, "", set[int]()
+        names: dict[int, set[str]] = {}
+        for instruction in dis.get_instructions(code):
+            name = instruction.opname
+            positions = getattr(instruction, "positions", None)  # Python 3.10 has none
+            line = (positions.lineno if positions else instruction.starts_line) or line
+            names.setdefault(line, set()).add(str(instruction.argval))
+            if name == "SETUP_FINALLY":
+                handlers.add(instruction.argval)
+            catches_all = name == "POP_TOP" and (before == "PUSH_EXC_INFO" or instruction.offset in handlers)
+            if name in _CATCHES or catches_all:
+                raise Untraceable(f"catches exceptions (line {line})")
+            if name == "WITH_EXCEPT_START" and not names[line] & _CONTEXTS:
+                raise Untraceable(f"has a with statement (line {line}), and what that does would be lost")
+            if name in _MATCHES:
+                raise Untraceable(f"matches the structure of a value (line {line})")
+            if name == "STORE_GLOBAL":
+                raise Untraceable(f"assigns the global {instruction.argval} (line {line})")
+            before = name
+
+    def _note_test(self, code: types.CodeType, before: list[dis.Instruction]) -> None:
         """`before` loaded what an identity test looks at; where it is no parameter of `forward`, any of them may be."""
-        if before is not None and before.opname in ("LOAD_ATTR", "LOAD_GLOBAL"):
-            return
-        local = before is not None and before.opname.startswith("LOAD_FAST") and isinstance(before.argval, str)
-        self.tested.add(before.argval if before is not None and local and code is self.forward else ANY)
+        last = before[-1]
+        if last.opname == "LOAD_ATTR":  # of `self` it is no value that is computed
+            self.tests_values |= (before[0].argval,) != code.co_varnames[:1]
+        elif last.opname != "LOAD_GLOBAL":
+            local = last.opname.startswith("LOAD_FAST") and isinstance(last.argval, str) and code is self.forward
+            self.tested.add(last.argval if local else ANY)
+            parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            self.tests_values |= not local or last.argval in self.assigned or last.argval not in parameters
 
     def _follow_method(self, code: types.CodeType, name: str) -> None:
+        """The owner's method of that name, and where `super()` is called those of its bases."""
+        if name in self.whole or (hasattr(nn.Module, name) and "super" not in code.co_names):
+            return
+        bases = self.owner.__mro__ if "super" in code.co_names else ()
+        inherited = [vars(base)[name] for base in bases if name in vars(base)]
         try:
-            self._follow(inspect.getattr_static(self.owner, name, None))
+            for function in inherited or [inspect.getattr_static(self.owner, name, None)]:
+                self.follow(function)
         except Untraceable as reason:
             if code is self.forward:
                 reason.method = name  # type: ignore[attr-defined]
             raise
 
-    def _follow(self, called: Any) -> None:
-        called = called.fget if isinstance(called, property) else called
-        if isinstance(called, types.FunctionType):
-            self._read(called)
+
+def _is_own(module: Any) -> bool:
+    """A module of the user's project, and not one that is installed, of which a branch not taken may speak."""
+    return isinstance(module, types.ModuleType) and "-packages" not in (getattr(module, "__file__", None) or "")
 
 
-def _is_instance(value: Any, classes: Any) -> bool:
-    if not isinstance(value, fx.Proxy):
-        return isinstance(value, classes)
-    listed = [c for group in (classes if isinstance(classes, tuple) else (classes,)) for c in _members(group)]
-    of_a_kind = any(issubclass(c, Tensor) and c is not Tensor for c in listed)
-    if value.node.op != "placeholder" or of_a_kind:
-        raise Untraceable(_ASKED["isinstance"])
-    value.node.meta["tensor"] = True
-    return any(issubclass(Tensor, c) for c in listed)
+def _is_of_users(filename: str) -> bool:
+    """Neither PyTorch's nor Python's own, nor of `fuse`."""
+    return not filename.startswith((TORCH, HERE, "<frozen", "<gemmnorm")) and (
+        not filename.startswith(_STDLIB) or "-packages" in filename
+    )
 
 
-def _members(group: Any) -> Iterator[type]:
-    for member in typing.get_args(group) or (group,):
-        if not isinstance(member, type):
-            raise Untraceable(_ASKED["isinstance"])
-        yield member
-
-
-def _length(value: Any) -> Any:
-    if not isinstance(value, fx.Proxy):
-        return len(value)
-    return value.tracer.create_proxy("call_function", len, (value,), {})
-
-
-def _only_of_values(name: str) -> Callable[..., Any]:
-    plain = getattr(builtins, name)
-
-    def ask(value: Any, *rest: Any) -> Any:
-        if isinstance(value, fx.Proxy):
-            raise Untraceable(_ASKED[name])
-        return plain(value, *rest)
-
-    return ask
-
-
-# Built-in functions as `forward` gets them while it is recorded: they know a stand-in.
-_HONEST: dict[str, Callable[..., Any]] = {
-    "isinstance": _is_instance,
-    "len": _length,
-    **{name: _only_of_values(name) for name in ("hasattr", "callable", "id")},
-}
-
-
-@contextlib.contextmanager
-def honest_builtins(places: list[tuple[dict[str, Any], str]]) -> Iterator[None]:
-    """While active, code in these modules calls the functions of `_HONEST`."""
-    added = [(namespace, name) for namespace, name in places if name not in namespace]
-    for namespace, name in added:
-        namespace[name] = _HONEST[name]
+def _content(cell: types.CellType) -> Any:
     try:
-        yield
-    finally:
-        for namespace, name in added:
-            namespace.pop(name, None)
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None

@@ -9,34 +9,32 @@ recording holds (`Trace.conditions`; where it does not, the original `forward` r
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import dis
 import inspect
 import itertools
+import math
 import operator
 import threading
 import traceback
 import types
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 
 from . import guards, held
-from .scanning import ANY, Scan, Untraceable, honest_builtins
+from .recorder import PLAIN, Absent, Recorder, path_of
+from .scanning import ANY, Raised, Scan, Untraceable
+from .stand_ins import StandIn, honest
 
 _WRITTEN = "_gemmnorm_written"  # the original `forward` under the name that a fused class keeps it by
-PLAIN = (bool, int, float, str, type(None))
+_NUMBERS = (int, float)
 _LOCK = threading.RLock()
 
 _ATTEMPTS = 8  # recordings, each with other decisions, until one runs to its end
-
-
-class _Raised(Untraceable):
-    """`forward` raised, as it may where a decision was imagined otherwise than its inputs would have it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,8 @@ class Trace:
         attributes: (path below the owner, attribute, value) of each plain value that `forward` read.
         tested: names of the parameters that `forward` compares with `is`, in all likelihood with None.
         whole: methods of the owner that cannot be recorded and stay calls, with the reasons.
+        surroundings: (expression, value) of what `forward` asked PyTorch, such as whether gradients are on.
+        tests_values: it compares with `is` what it has computed, in all likelihood with None.
     """
 
     graph: fx.Graph
@@ -58,11 +58,17 @@ class Trace:
     attributes: tuple[tuple[str, str, Any], ...]
     tested: frozenset[str]
     whole: tuple[tuple[str, str], ...] = ()
+    surroundings: tuple[tuple[str, Any], ...] = ()
+    tests_values: bool = False
 
     def asks_more_than(self, *names: str) -> bool:
         """It holds only under conditions on other attributes of the owner, or on parameters of `forward`."""
         asked = any(path or name not in names for path, name, _ in self.attributes)
-        return asked or bool(self.fixed) or bool(self.tested) or any(p.kind in _VARIADIC for p in self.parameters)
+        return (
+            asked
+            or bool(self.fixed or self.tested or self.surroundings)
+            or any(p.kind in _VARIADIC for p in self.parameters)
+        )
 
     def conditions(self, render: Callable[[str], str]) -> list[str]:
         """Python expressions, one of which is true where the recording does not stand for the original.
@@ -72,33 +78,27 @@ class Trace:
         found = [_differs(p.name, p.default) for p in self.parameters if p.name in self.fixed]
         found += [f"{p.name} is None" for p in self.parameters if p.name in self.tested - self.fixed]
         found += [p.name for p in self.parameters if p.kind in _VARIADIC]
+        found += [_differs(expression, value) for expression, value in self.surroundings]
         return found + [_differs(f"{render(path)}.{name}", value) for path, name, value in self.attributes]
-
-
-class Absent:
-    """In place of an attribute's value: the owner has none of that name."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """What a node calls that stands for a method of the owner, or of the descendant at `path`."""
-
-    name: str
-    path: str = ""
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("a recording is written out, not run")
 
 
 def _differs(expression: str, value: Any) -> str:
     if value is Absent:
         return "hasattr({}, {!r})".format(*expression.rsplit(".", 1))
     comparison = "is not" if value is None or isinstance(value, bool) else "!="
-    return f"{expression} {comparison} {value!r}"
+    return f"{expression} {comparison} {literal(value)}"
+
+
+def literal(value: Any) -> str:
+    """A plain value, a function of PyTorch's, or a container of such, as Python; `repr(math.inf)` is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if type(value) in (tuple, list):
+        inside = ", ".join(map(literal, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
+    return path_of(value) or repr(value)
 
 
 def forward_of(cls: type[nn.Module]) -> Any:
@@ -145,32 +145,50 @@ def trace(owner: nn.Module, training: bool, given: Container[str] = ()) -> Trace
         Untraceable: with the reason.
     """
     whole: dict[str, str] = {}
+    variable: tuple[type, ...] = _NUMBERS
     while True:
         try:
-            return _record(owner, training, given, whole)
+            return _record(owner, training, given, whole, variable)
         except Untraceable as reason:
             method = _failed_method(owner, reason)
-            if method is None or method in whole:
+            if method is not None and method not in whole:
+                whole[method] = str(reason)
+            elif variable and any(type(p.default) in variable for p in _parameters(forward_of(type(owner)))):
+                variable = ()  # a number that says how often, or whether
+            else:
                 raise
-            whole[method] = str(reason)
 
 
-def _record(owner: nn.Module, training: bool, given: Container[str], whole: dict[str, str]) -> Trace:
-    """One attempt, in which the methods `whole` stay calls."""
+def _record(
+    owner: nn.Module, training: bool, given: Container[str], whole: dict[str, str], variable: tuple[type, ...]
+) -> Trace:
+    """One attempt, in which the methods `whole` stay calls, and defaults of the types `variable` stay parameters."""
     forward: Any = forward_of(type(owner))
     parameters = _parameters(forward)
     scan = Scan(type(owner), forward, whole)
-    with _LOCK, held.mode(owner, training), held.random_state() as drew:
-        tracer = _OwnerTracer(owner, parameters, given)
-        recorder = _Recorder(owner, tracer, whole)
-        with recorder, held.no_autocast(), honest_builtins(scan.asking):
-            graph = _run(tracer, owner)
-        recorder.check()
+    with _LOCK, held.mode(owner, training), torch.enable_grad(), held.random_state() as drew:
+        tracer = _OwnerTracer(owner, parameters, given, variable)
+        recorder = Recorder(owner, tracer, whole, scan)
+        try:
+            with recorder, honest() as surroundings:
+                graph = _run(tracer, owner)
+        finally:
+            changed = recorder.restore()
+        if changed:
+            raise Untraceable("changes a list or dictionary, or an object that the module holds")
         if drew():  # a number drawn while recording would be the same for ever
             raise Untraceable("draws random numbers")
     tested = {p.name for p in parameters if (p.name in scan.tested or ANY in scan.tested) and p.name not in given}
-    fixed, attributes = frozenset(tracer.fixed), tuple(recorder.attributes)
-    return Trace(graph, parameters, fixed, attributes, frozenset(tested), tuple(whole.items()))
+    return Trace(
+        graph=graph,
+        parameters=parameters,
+        fixed=frozenset(tracer.fixed),
+        attributes=tuple(recorder.attributes),
+        tested=frozenset(tested),
+        whole=tuple(whole.items()),
+        surroundings=tuple(surroundings.items()),
+        tests_values=scan.tests_values,
+    )
 
 
 def _failed_method(owner: nn.Module, reason: Untraceable) -> str | None:
@@ -203,26 +221,30 @@ def _method_in(owner: nn.Module, error: BaseException) -> str | None:
 
 def _run(tracer: _OwnerTracer, owner: nn.Module) -> fx.Graph:
     """The recording; where one raises, another with the last decision the other way."""
-    raised: list[_Raised] = []
+    raised: list[Raised] = []
     while True:
         try:
             return _attempt(tracer, owner)
-        except _Raised as reason:
+        except Raised as reason:
             raised.append(reason)
         if len(raised) == _ATTEMPTS or not tracer.turn_last_decision():
             raise raised[0]
 
 
 def _attempt(tracer: _OwnerTracer, owner: nn.Module) -> fx.Graph:
+    Untraceable.latest = None
     try:
-        return tracer.trace(owner)
+        graph = tracer.trace(owner)
+        if Untraceable.latest is not None:  # `forward` has caught it
+            raise Untraceable.latest
+        return graph
     except Untraceable:
         raise
     except fx.proxy.TraceError as error:
         raise Untraceable(f"decides by the data ({error})") from error
     except Exception as error:
         first_line = (str(error) or "no message").splitlines()[0]
-        raise _Raised(f"cannot be traced ({type(error).__name__}: {first_line})") from error
+        raise Raised(f"cannot be traced ({type(error).__name__}: {first_line})") from error
 
 
 def _parameters(forward: types.FunctionType) -> tuple[inspect.Parameter, ...]:
@@ -233,31 +255,20 @@ def _parameters(forward: types.FunctionType) -> tuple[inspect.Parameter, ...]:
     return parameters
 
 
-class _Proxy(fx.Proxy):
-    """A stand-in that also records `y *= s` as what it is; torch.fx would record `y = y * s`."""
-
-
-def _define_in_place(name: str) -> None:
-    target = getattr(operator, name)
-
-    def record(self: _Proxy, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", target, (self, other), {})
-
-    setattr(_Proxy, f"__{name}__", record)
-
-
-for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"):
-    _define_in_place(_name)
-
-
 class _OwnerTracer(fx.Tracer):
     """Every child is a leaf; parameters and buffers go by name; no tensor becomes a constant."""
 
     proxy_buffer_attributes = True
 
-    def __init__(self, root: nn.Module, parameters: tuple[inspect.Parameter, ...], given: Container[str]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        parameters: tuple[inspect.Parameter, ...],
+        given: Container[str],
+        variable: tuple[type, ...],
+    ) -> None:
         super().__init__()
-        self.parameters, self.given = parameters, given
+        self.parameters, self.given, self.variable = parameters, given, variable
         self.made: dict[int, nn.Module] = {}  # by `forward` itself
         self.fixed: set[str] = set()
         self.traced_func_name = _WRITTEN if hasattr(root, _WRITTEN) else "forward"
@@ -278,7 +289,7 @@ class _OwnerTracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+        return StandIn(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         self.taken = []
@@ -288,7 +299,7 @@ class _OwnerTracer(fx.Tracer):
             value: Any
             if p.kind in _VARIADIC:
                 continue
-            if p.name in self.given or p.default is p.empty or type(p.default) in (int, float):
+            if p.name in self.given or p.default is p.empty or type(p.default) in self.variable:
                 value = self.create_proxy("placeholder", p.name, (), {})
                 if p.name in self.given:
                     value.node.meta["tensor"] = True
@@ -312,10 +323,13 @@ class _OwnerTracer(fx.Tracer):
         try:
             outcome, first = guards.decide(obj.node, self.planned[index][0] if index < len(self.planned) else None)
         except guards.NotByShape:
-            return super().to_bool(obj)
+            raise Untraceable("decides by the data") from None
         if first:
             self.taken.append(outcome)
         return outcome
+
+    def iter(self, obj: fx.Proxy) -> NoReturn:
+        raise Untraceable("decides by the data (iterates over a value, or looks for something in it)")
 
     def turn_last_decision(self) -> bool:
         """Plan the last decision the other way in the next attempt; whether there is one left to turn."""
@@ -349,100 +363,6 @@ class _OwnerTracer(fx.Tracer):
         return any(tensor is known for known in named)
 
 
-class _Recorder:
-    """While active, notes what `forward` reads from the owner and its descendants, and forbids assignments.
-
-    Both work by replacing methods of `nn.Module`, as `torch.fx` itself does while it traces.
-    """
-
-    def __init__(self, owner: nn.Module, tracer: _OwnerTracer, whole: Container[str]) -> None:
-        """`whole`: methods of `owner` that stay calls."""
-        self.owner, self.tracer, self.whole = owner, tracer, whole
-        self.paths = {id(module): path for path, module in owner.named_modules()}
-        self.attributes: list[tuple[str, str, Any]] = []
-        self.containers: dict[int, tuple[Any, Any]] = {}
-        self.called = ""  # a method that stayed a call: what attributes are after it, nobody knows
-        self.thread = threading.get_ident()
-
-    def __enter__(self) -> _Recorder:
-        recorder, plain_setattr = self, nn.Module.__setattr__
-
-        def getattribute(module: nn.Module, name: str) -> Any:
-            if module is recorder.owner and name in recorder.whole and recorder.watches(module):
-                return recorder.call_of(name)
-            try:
-                value = object.__getattribute__(module, name)
-            except AttributeError:
-                if recorder.watches(module) and not name.startswith("__"):
-                    recorder.note_missing(module, name)
-                raise
-            if not name.startswith("__") and recorder.watches(module):
-                recorder.note(module, name, value)
-            return value
-
-        def setattribute(module: nn.Module, name: str, value: Any) -> None:
-            if recorder.watches(module):
-                raise Untraceable(f"assigns self.{name}")
-            if threading.get_ident() == recorder.thread:
-                recorder.tracer.made[id(module)] = module
-            plain_setattr(module, name, value)
-
-        self.plain_setattr = plain_setattr
-        nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
-        nn.Module.__setattr__ = setattribute  # type: ignore[method-assign, assignment]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del nn.Module.__getattribute__
-        nn.Module.__setattr__ = self.plain_setattr  # type: ignore[method-assign]
-
-    def watches(self, module: nn.Module) -> bool:
-        return id(module) in self.paths and threading.get_ident() == self.thread
-
-    def call_of(self, name: str) -> Callable[..., Any]:
-        """What stands for a method that stays a call."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.called = name
-            return self.tracer.create_proxy("call_function", Method(name), args, kwargs)
-
-        return call
-
-    def note_missing(self, module: nn.Module, name: str) -> None:
-        """An attribute that is registered as None, or that is not there. (All others are found elsewhere.)"""
-        registries = [module.__dict__.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")]
-        found = [registry[name] for registry in registries if name in registry]
-        if not found and not hasattr(type(module), name):
-            self.note(module, name, Absent)
-        elif found and found[0] is None:
-            self.note(module, name, None)
-
-    def note(self, module: nn.Module, name: str, value: Any) -> None:
-        plain = value is Absent or type(value) in PLAIN
-        plain = plain or (type(value) is tuple and all(type(v) in PLAIN for v in value))
-        is_container = type(value) in _CONTAINERS and name not in ("_modules", "_parameters", "_buffers")
-        if self.called and (is_container or (plain and name != "training")):
-            raise Untraceable(f"reads {name} after calling {self.called}, which cannot be recorded")
-        if is_container:
-            self.containers.setdefault(id(value), (value, copy.copy(value)))
-            if not isinstance(value, list) or not all(type(v) in PLAIN for v in value):
-                return
-            plain, value = True, list(value)
-        path = self.paths[id(module)]
-        entry = (path, name, value)
-        if plain and (path, name) != ("", "training") and entry not in self.attributes:
-            self.attributes.append(entry)
-
-    def check(self) -> None:
-        """Refuse a `forward` that put something into a list or dictionary of the module, and take it out again."""
-        for container, before in self.containers.values():
-            pairs = [(list(_items(c))) for c in (container, before)]
-            if len(pairs[0]) != len(pairs[1]) or any(a is not b for a, b in zip(*pairs, strict=True)):
-                container.clear()
-                (container.update if hasattr(container, "update") else container.extend)(before)
-                raise Untraceable("changes a list or dictionary that the module holds")
-
-
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
@@ -457,14 +377,5 @@ def _same(made: Any, wanted: Any) -> bool:
     return names[0] == names[1] and all(map(operator.is_, *values))
 
 
-def _items(container: Any) -> Iterator[Any]:
-    if isinstance(container, dict):
-        for key, value in container.items():
-            yield from (key, value)
-    else:
-        yield from container
-
-
 _PLAIN_CONTAINERS = (dict, list, tuple, torch.Size)
-_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -13,6 +13,7 @@ import keyword
 import math
 import operator
 import re
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,13 +22,17 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from .matching import Found, resolve
+from .recorder import Method
 from .scanning import Untraceable
-from .tracing import Method
+from .tracing import literal
 from .views import does_nothing
 
 LINE = 116
 _STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 _PRODUCT = "product"  # what a chain's product is called where it is laid out anew
+_MODULES = {"F": F, "torch": torch, "operator": operator, "math": math}
+# What no parameter or variable may be called: the text refers to these by name.
+_RESERVED = {*_MODULES, _PRODUCT, "float", "slice", "getattr", "hasattr", "isinstance", "super", "len"}
 _BINARY = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
     operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.and_: "&", operator.or_: "|",
@@ -50,14 +55,21 @@ class Writer:
     Attributes:
         namespace: what the text refers to besides `self`, by name.
         imports: the import lines that provide it.
+        variables: what it assigns to, and what the bodies do that were written before.
     """
 
     def __init__(
-        self, owner: nn.Module, graph: fx.Graph, chains: Iterable[tuple[str, Found]], namespace: Mapping[str, object]
+        self,
+        owner: nn.Module,
+        graph: fx.Graph,
+        chains: Iterable[tuple[str, Found]],
+        namespace: Mapping[str, object],
+        variables: Iterable[str],
     ) -> None:
-        """`chains` are (the name to call, the chain); `namespace` has the names that other bodies have taken."""
+        """`chains` are (the name to call, the chain); `namespace` and `variables` are those of other bodies."""
         self.owner = owner
         self.namespace = dict(namespace)
+        self.variables = set(variables)
         self.imports: list[str] = []
         self.chain_at = {found.bn: (name, found) for name, found in chains}
         self.products = {found.product: found for _, found in self.chain_at.values()}
@@ -71,7 +83,7 @@ class Writer:
         self.users = self._count_users()
         self.names: dict[fx.Node, str] = {n: str(n.target) for n in graph.nodes if n.op == "placeholder"}
         self.inlined = self._choose_inlined()
-        if clash := {"F", "torch", "operator", "math", _PRODUCT} & set(self.names.values()):
+        if clash := _RESERVED & set(self.names.values()):
             raise Untraceable(f"has a parameter called {clash.pop()}")
         for node in self.order:  # imports first, so that no variable takes a function's name
             if node.op == "call_function" and not _is_syntax(node) and not isinstance(node.target, Method):
@@ -93,6 +105,10 @@ class Writer:
             result = self.result.get(statement, statement)
             used = self._variables(statement)  # type: ignore[assignment]
             dying = [v for v in used if last_use[v] is statement]  # type: ignore[attr-defined]
+            if statement.target is operator.setitem:
+                receiver, index, value = statement.args
+                lines.append(f"{self._atom(receiver)}[{self._subscript(index)}] = {self._argument(value)}")
+                continue
             if _is_in_place(statement) and statement.args[0] in dying:
                 target, value = (self._argument(a) for a in statement.args)
                 lines.append(f"{target} {_IN_PLACE[statement.target]} {value}")
@@ -155,11 +171,12 @@ class Writer:
         in_chain = node in self.result.values()
         last = str(node.target).rpartition(".")[2] if node.op == "call_module" else re.sub(r"_\d+$", "", node.name)
         base = "h" if in_chain or not last.isidentifier() else last.strip("_") or "h"
-        taken = {*(self.names[n] for n in live), *self.namespace, "self", "super", "torch", "F", "nn", _PRODUCT}
+        taken = {*(self.names[n] for n in live), *self.namespace, *_RESERVED, "self", "nn"}
         name, n = base, 1
         while name in taken or keyword.iskeyword(name) or hasattr(builtins, name):
             n += 1
             name = f"{base}_{n}"
+        self.variables.add(name)
         return name
 
     # --- expressions -------------------------------------------------------------------------------------------------
@@ -258,7 +275,7 @@ class Writer:
         if isinstance(value, str):
             return _quoted(value)
         if isinstance(value, float):
-            return repr(value) if math.isfinite(value) else f'float("{value}")'
+            return literal(value)
         if isinstance(value, torch.Size):
             return self._argument(tuple(value))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -281,22 +298,20 @@ class Writer:
 
     def _callable(self, target: Any) -> str:
         """The name of a function, importing it if need be."""
+        if isinstance(target, types.MethodType):  # of a class, such as the `apply` of a torch.autograd.Function
+            return f"{self._callable(target.__self__)}.{target.__name__}"
         name = getattr(target, "__name__", "")
-        for module, prefix, line in (
-            (F, "F", "import torch.nn.functional as F"),
-            (torch, "torch", "import torch"),
-            (operator, "operator", "import operator"),
-            (math, "math", "import math"),
-        ):
+        for prefix, module in _MODULES.items():
             if name and getattr(module, name, None) is target:
-                self._import(prefix, module, line)
+                alias = " as F" if module is F else ""
+                self._import(prefix, module, f"import {module.__name__}{alias}")
                 return f"{prefix}.{name}"
         if getattr(builtins, name, None) is target:
             return name
         home = getattr(target, "__module__", None)
         if not name.isidentifier():
             raise Untraceable(f"calls {target!r}, which has no name")
-        taken = set(self.names.values())
+        taken = {*self.names.values(), *self.variables}
         while self.namespace.get(name, target) is not target or hasattr(builtins, name) or name in taken:
             name += "_"
         alias = f" as {name}" if name != target.__name__ else ""  # type: ignore[attr-defined]
@@ -340,7 +355,7 @@ def signature(parameters: Iterable[inspect.Parameter]) -> str:
     for p in parameters:
         if p.kind is p.KEYWORD_ONLY and not any(part[0] == "*" for part in parts):
             parts.append("*")
-        parts.append(_STARS.get(p.kind, "") + (p.name if p.default is p.empty else f"{p.name}={p.default!r}"))
+        parts.append(_STARS.get(p.kind, "") + (p.name if p.default is p.empty else f"{p.name}={literal(p.default)}"))
         if p.kind is p.POSITIONAL_ONLY:
             parts[:] = [*(part for part in parts if part != "/"), "/"]
     return "".join(f", {part}" for part in parts)
@@ -390,13 +405,15 @@ def _is_in_place(node: fx.Node) -> bool:
 
 def _is_syntax(node: fx.Node) -> bool:
     """An operator, subscript or attribute, which has no function to call."""
-    return node.target in (getattr, operator.getitem) or node.target in _BINARY or node.target in _UNARY
+    return (
+        node.target in (getattr, operator.getitem, operator.setitem) or node.target in _BINARY or node.target in _UNARY
+    )
 
 
 def _is_pure(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _PURE_METHODS
-    return node.op == "call_function" and _is_syntax(node)
+    return node.op == "call_function" and _is_syntax(node) and node.target is not operator.setitem
 
 
 def _occurrences(user: fx.Node, node: fx.Node) -> int:

@@ -1,0 +1,230 @@
+"""Stand-ins for tensors, and honest answers to what code asks of them while a `forward` is recorded.
+
+Given a stand-in, `isinstance(x, Tensor)`, `f"{x.shape}"` or `torch.is_grad_enabled()` have an answer that a recording
+would keep for ever. Here each is recorded, becomes a condition, or is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import operator
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+
+from . import guards
+from .scanning import HERE, TORCH, Raised, Untraceable
+
+IN_PLACE = {
+    getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
+}
+_INSIDE = (TORCH, HERE)  # code that knows stand-ins
+_TYPE = "asks for the type of a value"
+_OWN = ("node", "tracer", "root", "attr", "_node")  # attributes of torch.fx's
+_ENTERED = {  # context managers whose effect a recording would lose
+    torch.amp.autocast_mode.autocast: "enters an autocast region",
+    torch.autograd.graph.saved_tensors_hooks: "changes what autograd saves, as activation checkpointing does",
+}
+# Questions about the surroundings, whose answers become conditions.
+_SURROUNDINGS = (
+    *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "compiler.is_compiling"),
+    *("distributed.is_initialized", "distributed.get_rank", "distributed.get_world_size"),
+)
+
+
+class StandIn(fx.Proxy):
+    """Records what is done to a tensor in place as such, and refuses to be taken for a number or a text."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _Attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _OWN:
+            raise Untraceable(f"sets the attribute {name} of a value")
+        object.__setattr__(self, name, value)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __format__(self, _: str = "") -> str:
+        raise Raised("writes a value into a text")
+
+    __str__ = __format__  # type: ignore[assignment]
+
+
+class _Attribute(StandIn, fx.proxy.Attribute):
+    """An attribute of a value, or a method that is about to be called."""
+
+
+def _define(target: Callable[..., Any]) -> None:
+    """`y *= s` as what it is; torch.fx would record `y = y * s`."""
+
+    def record(self: StandIn, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", target, (self, other), {})
+
+    setattr(StandIn, f"__{target.__name__}__", record)
+
+
+def _refuse_number(name: str) -> None:
+    def refuse(self: StandIn) -> NoReturn:
+        raise Untraceable("takes the value of a tensor, or a size, for a Python number")
+
+    setattr(StandIn, f"__{name}__", refuse)
+
+
+for _target in IN_PLACE:
+    _define(_target)
+for _name in ("int", "float", "complex", "index"):
+    _refuse_number(_name)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def _asked(value: Any) -> bool:
+    """`value` is a stand-in, and who asks is neither PyTorch nor the recorder."""
+    return issubclass(type(value), fx.Proxy) and not _inside(3)
+
+
+def _inside(depth: int) -> bool:
+    return sys._getframe(depth).f_code.co_filename.startswith(_INSIDE)
+
+
+def _is_instance(value: Any, classes: Any, plain: Callable[..., bool] = isinstance) -> bool:
+    if not _asked(value):
+        return plain(value, classes)
+    listed = [c for group in (classes if plain(classes, tuple) else (classes,)) for c in _members(group)]
+    of_a_kind = any(issubclass(c, Tensor) and c is not Tensor for c in listed)
+    if of_a_kind or not guards.is_tensor(value.tracer.root, value.node):
+        raise Raised(_TYPE)
+    return any(issubclass(Tensor, c) for c in listed)
+
+
+def _members(group: Any, plain: Callable[..., bool] = isinstance) -> Iterator[type]:
+    for member in typing.get_args(group) or (group,):
+        if not plain(member, type):
+            raise Raised(_TYPE)
+        yield member
+
+
+def _is_tensor(value: Any, plain: Callable[[Any], bool] = torch.is_tensor) -> bool:
+    if not _asked(value):
+        return plain(value)
+    if not guards.is_tensor(value.tracer.root, value.node):
+        raise Raised(_TYPE)
+    return True
+
+
+def _length(value: Any) -> Any:
+    if not _asked(value):
+        return guards.LENGTH(value)
+    return value.tracer.create_proxy("call_function", guards.LENGTH, (value,), {})
+
+
+def _only_of_values(name: str, reason: str) -> Callable[..., Any]:
+    plain = getattr(builtins, name)
+
+    def ask(value: Any, *rest: Any) -> Any:
+        if _asked(value):
+            raise Raised(reason)
+        return plain(value, *rest)
+
+    return ask
+
+
+def _print(*values: Any, plain: Callable[..., None] = print, **how: Any) -> None:
+    if not _inside(2):
+        raise Untraceable("prints")
+    plain(*values, **how)
+
+
+_BUILTINS: dict[str, Callable[..., Any]] = {
+    "isinstance": _is_instance,
+    "len": _length,
+    "print": _print,
+    "hasattr": _only_of_values("hasattr", "asks what a value has"),
+    "callable": _only_of_values("callable", "asks what a value is"),
+    "id": _only_of_values("id", "asks for the identity of a value"),
+}
+
+
+def _about(path: str, plain: Callable[..., Any], answers: dict[str, Any]) -> Callable[..., Any]:
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        answer = plain(*args, **kwargs)
+        if not _inside(2):
+            given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+            if any(type(value) not in (str, int) for value in (*args, *kwargs.values())):
+                raise Untraceable(f"calls torch.{path}({', '.join(given)})")
+            answers[f"torch.{path}({', '.join(given)})"] = answer
+        return answer
+
+    return ask
+
+
+@contextlib.contextmanager
+def honest() -> Iterator[dict[str, Any]]:
+    """While active, questions are answered honestly; the value has those about the surroundings, with the answers."""
+    answers: dict[str, Any] = {}
+    base: Any
+    base, torch_apply = torch.autograd.Function.__bases__[0], torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        given = next((a for a in (*args, *kwargs.values()) if issubclass(type(a), fx.Proxy)), None)
+        if given is None:
+            return super(base, cls).apply(*args, **kwargs)
+        return given.tracer.create_proxy("call_function", types.MethodType(torch_apply, cls), args, kwargs)
+
+    def enter(reason: str) -> Callable[[Any], NoReturn]:
+        def refuse(_: Any) -> NoReturn:
+            raise Untraceable(reason)
+
+        return refuse
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_no_first_import_of_dynamo())
+        for name, answer in _BUILTINS.items():
+            stack.enter_context(_replaced(builtins, name, answer))
+        stack.enter_context(_replaced(torch, "is_tensor", _is_tensor))
+        for path in _SURROUNDINGS:
+            module, _, name = f"torch.{path}".rpartition(".")
+            if hasattr(sys.modules.get(module), name):
+                place = sys.modules[module]
+                stack.enter_context(_replaced(place, name, _about(path, getattr(place, name), answers)))
+        for cls, reason in _ENTERED.items():
+            stack.enter_context(_replaced(cls, "__enter__", enter(reason)))
+        stack.enter_context(_replaced(base, "apply", classmethod(apply)))
+        yield answers
+
+
+@contextlib.contextmanager
+def _replaced(place: Any, name: str, value: Any) -> Iterator[None]:
+    missing = name not in vars(place)
+    before = vars(place).get(name)
+    setattr(place, name, value)
+    try:
+        yield
+    finally:
+        delattr(place, name) if missing else setattr(place, name, before)
+
+
+@contextlib.contextmanager
+def _no_first_import_of_dynamo() -> Iterator[None]:
+    """Dynamo knows built-in functions by identity, from its import on; checkpointing is what imports it in a call."""
+    finder: Any = types.SimpleNamespace(find_spec=_refuse_dynamo)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def _refuse_dynamo(name: str, *_: Any) -> None:
+    if name == "torch._dynamo":
+        raise Untraceable(_ENTERED[torch.autograd.graph.saved_tensors_hooks])
