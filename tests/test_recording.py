@@ -10,6 +10,7 @@ import copy
 import enum
 import functools
 import math
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -453,3 +454,25 @@ def test_attributes_of_other_kinds_are_conditions(name: str, calls: list[Any]) -
     CHANGES[name](plain)
     assert_same(fused, plain, X)
     assert len(calls) == 3
+
+
+def test_other_threads_are_left_alone():
+    """What is replaced while a forward is recorded is replaced for all; who records nothing does not notice."""
+    answers, done = [], threading.Event()
+
+    def other():
+        while not done.is_set():
+            try:
+                print(end="")
+                with torch.autocast("cpu", torch.bfloat16):
+                    answers.append(torch.is_autocast_enabled("cpu") and isinstance(answers, list))
+            except Exception as error:
+                answers.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    for _ in range(20):
+        gemmnorm.fuse_report(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU()))
+    done.set()
+    thread.join()
+    assert answers and set(map(repr, answers)) == {"True"}

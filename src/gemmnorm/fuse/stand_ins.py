@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import operator
 import sys
+import threading
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ IN_PLACE = {
     for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
 }
 _INSIDE = (TORCH, HERE)  # code that knows stand-ins
+_here = threading.local()  # `records`: this thread does
 _TYPE = "asks for the type of a value"
 _OWN = ("node", "tracer", "root", "attr", "_node")  # attributes of torch.fx's
 _ENTERED = {  # context managers whose effect a recording would lose
@@ -94,7 +96,8 @@ def _asked(value: Any) -> bool:
 
 
 def _inside(depth: int) -> bool:
-    return sys._getframe(depth).f_code.co_filename.startswith(_INSIDE)
+    """Who asks is PyTorch, the recorder, or another thread, whose answers are the plain ones."""
+    return not getattr(_here, "records", False) or sys._getframe(depth).f_code.co_filename.startswith(_INSIDE)
 
 
 def _is_instance(value: Any, classes: Any, plain: Callable[..., bool] = isinstance) -> bool:
@@ -181,9 +184,11 @@ def honest() -> Iterator[dict[str, Any]]:
             return super(base, cls).apply(*args, **kwargs)
         return given.tracer.create_proxy("call_function", types.MethodType(torch_apply, cls), args, kwargs)
 
-    def enter(reason: str) -> Callable[[Any], NoReturn]:
-        def refuse(_: Any) -> NoReturn:
-            raise Untraceable(reason)
+    def enter(plain: Callable[[Any], Any], reason: str) -> Callable[[Any], Any]:
+        def refuse(region: Any) -> Any:
+            if getattr(_here, "records", False):
+                raise Untraceable(reason)
+            return plain(region)
 
         return refuse
 
@@ -198,8 +203,9 @@ def honest() -> Iterator[dict[str, Any]]:
                 place = sys.modules[module]
                 stack.enter_context(_replaced(place, name, _about(path, getattr(place, name), answers)))
         for cls, reason in _ENTERED.items():
-            stack.enter_context(_replaced(cls, "__enter__", enter(reason)))
+            stack.enter_context(_replaced(cls, "__enter__", enter(vars(cls)["__enter__"], reason)))
         stack.enter_context(_replaced(base, "apply", classmethod(apply)))
+        stack.enter_context(_replaced(_here, "records", True))
         yield answers
 
 

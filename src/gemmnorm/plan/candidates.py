@@ -199,9 +199,12 @@ def _small(problem: Problem) -> Iterator[Candidate]:
 def tiles(problem: Problem) -> tuple[Tile, ...]:
     """The tiles that `fused_gemm` has for the problem's operands."""
     size, planes = (2, 2) if problem.split else (DTYPE_BYTES[problem.dtype], 1)
-    halved = DTYPE_BYTES[problem.dtype] == 2
+
+    def staged(rows: int, columns: int) -> bool:
+        return planes == 1 and (swapped(rows, columns) or (DTYPE_BYTES[problem.dtype] == 2 and columns >= 64))
+
     return tuple(
-        Tile(rows, columns, stages, size, planes, planes == 1 and (swapped(rows, columns) or (halved and columns >= 64)))
+        Tile(rows, columns, stages, size, planes, staged(rows, columns))
         for (bytes_, parts, rows, columns), stages in STAGES.items()
         if (bytes_, parts) == (size, planes)
     )
