@@ -614,13 +614,14 @@ struct Tile {
   int m, n;
 };
 
-// A tile of TM rows x TN features. The two consumers share out its rows (x * W^T), or, of a tile of 128 features, the features
-// (W * x^T, swap-AB), 64 each.
+// A tile of TM rows x TN features. The two consumers share out its rows, 64 each (x * W^T); or it is multiplied as W * x^T
+// (swap-AB), and they share out 128 features, 64 each, or, of 64 features, the rows.
 template <int TM, int TN>
 struct TileShape {
-  static constexpr bool kSwapAB = TN == 128;
-  static constexpr int kWidth = TM;  // N of the wgmma instruction; its M is 64
-  static constexpr int kMeanRows = TM;  // rows of one partial mean and M2
+  static constexpr bool kSharesFeatures = TN == 128, kSwapAB = kSharesFeatures || TM == 256;
+  static constexpr int kRows = kSharesFeatures ? TM : TM / 2;     // of a consumer
+  static constexpr int kWidth = kRows;  // N of the wgmma instruction; its M is 64
+  static constexpr int kMeanRows = kRows;  // rows of one partial mean and M2
   static constexpr int kParts = kWidth / 64;                   // 64 x 64 parts of a consumer's accumulator tile
   static constexpr int kStagingBytes = (TM < 128 ? 128 : TM) * TN;  // of a consumer
   // A consumer's accumulator tile as V passes through its staging buffer in so many store passes, of whole parts each.
@@ -632,12 +633,18 @@ struct TileShape {
   template <class V>
   static constexpr int kStorePasses = store_passes(sizeof(V));
 
-  // The first row and the first feature of a consumer's part.
+  // The first row and the first feature of a consumer's accumulator tile, and of a part of it.
+  __device__ __forceinline__ static int first_row(Tile tile, int consumer) {
+    return tile.m * TM + (kSharesFeatures ? 0 : consumer * kRows);
+  }
+  __device__ __forceinline__ static int first_feature(Tile tile, int consumer) {
+    return tile.n * TN + (kSharesFeatures ? consumer * 64 : 0);
+  }
   __device__ __forceinline__ static int row(Tile tile, int consumer, int part) {
-    return tile.m * TM + part * 64;
+    return first_row(tile, consumer) + (part * 64);
   }
   __device__ __forceinline__ static int column(Tile tile, int consumer, int part) {
-    return tile.n * TN + consumer * 64;
+    return first_feature(tile, consumer) + 0;
   }
 };
 
@@ -953,7 +960,7 @@ __device__ __forceinline__ void store_pair(Y* to, float2 v, int column, int colu
 }
 
 // --- gemm/accumulator_swap_ab.cuh ----------------------------------------------------------------------------------
-// A consumer's accumulator tile with A and B swapped (W * x^T): 64 features and all TM rows. A thread has two features, eight
+// A consumer's accumulator tile with A and B swapped (W * x^T): 64 features and kRows rows. A thread has two features, eight
 // apart, and a quarter of the rows, so that what belongs to a feature is in its registers, and a sum over rows takes two
 // shuffles.
 
@@ -964,17 +971,19 @@ struct AccumulatorSwapAB {
   using Y = typename G::Y;
   using Shape = typename G::Shape;
   using Accumulators = typename G::Accumulators;
-  static constexpr int TM = G::TM, TN = G::TN;
-  static constexpr int kOctets = 8;          // of rows, whose sums are taken together
-  static constexpr int kFinishBarrier = 1;   // + consumer: the named barrier of the threads that finish features together
-  static constexpr int kFinishThreads = 128;
+  static constexpr int kRows = Shape::kRows, TN = G::TN;
+  static constexpr int kOctets = 8;  // of rows, whose sums are taken together
+  // The named barrier of the threads that finish features together; + consumer, where each has its own.
+  static constexpr int kFinishBarrier = Shape::kSharesFeatures ? 1 : 3;
+  static constexpr int kFinishThreads = Shape::kSharesFeatures ? 128 : 256;
 
   int consumer, lane, feature;  // the first of the two, in the tile
   float mean[2], slope[2], shift[2];
 
   __device__ __forceinline__ explicit AccumulatorSwapAB(int consumer_)
-      : consumer(consumer_), lane(threadIdx.x % 32), feature(consumer_ * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
+      : consumer(consumer_), lane(threadIdx.x % 32), feature(Shape::first_feature({0, 0}, consumer_) + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
 
+  __device__ __forceinline__ int first_row(Tile tile) const { return Shape::first_row(tile, consumer); }
   // Where the lane begins to stage: the 16 bytes of one of 16 rows that it names for its warp, or a float of its own. Warps 0
   // and 1 have the first 32 features, which is a box of float32, the others the second, after those of all PARTS.
   template <class V, int PARTS = Shape::kParts / Shape::template kStorePasses<V>>
@@ -992,13 +1001,13 @@ struct AccumulatorSwapAB {
   }
 
   // A partial statistic of each feature to `own`, where the block needs it, and to [groups, features]: to the row of the
-  // tile's first kGroupRows rows; to those of the others zero or, of a mean, the same number. ALWAYS: else only where the
+  // first kGroupRows rows; to those of the others zero or, of a mean, the same number. ALWAYS: else only where the
   // product is kept.
   template <bool MEAN, bool ALWAYS, class Params>
   __device__ __forceinline__ void store_partial(const Features<Params>& f, Tile tile, const float (&v)[2], float* to,
                                                 float* own) const {
-    const int part = lane % 4, row = tile.m * TM + part * kGroupRows;
-    if (part * kGroupRows >= (ALWAYS || f.p.keep_product ? TM : kGroupRows)) return;
+    const int part = lane % 4, row = first_row(tile) + part * kGroupRows;
+    if (part * kGroupRows >= (ALWAYS || f.p.keep_product ? kRows : kGroupRows)) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int column = feature + 8 * c, j = tile.n * TN + column;
@@ -1011,10 +1020,10 @@ struct AccumulatorSwapAB {
   // The means of the tile's rows. Out-of-bounds rows are zero in the accumulators. KEEP: in shared memory too.
   template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, const Accumulators& acc) {
-    const int rows = f.p.batch - tile.m * TM;  // or more than the tile has
+    const int rows = max(f.p.batch - first_row(tile), 1);  // or more than there are
     float sum[2] = {};
 #pragma unroll
-    for (int i = 0; i < TM / 8; i += kOctets) {  // short sums round less
+    for (int i = 0; i < kRows / 8; i += kOctets) {  // short sums round less
       float part[2] = {};
 #pragma unroll
       for (int o = i; o < i + kOctets; ++o) {
@@ -1025,10 +1034,10 @@ struct AccumulatorSwapAB {
       sum[1] += part[1];
     }
 #pragma unroll
-    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) / TM;
-    if (rows < TM) {  // exactly, so that nothing is left of a constant column
-      mean[0] = mean[0] * TM / rows;
-      mean[1] = mean[1] * TM / rows;
+    for (int c = 0; c < 2; ++c) mean[c] = over_lanes(sum[c]) / kRows;
+    if (rows < kRows) {  // exactly, so that nothing is left of a constant column
+      mean[0] = mean[0] * kRows / rows;
+      mean[1] = mean[1] * kRows / rows;
     }
     store_partial<true, ROUNDS>(f, tile, mean, f.p.group_mean, KEEP ? shared.slope[0] : nullptr);
   }
@@ -1038,15 +1047,15 @@ struct AccumulatorSwapAB {
   template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_squares(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
-    const int rows = f.p.batch - tile.m * TM, at = staged_at<T>();
-    if (rows < TM) {  // out-of-bounds rows count for nothing
+    const int rows = f.p.batch - first_row(tile), at = staged_at<T>();
+    if (rows < kRows) {  // out-of-bounds rows count for nothing
 #pragma unroll
-      for (int i = 0; i < TM / 2; ++i)
+      for (int i = 0; i < kRows / 2; ++i)
         if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[i] = mean[i / 2 % 2];
     }
     float m2[2] = {};
 #pragma unroll
-    for (int i = 0; i < TM / 8; i += kOctets) {
+    for (int i = 0; i < kRows / 8; i += kOctets) {
       float sum[2] = {};
 #pragma unroll
       for (int o = i; o < i + kOctets; o += 2) {
@@ -1066,8 +1075,8 @@ struct AccumulatorSwapAB {
   // Two octets of rows, straight to memory. Of a whole tile nothing is compared.
   template <class V>
   __device__ __forceinline__ void store_octets(const float (&v)[8], int i, V* to, Tile tile, int batch, int features) const {
-    const int row = tile.m * TM + lane % 4 * 2, j = tile.n * TN + feature;
-    const bool whole = (tile.m + 1) * TM <= batch && (tile.n + 1) * TN <= features;
+    const int row = first_row(tile) + lane % 4 * 2, j = tile.n * TN + feature;
+    const bool whole = first_row(tile) + kRows <= batch && (tile.n + 1) * TN <= features;
     V* at = to + static_cast<i64>(row) * features + j;
     const auto down = [&](int q) { return (i + q / 4) * 8 + q % 2; };
     const auto right = [](int q) { return q / 2 % 2 * 8; };
@@ -1084,7 +1093,7 @@ struct AccumulatorSwapAB {
   template <bool STAGED>
   __device__ __forceinline__ void store_product(const Accumulators& acc, int store_pass, unsigned char* staging, T* product,
                                                 Tile tile, int batch, int features) const {
-    constexpr int kOctetsOfPass = TM / 8 / 1;
+    constexpr int kOctetsOfPass = kRows / 8 / 1;
     const int at = staged_at<T>();
 #pragma unroll
     for (int i = 0; i < kOctetsOfPass; i += 2) {
@@ -1120,7 +1129,7 @@ struct AccumulatorSwapAB {
   template <class Activation, bool STAGED, class Shared>
   __device__ __forceinline__ void store_results(const Accumulators& acc, int store_pass, const Shared&, unsigned char* staging,
                                                 Y* y, Tile tile, int batch, int features) const {
-    constexpr int kOctetsOfPass = TM / 8 / 1;
+    constexpr int kOctetsOfPass = kRows / 8 / 1;
     const int at = staged_at<Y>();
 #pragma unroll
     for (int i = 0; i < kOctetsOfPass; i += 2) {
@@ -1483,10 +1492,12 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const TileScheduler& scheduler,
                                               const Counters& counters, Shared& shared, int consumer) {
-  const auto a = [&](int plane, int stage) {
-    return shared.weight[stage][plane] + consumer * 64 * kRowBytes;
-  };
-  const auto b = [&](int plane, int stage) { return shared.x[stage][plane]; };
+  using Shape = typename G::Shape;
+  const int own_rows = Shape::first_row({0, 0}, consumer), own_features = Shape::first_feature({0, 0}, consumer);
+  const auto x = [&](int plane, int stage) { return shared.x[stage][plane] + own_rows * kRowBytes; };
+  const auto weight = [&](int plane, int stage) { return shared.weight[stage][plane] + own_features * kRowBytes; };
+  const auto a = [&](int plane, int stage) { return Shape::kSwapAB ? weight(plane, stage) : x(plane, stage); };
+  const auto b = [&](int plane, int stage) { return Shape::kSwapAB ? x(plane, stage) : weight(plane, stage); };
   typename G::Epilogue::template Consumer<Shared> epilogue(f, scheduler, counters, shared, consumer);
   PipelineState<G::kStages> state(0);
   typename G::Accumulators acc;
@@ -1664,7 +1675,7 @@ struct TrainingConsumer {
   __device__ __forceinline__ void sync() const { named_barrier_sync(1 + consumer, 128); }
   __device__ __forceinline__ void sync_finishers() const {
     constexpr int kBarrier = G::AccumulatorTile::kFinishBarrier;
-    named_barrier_sync(kBarrier + consumer, G::AccumulatorTile::kFinishThreads);
+    named_barrier_sync(G::Shape::kSharesFeatures ? kBarrier + consumer : kBarrier, G::AccumulatorTile::kFinishThreads);
   }
 
   // Partial statistics of the tile's rows, and the product without their mean to the staging buffer, or straight to memory,
