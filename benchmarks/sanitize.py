@@ -45,6 +45,8 @@ SIZES = {
     "twice": (1100, 72, 264, 6),  # multiplied
     "twice in one launch": (1100, 72, 264, 6),
     "gram": (1100, 72, 264, 6),
+    "narrow": (1300, 72, 40, 3),  # tiles whose consumers share out the rows
+    "few tiles": (520, 200, 72, 132),  # in a cluster
     "odd rows": (300, 137, 265, 16),  # split operands and copies; and y a feature at a time
 }
 WANTED = {
@@ -52,6 +54,8 @@ WANTED = {
     "twice": lambda c: getattr(c.way, "schedule", "") == "two-pass",
     "twice in one launch": lambda c: getattr(c.way, "schedule", "") == "persistent-two-pass",
     "gram": lambda c: getattr(c.way, "schedule", "") == "gram",
+    "narrow": lambda c: c.phase == "backward" or (isinstance(c.way, Gemm) and c.way.tile.halves_rows),
+    "few tiles": lambda c: c.phase == "backward" or isinstance(c.way, small.Shape),
     "--without-small": lambda c: not isinstance(c.way, small.Shape),  # at which synccheck ends the process
 }
 

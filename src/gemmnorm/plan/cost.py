@@ -86,7 +86,7 @@ class Constants:
     small_loads: float = 6.0  # TB/s, what all blocks together load from the L2
     exchange: float = 0.5  # within a cluster
     exchange_block_ns: float = 100.0  # of that, for each block
-    small_row_ns: float = 5.0  # of a row of the batch
+    small_finish_ns: float = 30.0  # of a column that a block finishes, of all rows of its tile
     # Backward.
     gradient: float = 3.0  # of a launch up to the product's gradient, by clusters
     gradient_row_ns: float = 20.0  # of 128 bytes of a row that a warp holds, for each panel of its block
@@ -308,7 +308,7 @@ def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
         "alone": float(shape.blocks == 1),
         "exchanges": waves * trips,
         "exchange_blocks": waves * shape.blocks * (shape.blocks > 1),
-        "rows": waves * rows * shape.columns / shape.blocks / 32,
+        "finished": waves * shape.columns / shape.blocks,
         "small_bytes": nbytes,
         "small_loaded": panels * tiles * size * problem.in_features * (rows + shape.columns),
         "misaligned": misaligned(problem),
@@ -428,7 +428,7 @@ def small_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
         "prologue": c.first + n["waves"] * c.small_prologue,
         "main loop": overlapped(main, n["small_bytes"] / c.bandwidth / 1e6),
         "exchange": n["exchanges"] * c.exchange + n["exchange_blocks"] * c.exchange_block_ns / 1e3,
-        "epilogue": n["rows"] * c.small_row_ns / 1e3 + n["trained"] * c.statistics,
+        "epilogue": n["finished"] * c.small_finish_ns / 1e3 + n["trained"] * c.statistics,
         **pass_terms(n, c),
     }
 
