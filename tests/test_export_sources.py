@@ -111,6 +111,7 @@ def test_a_file_holds_what_its_plans_reach(tmp_path):
         ("cublas_bn", "float32", 1000, 500),
         ("gemm_stats_apply", "bfloat16", 256, 512),
         ("one_kernel", "float32", 64, 512),
+        ("one_kernel", "bfloat16", 65536, 512),  # multiplied twice, beside evaluation
     ],
 )
 def test_pruned_and_unpruned_sources_are_the_same_ptx(strategy, dtype, batch, features, tmp_path):

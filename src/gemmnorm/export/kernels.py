@@ -215,9 +215,8 @@ def facts(launches: Sequence[Launch]) -> dict[str, dict[str, bool]]:
     of_forms = [{f"FORM == Form::{form}": given.endswith(form) for form in FORMS} for given in forms]
     of_gradients = [{"kExponents": "column_exponents" in launch.params} for launch in gradients]
     form = _common(of_forms)
-    of_batches = [
-        {"OF_BATCH": kind == KNOWN[1]} for kind in (gemm.member("Epilogue<>") for gemm in gemms) if kind in KNOWN
-    ]
+    kinds = {gemm.member("Epilogue<>") for gemm in gemms}
+    of_batches = [{"OF_BATCH": kind != KNOWN[0]} for kind in (*KNOWN, TWO_PASS) if kind in kinds]
     merges = [launch for launch in launches if launch.function == "merge_statistics"]
     return {
         "gemm": _common([_gemm_facts(launch) for launch in gemms]) | _common(of_batches),
@@ -228,6 +227,7 @@ def facts(launches: Sequence[Launch]) -> dict[str, dict[str, bool]]:
 
 
 KNOWN = ("gemmnorm::EvaluateEpilogue", "gemmnorm::NormalizeEpilogue")
+TWO_PASS = "gemmnorm::TwoPassEpilogue"  # whose second pass is the latter's
 FORMS = ("kScaled", "kFolded", "kRunning")
 _BYTES = {"float": 4, "gemmnorm::half": 2, "gemmnorm::bfloat16": 2}
 
