@@ -15,7 +15,7 @@ from torch import Tensor
 
 import gemmnorm
 from gemmnorm import chain, plan
-from gemmnorm.plan import gradient
+from gemmnorm.plan import gradient, small
 from gemmnorm.plan.candidates import Candidate, Gradient
 from gemmnorm.plan.gemm import Gemm
 from gemmnorm.runtime import call as runtime
@@ -70,6 +70,15 @@ def one_tile(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     with plan.forcing(lambda c: isinstance(c.way, Gemm) and (c.way.tile.rows, c.way.tile.columns) == request.param):
         yield request.param
     runtime.forget()
+
+
+@pytest.fixture
+def no_small_panel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels of large batches at small sizes: `small_panel` has tests of its own."""
+    monkeypatch.setattr(small, "SHAPES", ())
+    plan.cached_plan.cache_clear()
+    yield
+    plan.cached_plan.cache_clear()
 
 
 @pytest.fixture

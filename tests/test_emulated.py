@@ -18,20 +18,11 @@ from support import Chain, arguments, step, stir, twin
 from torch import Tensor
 
 from gemmnorm import linear_scale_batch_norm, plan
-from gemmnorm.plan import library, params, small
+from gemmnorm.plan import library, params
 from gemmnorm.runtime import binding, driver
 from gemmnorm.runtime import call as runtime
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
-
-
-@pytest.fixture
-def no_clusters(monkeypatch):
-    """One tile of rows by one block for each panel (single tile), as where clusters do not serve."""
-    monkeypatch.setattr(small, "SHAPES", ())
-    plan.cached_plan.cache_clear()
-    yield
-    plan.cached_plan.cache_clear()
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason="no g++"), pytest.mark.usefixtures("no_small_panel")]
 
 
 SMALL_HOPPER = plan.chip_for(90, 3)  # so few multiprocessors that a small problem takes many waves
@@ -83,7 +74,6 @@ def test_no_thread_of_a_block_lies_beyond_the_last_feature_where_fewer_would_do(
         assert tiling.threads == 4 or tiling.threads // 2 * tiling.width < features
 
 
-@pytest.mark.usefixtures("no_clusters")
 @pytest.mark.parametrize(
     ("epilogue", "batch", "in_features", "out_features"),
     [
@@ -161,7 +151,6 @@ def test_more_groups_than_a_block_merges_for_itself():
     [((64, 128), 60), ((128, 128), 120), ((256, 128), 240), ((128, 32), 60)],
     indirect=["one_tile"],
 )
-@pytest.mark.usefixtures("no_clusters")
 def test_nothing_is_left_of_a_constant_column_in_one_block(one_tile, batch):
     """Its mean is exact where the tile is not full: every product is 10⁴, and 10⁴·batch a whole number."""
     module = stir(Chain(64, 136, bias=False))
@@ -298,7 +287,6 @@ def test_every_tile_in_evaluation(name, one_tile):
             check(SMALL_HOPPER, "one_kernel", name, batch, 72, features, **options)
 
 
-@pytest.mark.usefixtures("no_clusters")
 @pytest.mark.parametrize("one_tile", [(128, 32), (128, 64), (64, 128), (128, 128), (256, 128)], indirect=True)
 @pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
 def test_one_tile_of_rows_and_several_for_a_block(name, one_tile):
@@ -310,7 +298,6 @@ def test_one_tile_of_rows_and_several_for_a_block(name, one_tile):
         check(SMALL_HOPPER, "one_kernel", name, batch, 72, features, epilogue="SingleTile", scale_shape=(features,))
 
 
-@pytest.mark.usefixtures("no_clusters")
 @pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
 @pytest.mark.parametrize("batch", [300, 100, 3])  # boxes of x have no more rows than that
 def test_evaluation_in_one_launch(name, batch):
@@ -347,7 +334,6 @@ def test_mean_far_larger_than_the_deviation():
                 assert error(y, exact, columns=False) < 3e-3
 
 
-@pytest.mark.usefixtures("no_clusters")
 @pytest.mark.parametrize(("epilogue", "batch"), [("SingleTile", 100), ("Persistent", 1500)])
 def test_a_value_that_stands_out(epilogue, batch):
     """One row far larger than the rest: statistics are those of the product as it is stored, so that its rounding is

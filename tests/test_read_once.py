@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 def note(what):
-    with open(LOG, "a") as log:
-        log.write(what + "\\n")
+    open(LOG, "a").write(what + "\\n")
 
 note("executed")
 

@@ -22,7 +22,7 @@ from gemmnorm import linear_scale_batch_norm, plan
 from gemmnorm.plan import candidates
 from gemmnorm.runtime import binding
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason="no g++"), pytest.mark.usefixtures("no_small_panel")]
 BATCH, INNER, FEATURES = 150, 256, 72
 
 
