@@ -43,7 +43,6 @@ SIZES = {
     "many groups": (9000, 64, 264, 36),
     "tall": (17000, 64, 520, 132),
     "twice": (1100, 72, 264, 6),  # multiplied
-    "twice in one launch": (1100, 72, 264, 6),
     "gram": (1100, 72, 264, 6),
     "narrow": (1300, 72, 40, 3),  # tiles whose consumers share out the rows
     "few tiles": (520, 200, 72, 132),  # in a cluster
@@ -52,7 +51,6 @@ SIZES = {
 WANTED = {
     "parts of K": lambda c: isinstance(c.way, Gemm) and c.way.converts(c.problem),
     "twice": lambda c: getattr(c.way, "schedule", "") == "two-pass",
-    "twice in one launch": lambda c: getattr(c.way, "schedule", "") == "persistent-two-pass",
     "gram": lambda c: getattr(c.way, "schedule", "") == "gram",
     "narrow": lambda c: c.phase == "backward" or (isinstance(c.way, Gemm) and c.way.tile.halves_rows),
     "few tiles": lambda c: c.phase == "backward" or isinstance(c.way, small.Shape),

@@ -178,19 +178,19 @@ def test_the_models_own_batch_has_its_plan_and_any_other_the_persistent_one(tmp_
     )
     assert any_batch.count("save ? 1 : 0") == 1 and "if (!save) return {y};" in any_batch
     if ending is None:
-        assert kernels[0] in ("Persistent", "TwoPass") and kernels[1:] == ["Evaluate"]
+        assert kernels[0] == "Persistent" and kernels[1:] == ["Evaluate"]
         return
     chosen = rf"run = {condition} \? forward_training{ending} : forward_training_any_batch;"
     assert re.search(chosen, host_function(source, "forward_training"))
     launch = host_function(source, f"forward_training{ending}")
     if ending in ("_one_tile", "_few_tiles"):
-        assert kernels[0] in ("Persistent", "TwoPass") and "gemmnorm::small_panel<" in source
+        assert kernels[0] == "Persistent" and "gemmnorm::small_panel<" in source
         assert re.search(r"288,\s+\d+ /\* shared \*/, \d+ /\* cluster \*/,\s+false /\* cooperative \*/", launch)
         few, any_batch = (host_function(source, f"forward_evaluation{which}") for which in (ending, "_any_batch"))
         assert "std::min<int64_t>(128, (batch + 7) / 8 * 8), 64)" in few
         assert "1 /* cluster */" in any_batch and "at::mm_out" not in any_batch
     else:
-        assert kernels[0] in ("Persistent", "TwoPass") and kernels[1:] == ["SingleWave", "Evaluate"]
+        assert kernels[0] == "Persistent" and kernels[1:] == ["SingleWave", "Evaluate"]
         assert f"{2 if batch == 256 else 1} /* cluster */" in launch
         assert f"{'false' if batch == 256 else 'true'} /* cooperative */" in launch
 

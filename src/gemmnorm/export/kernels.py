@@ -216,7 +216,7 @@ def facts(launches: Sequence[Launch]) -> dict[str, dict[str, bool]]:
     of_gradients = [{"kExponents": "column_exponents" in launch.params} for launch in gradients]
     form = _common(of_forms)
     kinds = {gemm.member("Epilogue<>") for gemm in gemms}
-    of_batches = [{"OF_BATCH": kind != KNOWN[0]} for kind in (*KNOWN, TWO_PASS) if kind in kinds]
+    of_batches = [{"OF_BATCH": kind != KNOWN[0]} for kind in KNOWN if kind in kinds]
     merges = [launch for launch in launches if launch.function == "merge_statistics"]
     return {
         "gemm": _common([_gemm_facts(launch) for launch in gemms]) | _common(of_batches),
@@ -227,7 +227,6 @@ def facts(launches: Sequence[Launch]) -> dict[str, dict[str, bool]]:
 
 
 KNOWN = ("gemmnorm::EvaluateEpilogue", "gemmnorm::NormalizeEpilogue")
-TWO_PASS = "gemmnorm::TwoPassEpilogue"  # whose second pass is the latter's
 FORMS = ("kScaled", "kFolded", "kRunning")
 _BYTES = {"float": 4, "gemmnorm::half": 2, "gemmnorm::bfloat16": 2}
 

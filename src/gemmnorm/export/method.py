@@ -46,18 +46,6 @@ In small batches a cluster of blocks owns some features, and the blocks of each 
 in_features; partial sums, and those over the rows, meet in distributed shared memory. A larger batch takes the
 persistent kernel.
 """
-_TWO_PASSES_IN_ONE = """\
-Each block multiplies its tiles twice: first for statistics alone, then, when all blocks' are merged, to normalise what
-it has in its registers. y is stored once.
-"""
-_THREE_LAUNCHES = """\
-Two more launches merge the partial statistics and apply scale and shift.
-"""
-_GRAM = """\
-Mean and variance of every feature come from the Gram matrix of x, about a pivot near its mean: a_n = x*w_n has the mean
-w_n*mean(x) and the sum of squares w_n^T*G*w_n. That takes in_features/features of the product's operations. Where the
-terms of a sum cancel too far, a device-side flag lets the next launch take the statistics from the product itself.
-"""
 _TWO_PASSES = """\
 The product is multiplied twice and y stored once: a first launch takes statistics alone, a second merges them, a third
 multiplies again and normalises what it has in its registers (and stores the product where a backward wants it).
@@ -137,7 +125,6 @@ def explained(strategy: str, plans: Sequence[Plan]) -> tuple[str, str]:
     method += [_SMALL_PANEL] if "small_panel" in functions else []
     method += [_SINGLE_WAVE] if "gemmnorm::SingleWaveEpilogue" in epilogues else []
     method += [_PERSISTENT] if "gemmnorm::PersistentEpilogue" in epilogues else []
-    method += [_TWO_PASSES_IN_ONE] if "gemmnorm::TwoPassEpilogue" in epilogues else []
     method += [_THREE_LAUNCHES] if "gemmnorm::StatisticsEpilogue" in epilogues else []
     method += [_GRAM] if "gram_statistics" in functions else []
     method += [_TWO_PASSES] if "gemmnorm::ExactStatisticsEpilogue" in epilogues else []

@@ -69,8 +69,6 @@ class Candidate:
             return cost.backward_terms, cost.count_backward(problem, way)
         if isinstance(way, Gemm) and way.schedule == "two-pass":
             return cost_twice.two_pass_terms, cost_twice.count_two_passes(problem, way)
-        if isinstance(way, Gemm) and way.schedule == "persistent-two-pass":
-            return cost_twice.one_launch_terms, cost_twice.count_in_one_launch(problem, way)
         if isinstance(way, Gemm) and way.schedule == "gram":
             return cost_twice.gram_terms, cost_twice.count_gram(problem, way)
         if isinstance(way, Gemm):
@@ -240,8 +238,6 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
             yield replace(everything, schedule="single-tile")
     else:
         yield replace(everything, schedule="persistent")
-        if not problem.split:  # untried with split operands
-            yield replace(everything, schedule="persistent-two-pass")
         yield from _single_waves(problem, everything)
 
 
@@ -281,7 +277,7 @@ def _single_waves(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
 def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
     """All operands converted before the product; or only what its first wave needs, and a share of the rest."""
     yield gemm
-    if not (problem.split or problem.made) or gemm.schedule in ("single-tile", "gram", "persistent-two-pass"):
+    if not (problem.split or problem.made) or gemm.schedule in ("single-tile", "gram"):
         return
     if problem.split and gemm.schedule not in ("persistent", "evaluate"):
         return

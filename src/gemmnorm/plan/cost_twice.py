@@ -8,6 +8,7 @@ from typing import Any
 
 from . import gram
 from .cost import (
+    L2_BYTES,
     Constants,
     Counted,
     count_cast,
@@ -20,25 +21,20 @@ from .cost import (
     pass_terms,
     product_time,
 )
+from .gemm import bytes_of_x
 from .problem import CHIPS, DTYPE_BYTES, Problem
 
 
 def count_two_passes(problem: Problem, gemm: Any) -> Counted:
     """`fused_gemm` for statistics, their merge, and `fused_gemm` once more, as in evaluation."""
-    return {
-        "first": count_gemm(problem, replace(gemm, schedule="exact-statistics")),
-        "second": _count_normalize(problem, gemm),
-    }
+    second = _count_normalize(problem, gemm)
+    second["traffic"] -= _kept_by_l2(bytes_of_x(problem))
+    return {"first": count_gemm(problem, replace(gemm, schedule="exact-statistics")), "second": second}
 
 
-def count_in_one_launch(problem: Problem, gemm: Any) -> Counted:
-    """Both passes by one launch, whose blocks wait for each other between them; two warps of each merge."""
-    counted = count_two_passes(problem, gemm)
-    rows, _ = gemm.tile.counts(problem)
-    rounds = -(-problem.out_features // (2 * (problem.chip or CHIPS[90]).multiprocessors))
-    first = counted["first"]
-    merged = {"groups": first["groups"] * rounds, "launches": first["launches"] - 1, "grid_waits": 1, "row_tiles": rows}
-    return counted | {"first": first | merged}
+def _kept_by_l2(read: float) -> float:
+    """Of so many bytes that a launch reads, those that the next finds in the L2."""
+    return read * min(1.0, L2_BYTES / max(read, 1.0))
 
 
 def _count_normalize(problem: Problem, gemm: Any) -> Counted:
@@ -75,8 +71,10 @@ def count_again(problem: Problem, gemm: Any) -> Counted:
     # It writes the product's gradient as an evaluation writes y.
     known = replace(problem, training=False, out_dtype=problem.dtype)
     gradient = count_gemm(known, replace(gemm, schedule="normalize"))
+    grad_y = b * o * out_size
     for n in (sums, gradient):  # y's gradient comes while a tile is multiplied
-        n["traffic"] += b * o * out_size
+        n["traffic"] += grad_y
+    gradient["traffic"] -= _kept_by_l2(bytes_of_x(problem) + grad_y)
     products = {"by_x": count_product(problem, b, i, o), "by_weight": count_product(problem, o, i, b)}
     return {"first": sums, "second": gradient, **products}
 
@@ -88,11 +86,6 @@ def two_pass_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     first, second = gemm_terms(n["first"], c), gemm_terms(n["second"], c)
     second["prologue"] = second["prologue"] - c.first + c.launch
     return {name: first[name] + second[name] for name in first}
-
-
-def one_launch_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
-    found = two_pass_terms(n, c)
-    return {**found, "prologue": found["prologue"] - c.launch - c.prologue}
 
 
 def gram_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:

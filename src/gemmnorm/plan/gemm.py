@@ -28,7 +28,6 @@ ENTRIES = {
     "exact-statistics": "fused_gemm_statistics",
     "normalize": "fused_gemm_scale_bn_apply",
 }
-COEFFICIENTS = 6 * 4  # bytes a feature of known statistics, beside partial ones
 COUNTERS = 2  # before the two of each panel
 BANDS, RING_BYTES = 64, 25 * 1024  # counters of x's rows where the kernel converts; shared memory where it splits them
 # Schedule → the kernel's epilogue, and its file (kernels/gemm/epilogue_<file>.cuh).
@@ -46,14 +45,11 @@ EPILOGUES = {
     "single-wave": ("SingleWaveEpilogue", "single_wave"),
     # Tiles are stored, and normalised out of the L2 when their panel is complete.
     "persistent": ("PersistentEpilogue", "persistent"),
-    # "two-pass" in one launch.
-    "persistent-two-pass": ("TwoPassEpilogue", "two_pass"),
 }
 KNOWN = ("evaluate", "normalize")  # schedules whose statistics are known
 TWICE = ("two-pass", "gram")  # schedules that launch "exact-statistics" and "normalize"
-UNSTORED = (*TWICE, "exact-statistics", "normalize", "persistent-two-pass")  # schedules that have no use for a product
-MEET = ("persistent", "persistent-two-pass")  # schedules whose blocks wait for each other in global memory
-ONE_LAUNCH = ("single-tile", "single-wave", "persistent", "persistent-two-pass")  # training schedules that are one
+UNSTORED = (*TWICE, "exact-statistics", "normalize")  # schedules that have no use for a product
+ONE_LAUNCH = ("single-tile", "single-wave", "persistent")  # training schedules that are one
 # Fields of the operands that the kernel converts, and of what only split operands have.
 _CONVERTED = ("source_x", "source_weight", "converted_x", "converted_weight")
 _SPLIT = (
@@ -203,7 +199,6 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
     left = gemm.converts(problem)
     ahead = schedule in ("persistent", "evaluate") if problem.split else left
     shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
-    shared += COEFFICIENTS * tile.columns if schedule == "persistent-two-pass" else 0
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
     boxes_product = boxes if stores_product(problem, schedule) else boxes_y
     results = (("product", boxes_product), ("y", boxes_y)) if tile.staged else ()  # else from registers to memory
@@ -239,7 +234,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
         resident=1,
         shared=shared,
         cluster=gemm.cluster,
-        cooperative=left or schedule in MEET or (schedule == "single-wave" and gemm.cluster == 1),
+        cooperative=left or schedule == "persistent" or (schedule == "single-wave" and gemm.cluster == 1),
         maps=(
             Map("map_x", operands[0], tile.rows, tile.k, fits=schedule in KNOWN),
             Map("map_weight", operands[1], tile.columns, tile.k),

@@ -6,7 +6,6 @@
 //                                   accumulators, `end` after the block's last tile
 //   kEvaluates, kTrains             all statistics are known; those of the batch, merged in this launch through its counters
 //   kStores                         tiles are stored, and may pass through the staging buffers
-//   kPasses                         how often the block multiplies its tiles, all of them before any again
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
 //
 // Barriers between the consumers and the warp that stores what they stage: `staged` completes when a consumer's staging buffer
@@ -20,26 +19,6 @@ namespace gemmnorm {
 // Batches up to so many rows: a tile that waits in the accumulators merges its panel's partial statistics itself, rather than
 // wait for a merge.
 constexpr int kDirectRows = 8192;
-
-// One warp merges the share of a tile's panel that falls to the tile: each feature to one of the panel's tiles.
-template <class G, class Params>
-__device__ __forceinline__ void merge_share(const Features<Params>& f, const TileScheduler& scheduler, const Counters& counters,
-                                            Tile tile) {
-  int lanes = 1;  // to a feature: as many as leave a feature or more to each tile
-  while (lanes < 32 && scheduler.tiles_m * (32 / lanes) > G::TN) lanes *= 2;
-  const int lane = threadIdx.x % 32, columns = 32 / lanes;
-#pragma unroll 1
-  for (int c = tile.m * columns; c < G::TN; c += scheduler.tiles_m * columns) {
-    const int j = tile.n * G::TN + c + lane / lanes, existing = min(j, f.p.features - 1);
-    const FeatureValues values = f.values(existing);
-    if (lane == 0) wait_until(counters.complete(tile.n), 2 * scheduler.tiles_m);
-    __syncwarp();
-    const ColumnStatistics merged = merge_column<8>(f, lane % lanes, lanes, existing);
-    if (lane % lanes == 0 && j < f.p.features) f.finish(j, values, merged.mean, merged.m2);
-    __syncwarp();
-    if (lane == 0) signal(counters.merged(tile.n), columns);
-  }
-}
 
 struct StagingBarriers {
   u64 staged[2], unstaged[2];

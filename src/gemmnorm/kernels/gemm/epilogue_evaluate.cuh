@@ -63,24 +63,17 @@ struct KnownStatisticsEpilogue {
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = true;
   static constexpr bool kTrains = false;
-  static constexpr int kPasses = 1;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>
     __device__ __forceinline__ static void run(const Features<Params>& f, const TileScheduler& scheduler, const Counters&,
                                                Smem& shared, int warp) {
-      if (warp == 1) compute_coefficients(f, scheduler, shared, [](Tile) {});
-    }
-    // One warp: of every tile, once `wait_for(tile)` returns.
-    template <class Smem, class Wait>
-    __device__ __forceinline__ static void compute_coefficients(const Features<Params>& f, const TileScheduler& scheduler,
-                                                                Smem& shared, const Wait& wait_for) {
+      if (warp > 1) return;
       PipelineState<2> state(1);
       for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
         const Tile tile = scheduler.at(t);
         auto& s = shared.epilogue;
-        wait_for(tile);
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
         if constexpr (OF_BATCH) batch_coefficients<G::TM, G::TN>(f, tile, slope, shift, s.mean[state.stage]);

@@ -42,7 +42,6 @@ struct RecomputedGradient {
   static constexpr bool kStores = true;      // or reads
   static constexpr bool kEvaluates = false;  // rows beyond the batch are zero
   static constexpr bool kTrains = false;
-  static constexpr int kPasses = 1;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
   struct Auxiliary {

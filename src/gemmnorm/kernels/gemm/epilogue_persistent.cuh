@@ -17,7 +17,6 @@ struct PersistentEpilogue {
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = false;
   static constexpr bool kTrains = true;
-  static constexpr int kPasses = 1;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
   static constexpr int kMergeWidth = 8, kMergeLanes = 32 / kMergeWidth;  // features that a warp merges at a time, lanes of each
   static constexpr int kAhead = G::kSplit ? 1 : 4;                       // loads in flight: what registers are left for

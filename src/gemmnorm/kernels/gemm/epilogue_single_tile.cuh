@@ -13,7 +13,6 @@ struct SingleTileEpilogue {
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = false;
   static constexpr bool kTrains = true;
-  static constexpr int kPasses = 1;
 
   // Nobody reads the count of batches, so that any block may increment it when it likes, and there are no counters to reset.
   __device__ __forceinline__ static bool counts_alone(const Params& p) { return p.momentum >= 0.0f; }

@@ -12,6 +12,26 @@
 
 namespace gemmnorm {
 
+// One warp merges the share of a tile's panel that falls to the tile: each feature to one of the panel's tiles.
+template <class G, class Params>
+__device__ __forceinline__ void merge_share(const Features<Params>& f, const TileScheduler& scheduler, const Counters& counters,
+                                            Tile tile) {
+  int lanes = 1;  // to a feature: as many as leave a feature or more to each tile
+  while (lanes < 32 && scheduler.tiles_m * (32 / lanes) > G::TN) lanes *= 2;
+  const int lane = threadIdx.x % 32, columns = 32 / lanes;
+#pragma unroll 1
+  for (int c = tile.m * columns; c < G::TN; c += scheduler.tiles_m * columns) {
+    const int j = tile.n * G::TN + c + lane / lanes, existing = min(j, f.p.features - 1);
+    const FeatureValues values = f.values(existing);
+    if (lane == 0) wait_until(counters.complete(tile.n), 2 * scheduler.tiles_m);
+    __syncwarp();
+    const ColumnStatistics merged = merge_column<8>(f, lane % lanes, lanes, existing);
+    if (lane % lanes == 0 && j < f.p.features) f.finish(j, values, merged.mean, merged.m2);
+    __syncwarp();
+    if (lane == 0) signal(counters.merged(tile.n), columns);
+  }
+}
+
 template <class G, class Params>
 struct SingleWaveEpilogue {
   using Shared = TrainingShared<G>;
@@ -19,7 +39,6 @@ struct SingleWaveEpilogue {
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = false;
   static constexpr bool kTrains = true;
-  static constexpr int kPasses = 1;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
   // Tiles of a number below wait in the staging buffer; the rest, the last of each block, in the accumulators.

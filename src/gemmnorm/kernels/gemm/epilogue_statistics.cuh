@@ -16,7 +16,6 @@ struct StatisticsEpilogue {
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = false;
   static constexpr bool kTrains = false;  // in this launch: later ones do
-  static constexpr int kPasses = 1;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return true; }
 
   struct Auxiliary {
@@ -50,7 +49,6 @@ struct ExactStatisticsEpilogue {
   static constexpr bool kStores = false;
   static constexpr bool kEvaluates = false;
   static constexpr bool kTrains = false;  // in this launch: later ones do
-  static constexpr int kPasses = 1;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return true; }
 
   struct Auxiliary {

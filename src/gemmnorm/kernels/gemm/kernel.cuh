@@ -37,7 +37,7 @@ __device__ __forceinline__ void signal_warp_done(u64& warps_done) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_done);
 }
 
-// One thread loads the operands of the block's tiles, for every pass over them.
+// One thread loads the operands of the block's tiles.
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler& scheduler, Shared& shared,
                                            const typename G::Conversion& conversion) {
@@ -46,24 +46,22 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
   const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
   PipelineState<G::kStages> state(1);
 #pragma unroll 1
-  for (int i = 0; i < G::Epilogue::kPasses; ++i) {
-    for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
-      const Tile tile = scheduler.at(t);
-      produce(shared.ring, state, 0, G::steps(p), G::kPlanes * (rows + G::TN) * kRowBytes, [&](int k, int stage, u64* full) {
-        conversion.wait_for(tile, k);
+  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+    const Tile tile = scheduler.at(t);
+    produce(shared.ring, state, 0, G::steps(p), G::kPlanes * (rows + G::TN) * kRowBytes, [&](int k, int stage, u64* full) {
+      conversion.wait_for(tile, k);
 #pragma unroll
-        for (int plane = 0; plane < G::kPlanes; ++plane) {
-          const int column = (k * G::kPlanes + plane) * G::kTileK;
-          tma_load(shared.x[stage][plane], p.map_x, full, column, tile.m * G::TM, x_policy);
-          tma_load(shared.weight[stage][plane], p.map_weight, full, column, tile.n * G::TN, kEvictNormal);
-        }
-      });
-    }
+      for (int plane = 0; plane < G::kPlanes; ++plane) {
+        const int column = (k * G::kPlanes + plane) * G::kTileK;
+        tma_load(shared.x[stage][plane], p.map_x, full, column, tile.m * G::TM, x_policy);
+        tma_load(shared.weight[stage][plane], p.map_weight, full, column, tile.n * G::TN, kEvictNormal);
+      }
+    });
   }
 }
 
-// A consumer warpgroup: main loop and epilogue of the block's tiles, for every pass over them. Where the ring holds more than a
-// tile's stages, consumer 1 begins when 0 has multiplied its first tile: from then on one multiplies while the other finishes.
+// A consumer warpgroup: main loop and epilogue of the block's tiles. Where the ring holds more than a tile's stages, consumer 1
+// begins when 0 has multiplied its first tile: from then on one multiplies while the other finishes.
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const TileScheduler& scheduler,
                                               const Counters& counters, Shared& shared, int consumer) {
@@ -79,21 +77,18 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
   const bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
   if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
 #pragma unroll 1
-  for (int i = 0; i < G::Epilogue::kPasses; ++i) {
-    for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
-      epilogue.begin(t);
-      if constexpr (G::kSplit) {
-        const typename G::Scaling scaling(f.p, shared.scaling, consumer);
-        G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
-        scaling.apply(acc);
-      } else {
-        G::Mainloop::run(shared.ring, state, G::steps(f.p), [&](int stage) { return a(0, stage); },
-                         [&](int stage) { return b(0, stage); }, acc);
-      }
-      const bool first = i == 0 && t == static_cast<int>(blockIdx.x);
-      if (takes_turns && consumer == 0 && first) named_barrier_arrive(kTurn, 256);
-      epilogue.store(t, scheduler.at(G::kSplit ? opaque(t) : t), acc);
+  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+    epilogue.begin(t);
+    if constexpr (G::kSplit) {
+      const typename G::Scaling scaling(f.p, shared.scaling, consumer);
+      G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
+      scaling.apply(acc);
+    } else {
+      G::Mainloop::run(shared.ring, state, G::steps(f.p), [&](int stage) { return a(0, stage); },
+                       [&](int stage) { return b(0, stage); }, acc);
     }
+    if (takes_turns && consumer == 0 && t == static_cast<int>(blockIdx.x)) named_barrier_arrive(kTurn, 256);
+    epilogue.store(t, scheduler.at(G::kSplit ? opaque(t) : t), acc);
   }
   epilogue.end();
 }
