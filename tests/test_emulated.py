@@ -404,7 +404,7 @@ def test_a_stream_lends_its_scratch_to_calls_that_are_not_captured(monkeypatch):
     assert len(several.steps) > 1 and len(large.steps) == 1
     with monkeypatch.context() as patched:
         patched.setattr(driver, "Launcher", lambda launch, problem: None)
-        assert not binding.Bound(several)._borrowed and not binding.Bound(large)._borrowed
+        assert not binding.Bound(several)._borrowed and binding.Bound(large)._borrowed <= binding.BORROWED
 
 
 @pytest.mark.parametrize("strategy", ["one_kernel", "cublas_folded_bn"])

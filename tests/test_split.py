@@ -6,6 +6,7 @@ The emulator forms sums as Hopper's tensor cores do, cut off 25 bits below the l
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from gemmnorm import linear_scale_batch_norm, plan
 from gemmnorm.plan import candidates
-from gemmnorm.runtime import binding
+from gemmnorm.runtime import binding, driver
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="no g++"), pytest.mark.usefixtures("no_small_panel")]
 BATCH, INNER, FEATURES = 150, 256, 72
@@ -46,9 +47,9 @@ def flagged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def launch(stream: Any, values: Any) -> None:
             most = values[3]  # x, weight, flagged, most
             seen.append(ctypes.c_int.from_address(most + 4 * 3).value)
-            last[0](stream, values)
+            last.run(stream, values)
 
-        self._steps = (*steps[:-1], (launch, *last[1:]))
+        self._steps = (*steps[:-1], replace(last, run=launch))
         try:
             return original(self, *args)
         finally:
@@ -285,6 +286,28 @@ def test_only_one_gradient_is_wanted(wanted: str) -> None:
         grads.append(leaves[wanted].grad.double())
         assert all(leaves[name].grad is None for name in leaves if name != wanted)
     assert float((grads[1] - grads[0]).norm() / grads[0].norm()) < 1e-6
+
+
+@pytest.mark.usefixtures("small_gradients")
+def test_the_weights_gradient_does_not_lie_beside_the_split_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are as large as the weight: dx, which needs the one, is done before the other is allocated."""
+    alive: list[weakref.ref[Tensor]] = []
+    beside: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+
+    def empty(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made = torch.empty_strided(size, strides, dtype=dtype)
+        beside[size] = [tuple(t.shape) for ref in alive if (t := ref()) is not None]
+        alive.append(weakref.ref(made))
+        return made
+
+    x, weight = torch.randn(200, 128, requires_grad=True), torch.randn(72, 128, requires_grad=True)
+    with emulated(SMALL_HOPPER):
+        y = chain(x, weight, strategy="one_kernel")
+        monkeypatch.setattr(driver, "empty", empty)
+        y.sin().sum().backward()
+    split_weight, split_x = (72, 256), (200, 256)
+    assert split_weight in beside[200, 128] and split_x in beside[72, 128]
+    assert split_weight not in beside[72, 128]
 
 
 @pytest.mark.usefixtures("small_gradients")

@@ -1462,7 +1462,7 @@ __device__ __forceinline__ void signal_warp_done(u64& warps_done) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_done);
 }
 
-// One thread loads the operands of the block's tiles, for every sweep over them.
+// One thread loads the operands of the block's tiles.
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler& scheduler, Shared& shared,
                                            const typename G::Conversion& conversion) {
@@ -1471,24 +1471,22 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
   const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
   PipelineState<G::kStages> state(1);
 #pragma unroll 1
-  for (int i = 0; i < G::Epilogue::kPasses; ++i) {
-    for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
-      const Tile tile = scheduler.at(t);
-      produce(shared.ring, state, 0, G::steps(p), G::kPlanes * (rows + G::TN) * kRowBytes, [&](int k, int stage, u64* full) {
-        conversion.wait_for(tile, k);
+  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+    const Tile tile = scheduler.at(t);
+    produce(shared.ring, state, 0, G::steps(p), G::kPlanes * (rows + G::TN) * kRowBytes, [&](int k, int stage, u64* full) {
+      conversion.wait_for(tile, k);
 #pragma unroll
-        for (int plane = 0; plane < G::kPlanes; ++plane) {
-          const int column = (k * G::kPlanes + plane) * G::kTileK;
-          tma_load(shared.x[stage][plane], p.map_x, full, column, tile.m * G::TM, x_policy);
-          tma_load(shared.weight[stage][plane], p.map_weight, full, column, tile.n * G::TN, kEvictNormal);
-        }
-      });
-    }
+      for (int plane = 0; plane < G::kPlanes; ++plane) {
+        const int column = (k * G::kPlanes + plane) * G::kTileK;
+        tma_load(shared.x[stage][plane], p.map_x, full, column, tile.m * G::TM, x_policy);
+        tma_load(shared.weight[stage][plane], p.map_weight, full, column, tile.n * G::TN, kEvictNormal);
+      }
+    });
   }
 }
 
-// A consumer warpgroup: main loop and epilogue of the block's tiles, for every sweep over them. Where the ring holds more than a
-// tile's stages, consumer 1 begins when 0 has multiplied its first tile: from then on one multiplies while the other finishes.
+// A consumer warpgroup: main loop and epilogue of the block's tiles. Where the ring holds more than a tile's stages, consumer 1
+// begins when 0 has multiplied its first tile: from then on one multiplies while the other finishes.
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const TileScheduler& scheduler,
                                               const Counters& counters, Shared& shared, int consumer) {
@@ -1504,16 +1502,13 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
   const bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
   if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
 #pragma unroll 1
-  for (int i = 0; i < G::Epilogue::kPasses; ++i) {
-    for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
-      epilogue.begin(t);
-      const typename G::Scaling scaling(f.p, shared.scaling, consumer);
-      G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
-      scaling.apply(acc);
-      const bool first = i == 0 && t == static_cast<int>(blockIdx.x);
-      if (takes_turns && consumer == 0 && first) named_barrier_arrive(kTurn, 256);
-      epilogue.store(t, scheduler.at(opaque(t)), acc);
-    }
+  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+    epilogue.begin(t);
+    const typename G::Scaling scaling(f.p, shared.scaling, consumer);
+    G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
+    scaling.apply(acc);
+    if (takes_turns && consumer == 0 && t == static_cast<int>(blockIdx.x)) named_barrier_arrive(kTurn, 256);
+    epilogue.store(t, scheduler.at(opaque(t)), acc);
   }
   epilogue.end();
 }
@@ -1590,7 +1585,6 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 //                                   accumulators, `end` after the block's last tile
 //   kEvaluates, kTrains             all statistics are known; those of the batch, merged in this launch through its counters
 //   kStores                         tiles are stored, and may sweep through the staging buffers
-//   kPasses                         how often the block multiplies its tiles, all of them before any again
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
 //
 // Barriers between the consumers and the warp that stores what they stage: `staged` completes when a consumer's staging buffer
@@ -1896,7 +1890,6 @@ struct PersistentEpilogue {
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = false;
   static constexpr bool kTrains = true;
-  static constexpr int kPasses = 1;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
   static constexpr int kMergeWidth = 8, kMergeLanes = 32 / kMergeWidth;  // features that a warp merges at a time, lanes of each
   static constexpr int kAhead = 1;  // loads in flight: what registers are left for
@@ -2533,24 +2526,17 @@ struct KnownStatisticsEpilogue {
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = true;
   static constexpr bool kTrains = false;
-  static constexpr int kPasses = 1;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>
     __device__ __forceinline__ static void run(const Features<Params>& f, const TileScheduler& scheduler, const Counters&,
                                                Smem& shared, int warp) {
-      if (warp == 1) compute_coefficients(f, scheduler, shared, [](Tile) {});
-    }
-    // One warp: of every tile, once `wait_for(tile)` returns.
-    template <class Smem, class Wait>
-    __device__ __forceinline__ static void compute_coefficients(const Features<Params>& f, const TileScheduler& scheduler,
-                                                                Smem& shared, const Wait& wait_for) {
+      if (warp > 1) return;
       PipelineState<2> state(1);
       for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
         const Tile tile = scheduler.at(t);
         auto& s = shared.epilogue;
-        wait_for(tile);
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
         evaluation_coefficients<G::TN>(f, tile.n * G::TN, tile.m == 0, slope, shift);

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -121,27 +121,29 @@ def scalars(problem: Problem, scale: Tensor | None, scale_value: float, momentum
     return (stride, *numbers, problem.batch, problem.out_features, problem.in_features)
 
 
-class Bound:
-    """A plan with its kernels loaded; called with the inputs' tensors and the numbers, in their order.
+@dataclass(frozen=True)
+class _Tensor:
+    """One that a call allocates."""
 
-    The pool of arguments is a list: the addresses of `tensors` (inputs, then what is allocated), addresses inside of
-    those, the numbers, the counters, the maps. Each launch picks its arguments out of it.
+    role: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
-    `packed`: product and statistics are one tensor `kept` (`unpacked`), an allocation less. Only where no library's
-    product has to see the product by itself.
+
+class _Memory:
+    """What a plan allocates: its outputs, then what dies with the call; and the roles that are parts of other tensors.
+
+    Attributes:
+        tensors: outputs first, `outputs` of them.
+        parts: role, the tensor that it is part of, byte offset.
+        borrowed: bytes of scratch that the stream keeps for it, or 0.
     """
 
-    def __init__(self, chosen: Plan, packed: bool = False) -> None:
-        batch = chosen.problem.batch
-        inputs = INPUTS[chosen.phase] + (PREPARED if chosen.problem.prepared else ())
-        if packed and chosen.phase == "backward":
-            inputs = (*inputs[:-2], "kept")
-        operands = {
-            role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)
-        }
-        operands |= {m.tensor for launch in chosen.launches for m in launch.maps}
-        allocated: list[tuple[str, tuple[tuple[int, ...], tuple[int, ...]], torch.dtype]] = []
-        inside: list[tuple[str, str, int]] = []  # role, the tensor that it is part of, byte offset
+    def __init__(self, chosen: Plan, inputs: Sequence[str], packed: bool) -> None:
+        batch, features = chosen.problem.batch, chosen.problem.out_features
+        self.tensors: list[_Tensor] = []
+        self.parts: list[tuple[str, str, int]] = []
 
         def shape(buffer: Buffer) -> tuple[int, ...]:
             return tuple(extent.value(batch) for extent in buffer.shape)
@@ -149,14 +151,13 @@ class Bound:
         def allocate(buffer: Buffer) -> None:
             sizes, strides = _dense(shape(buffer))
             strides = (buffer.pitch, 1) if buffer.pitch else strides
-            allocated.append((buffer.role, (sizes, strides), DTYPES[buffer.dtype]))
+            self.tensors.append(_Tensor(buffer.role, sizes, strides, DTYPES[buffer.dtype]))
 
-        features = chosen.problem.out_features
         host, begin = ("kept", _statistics_offset(chosen.problem)) if packed else ("statistics", 0)
-        into, parts = ("sums", _SUMMED) if chosen.phase == "sums" else (host, _KEPT)
+        into, of_features = ("sums", _SUMMED) if chosen.phase == "sums" else (host, _KEPT)
         if packed:
-            inside.append(("product", host, 0))
-        kept = [b for role in parts for b in chosen.outputs if b.role == role]
+            self.parts.append(("product", host, 0))
+        kept = [b for role in of_features for b in chosen.outputs if b.role == role]
         made = [b for b in chosen.outputs if b.role in CAST]
         for buffer in chosen.outputs:
             if buffer not in (*kept, *made) and not (packed and buffer.role == "product"):
@@ -164,78 +165,142 @@ class Bound:
         if kept:
             rows = 0
             for buffer in kept:
-                inside.append((buffer.role, into, begin + 4 * features * rows))
+                self.parts.append((buffer.role, into, begin + 4 * features * rows))
                 rows += math.prod(shape(buffer)) // features
-            if packed:
-                allocated.append((host, _dense((begin + 4 * features * rows,)), torch.uint8))
-            else:
-                allocated.append((into, _dense((rows, features)), torch.float32))
+            whole, dtype = (
+                ((begin + 4 * features * rows,), torch.uint8) if packed else ((rows, features), torch.float32)
+            )
+            self.tensors.append(_Tensor(host if packed else into, *_dense(whole), dtype))
         for buffer in made:
             allocate(buffer)
-        self.outputs = tuple(role for role, _, _ in allocated)
+        self.outputs = len(self.tensors)
+        operands = {
+            role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)
+        }
+        operands |= {m.tensor for launch in chosen.launches for m in launch.maps}
         size = 0
         for buffer in chosen.workspace:
-            if buffer.role in operands:
+            elements = math.prod(extent.value(batch) for extent in buffer.stored)
+            bytes_ = -(-elements * DTYPE_BYTES[buffer.dtype] // 256) * 256
+            if buffer.role in operands or bytes_ > BORROWED:
                 allocate(buffer)
             else:
-                inside.append((buffer.role, "scratch", size))
-                elements = math.prod(extent.value(batch) for extent in buffer.stored)
-                size += -(-elements * DTYPE_BYTES[buffer.dtype] // 256) * 256
+                self.parts.append((buffer.role, "scratch", size))
+                size += bytes_
         # One kernel after the other may use what the stream keeps; several of a plan might have others in between.
-        self._borrowed = size if size <= BORROWED and len(chosen.steps) == 1 else 0
-        if size and not self._borrowed:
-            allocated.append(("scratch", _dense((size,)), torch.uint8))
+        self.borrowed = size if size <= BORROWED and len(chosen.steps) == 1 else 0
+        if size and not self.borrowed:
+            self.tensors.append(_Tensor("scratch", *_dense((size,)), torch.uint8))
         third = ("offset",) if chosen.keeps_offsets else ()
         third = ("row_count",) if "offset" in inputs else third
         for tensor, roles in ((host, (*_KEPT[:2], *third)), ("sums", _SUMMED)):
             if tensor in inputs:
-                inside += [(role, tensor, begin + 4 * features * row) for row, role in enumerate(roles)]
+                self.parts += [(role, tensor, begin + 4 * features * row) for row, role in enumerate(roles)]
 
-        names = [*inputs, *(role for role, _, _ in allocated)]
-        names += ["scratch"] if self._borrowed else []
-        slots = {role: i for i, role in enumerate([*names, *(role for role, _, _ in inside), *SCALARS])}
+
+@dataclass(frozen=True)
+class _Step:
+    """A product or a launch, and the memory that only lives around it.
+
+    Attributes:
+        born: what is allocated before: place among the tensors, shape, strides, dtype, and (slot, offset) of its parts.
+        maps: slot, that of the matrix's address, the maps by address, how the matrix is found, what the map is like.
+        run: of the tensors for a product; of the stream and the picked arguments for a launch.
+        picked: a launch's arguments, out of the pool; None for a product.
+        needed: the slot that is 0 where nobody wants what the launch makes.
+        dead: places of the tensors that nobody needs after it.
+    """
+
+    born: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, tuple[tuple[int, int], ...]], ...]
+    maps: tuple[tuple[int, int, dict[int, Any], Callable[[Sequence[Any]], Tensor], Map], ...]
+    run: Callable[..., None]
+    picked: Callable[[Sequence[Any]], tuple[Any, ...]] | None
+    needed: int
+    dead: tuple[int, ...]
+
+
+class Bound:
+    """A plan with its kernels loaded; called with the inputs' tensors and the numbers, in their order.
+
+    The pool of arguments is a list: the addresses of `tensors` (inputs, then what is allocated), addresses inside of
+    those, the numbers, the maps, the counters. Each launch picks its arguments out of it. A tensor is allocated before
+    the first step that needs it, and let go after the last: the next may lie in its memory.
+
+    `packed`: product and statistics are one tensor `kept` (`unpacked`), an allocation less. Only where no library's
+    product has to see the product by itself.
+    """
+
+    def __init__(self, chosen: Plan, packed: bool = False) -> None:
+        inputs = INPUTS[chosen.phase] + (PREPARED if chosen.problem.prepared else ())
+        if packed and chosen.phase == "backward":
+            inputs = (*inputs[:-2], "kept")
+        memory = _Memory(chosen, inputs, packed)
+        self._borrowed, self._inputs, self._made = memory.borrowed, len(inputs), len(memory.tensors)
+        self._places = len(memory.parts)
+        self.outputs = tuple(t.role for t in memory.tensors[: memory.outputs])
+        names = [*inputs, *(t.role for t in memory.tensors), *(["scratch"] if self._borrowed else [])]
+        slots = {role: i for i, role in enumerate([*names, *(role for role, _, _ in memory.parts), *SCALARS])}
         slots |= {alias: slots[role] for alias, role in chosen.aliases}
         if "product" in slots:
             slots["stored_product"] = slots["product"]
         slots |= {f"given_{name}": slots[name] for name in ("x", "weight") if name in slots}
-        count = len(names) + len(inside) + len(SCALARS)
+        count = len(names) + len(memory.parts) + len(SCALARS)
         constants: list[Any] = [0]  # the address of what is absent, then the numbers that the plan decides
+        constants += [value for launch in chosen.launches for _, value in launch.numbers]
         absent, always = count, 0  # where the pool has nothing, and where it always has something: the first input
-        steps: list[_Product | tuple[driver.Launcher, Callable[[Sequence[Any]], tuple[Any, ...]], int]] = []
+        next_number, next_map = count + 1, count + len(constants)
+        self._constants = (*constants, *(0 for launch in chosen.launches for _ in launch.maps))
+        self._counters = chosen.counters
+        if chosen.counters:
+            slots["counters"] = count + len(self._constants)
+            slots["amax_state"] = slots["counters"] + 1
+        parts = [(names.index(tensor), len(names) + i, offset) for i, (_, tensor, offset) in enumerate(memory.parts)]
+        self._parts = tuple(part for part in parts if not len(inputs) <= part[0] < len(inputs) + self._made)
+        owner = {slot: place for place, slot, _ in parts} | {place: place for place in range(len(names))}
 
         def find(role: str) -> Callable[[Sequence[Any]], Tensor]:
             if slots[role] < len(names):
                 return itemgetter(slots[role])
             return lambda tensors: unpacked(tensors[names.index("kept")], chosen.problem)[0]
 
-        # The place of a matrix's address, its maps by address, how it is found, and what the map is like.
-        maps: list[tuple[int, dict[int, Any], Callable[[Sequence[Any]], Tensor], Map]] = [
-            (slots[m.tensor], {}, find(m.tensor), m) for launch in chosen.launches for m in launch.maps
-        ]
-        constants += [value for launch in chosen.launches for _, value in launch.numbers]
-        next_number, next_map = count + 1, count + len(constants)
-        if chosen.counters:
-            slots["counters"] = next_map + len(maps)
-            slots["amax_state"] = slots["counters"] + 1
+        steps: list[_Step] = []
+        used: list[set[int]] = []  # by each step: places of tensors
         for step in chosen.steps:
             if isinstance(step, Launch):
                 own = {role: next_number + i for i, (role, _) in enumerate(step.numbers)}
                 own |= {m.role: next_map + i for i, m in enumerate(step.maps)}
                 next_number, next_map = next_number + len(step.numbers), next_map + len(step.maps)
                 fields = params.layout(step, chosen.problem).fields
-                picked = itemgetter(*(own.get(f.name, slots.get(f.role, absent)) for f in fields))
-                steps.append((driver.Launcher(step, chosen.problem), picked, slots.get(step.only_for, always)))
+                chosen_slots = [own.get(f.name, slots.get(f.role, absent)) for f in fields]
+                maps: Any = tuple((own[m.role], slots[m.tensor], {}, find(m.tensor), m) for m in step.maps)
+                needed = slots.get(step.only_for, always)
+                launcher = driver.Launcher(step, chosen.problem)
+                steps.append(_Step((), maps, launcher, itemgetter(*chosen_slots), needed, ()))
+                used.append({owner[slot] for slot in (*chosen_slots, *(m[1] for m in maps)) if slot in owner})
             else:
-                steps.append(
-                    _Product(
-                        slots[step.out], slots[step.left], slots[step.right], step.transpose_left, step.transpose_right
-                    )
-                )
-        self._allocated = tuple((*layout, dtype) for _, layout, dtype in allocated)
-        self._inside = tuple((names.index(tensor), offset) for _, tensor, offset in inside)
-        self._constants, self._maps, self._steps = tuple(constants), tuple(maps), tuple(steps)
-        self._counters = chosen.counters
-        self._inputs = len(inputs)
+                out, left, right = slots[step.out], slots[step.left], slots[step.right]
+                product = _Product(out, left, right, step.transpose_left, step.transpose_right)
+                steps.append(_Step((), (), product, None, always, ()))
+                used.append({owner[slot] for slot in (out, left, right)})
+        self._steps = tuple(self._with_memory(steps, used, memory.tensors, parts))
+
+    def _with_memory(
+        self, steps: Sequence[_Step], used: Sequence[set[int]], made: Sequence[_Tensor], parts: Sequence[Any]
+    ) -> Iterator[_Step]:
+        """`steps`, each with what is `made` before and let go after it; what no step uses is made before the first."""
+        first, last = {}, {}
+        for place in range(self._inputs, self._inputs + len(made)):
+            by = [i for i, places in enumerate(used) if place in places] or [0]
+            first[place], last[place] = by[0], by[-1]
+        for i, step in enumerate(steps):
+            born = tuple(
+                (place, t.shape, t.strides, t.dtype, tuple((slot, offset) for p, slot, offset in parts if p == place))
+                for place, t in enumerate(made, self._inputs)
+                if first[place] == i
+            )
+            outputs = self._inputs + len(self.outputs)
+            dead = tuple(place for place, at in last.items() if at == i and place >= outputs)
+            yield replace(step, born=born, dead=dead)
 
     def __call__(
         self, inputs: tuple[Tensor | None, ...], scalars: tuple[Any, ...], wanted: tuple[bool, ...] | None = None
@@ -248,30 +313,36 @@ class Bound:
             with torch.cuda.device(index):
                 return self(inputs, scalars, wanted)
         driver.enter(index)
-        empty, tensors = driver.empty, [*inputs]
-        for i, (size, strides, dtype) in enumerate(self._allocated):
-            skipped = wanted is not None and i < len(self.outputs) and not wanted[i]
-            tensors.append(None if skipped else empty(size, strides, dtype))
-        handle, capturing = driver.stream_handle(index), driver.capturing()
+        empty, handle, capturing = driver.empty, driver.stream_handle(index), driver.capturing()
+        before, tensors = self._inputs, [*inputs, *(None,) * self._made]
         if self._borrowed:  # not by a captured call, which may be replayed beside anything
             tensors.append(empty((self._borrowed,), (1,), torch.uint8) if capturing else scratch(index, handle))
         pool: list[Any] = [0 if t is None else t.data_ptr() for t in tensors]
-        pool += [pool[tensor] + offset for tensor, offset in self._inside]
+        pool += (0,) * self._places
+        for place, slot, offset in self._parts:
+            pool[slot] = pool[place] + offset
         pool += scalars
         pool += self._constants
-        for place, known, find, described in self._maps:
-            pool.append(known.get(pool[place]) or _make_map(known, find(tensors), described))
         if self._counters:
             address = counters(index).take(handle, self._counters, capturing)
             pool += (address, address + 4 * (self._counters - 4))
+        end = before + len(self.outputs)
         for step in self._steps:
-            if isinstance(step, _Product):
-                step(tensors)
-            else:
-                launch, picked, needed = step
-                if pool[needed]:
-                    launch(handle, picked(pool))
-        return tensors[self._inputs : self._inputs + len(self.outputs)]
+            for place, size, strides, dtype, parts in step.born:
+                if wanted is None or place >= end or wanted[place - before]:
+                    made = tensors[place] = empty(size, strides, dtype)
+                    pool[place] = address = made.data_ptr()
+                    for slot, offset in parts:
+                        pool[slot] = address + offset
+            if step.picked is None:
+                step.run(tensors)
+            elif pool[step.needed]:
+                for slot, place, known, find, described in step.maps:
+                    pool[slot] = known.get(pool[place]) or _make_map(known, find(tensors), described)
+                step.run(handle, step.picked(pool))
+            for place in step.dead:
+                tensors[place] = None
+        return tensors[before:end]
 
 
 @functools.lru_cache(maxsize=4096)
