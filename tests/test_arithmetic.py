@@ -12,7 +12,12 @@ from gemmnorm import plan
 from gemmnorm.cli import doctor
 from gemmnorm.errors import GemmNormValueError
 from gemmnorm.runtime import call as runtime
-from gemmnorm.runtime.arithmetic import arithmetic, float32_reason
+from gemmnorm.runtime.arithmetic import (
+    arithmetic,
+    convolutions_differ,
+    float32_reason,
+    tf32_allowed_to_convolutions,
+)
 from gemmnorm.runtime.operands import Operands, Options
 
 MATMUL = torch.backends.cuda.matmul
@@ -73,6 +78,24 @@ def test_who_refuses_tf32_keeps_the_split_product(name, monkeypatch):
     x, weight = torch.empty(1024, 8192), torch.empty(8192, 8192)
     problem = runtime.describe(Operands(x, weight), Options())
     assert problem.split and runtime.resolve(problem, None) == "one_kernel"
+
+
+@pytest.fixture
+def convolutions():
+    """PyTorch's switch for TF32 in convolutions, which is put back."""
+    before = torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.usefixtures("convolutions")
+def test_convolutions_have_a_switch_of_their_own(name):
+    switch, expected = SWITCHES[name]
+    switch()
+    assert tf32_allowed_to_convolutions() and convolutions_differ() == (expected != "tf32")
+    torch.backends.cudnn.allow_tf32 = False
+    assert not tf32_allowed_to_convolutions() and convolutions_differ() == (expected == "tf32")
 
 
 def test_gemmnorms_own_switch(monkeypatch):

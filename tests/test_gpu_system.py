@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -52,6 +53,21 @@ def test_the_same_bits_on_every_run(strategy, dtype):
         first = first or got
         for name, value in got.items():
             assert torch.equal(value, first[name]), f"run {run}: {name}"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_float32_convolution_is_fused_where_products_may_do_what_it_may(compiled):
+    """cuDNN may use TF32 by default, and cuBLAS not: then the convolution runs as it would."""
+    module = nn.Sequential(nn.Conv1d(64, 96, 1), nn.BatchNorm1d(96), nn.ReLU()).cuda()
+    x = torch.randn(8, 200, 64, device="cuda").transpose(1, 2)
+    want = copy.deepcopy(module).double()(x.double())
+    for allowed in (True, False):
+        ours = gemmnorm.fuse(copy.deepcopy(module))
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
+            y = (torch.compile(ours) if compiled else ours)(x)
+        (calls,) = [match.calls for match in gemmnorm.fuse_report(ours, calls=True).matches]
+        assert (calls.compiled == "fused" if compiled else calls.fused == 1) is not allowed
+        assert error(y, want) <= (5e-3 if allowed else 1e-6)
 
 
 # --- streams, threads, devices, graphs --------------------------------------------------------------------------------

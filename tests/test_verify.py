@@ -400,7 +400,7 @@ def test_spread_grows_with_the_mean_of_a_column():
 
 def test_half_precision_grids_let_columns_collapse():
     x = 1e4 + torch.randn(16, 64, dtype=torch.float64)
-    with Arithmetic(Units(2.0**-8, 2.0**-24, 0.0, torch.bfloat16), seed=1):
+    with Arithmetic(Units(2.0**-8, 2.0**-24, grid=torch.bfloat16), seed=1):
         stored = x + 0.0
     assert ((stored.max(0).values - stored.min(0).values) == 0).float().mean() > 0.5
     assert ((stored - x).abs() <= 2.0**-8 * x.abs()).all()

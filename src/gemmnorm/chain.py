@@ -33,6 +33,7 @@ from .errors import GemmNormRuntimeError, GemmNormWarning
 from .functional import linear_scale_batch_norm, synchronises
 from .op import column_parallel
 from .op.route import UNKNOWN, is_exporting, why_plain_ops
+from .runtime.arithmetic import convolutions_differ
 from .runtime.operands import CASTABLE
 
 # Activation classes that are one function whatever their attributes: found without asking each row of the table.
@@ -273,6 +274,8 @@ def _no_matrix(x: Tensor, product: type[nn.Module], weight: Tensor, bn: nn.Modul
         return None
     if isinstance(bn, nn.SyncBatchNorm):
         return "the ranks would have to agree how a convolution's x lies in memory"
+    if x.is_cuda and x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda") and convolutions_differ():
+        return "PyTorch's switches allow TF32 to products or to convolutions, not to both"
     if channels_last(x) or (product is nn.Conv1d and any_strides and x.shape[1] <= weight.shape[0]):
         return None
     return "x does not lie channels last"

@@ -61,6 +61,20 @@ def tf32_allowed() -> bool:
     return bool(torch.backends.cuda.matmul.allow_tf32) if precision is None else precision == "tf32"
 
 
+def tf32_allowed_to_convolutions() -> bool:
+    """PyTorch's switches, which are others, let float32 convolutions run in TF32: their default."""
+    precision = getattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision", None)  # since PyTorch 2.9
+    return bool(torch.backends.cudnn.allow_tf32) if precision is None else precision == "tf32"
+
+
+def convolutions_differ() -> bool:
+    """TF32 is allowed to float32 products or to float32 convolutions, and not to both."""
+    return tf32_allowed_to_convolutions() != tf32_allowed()
+
+
+convolutions_differ._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in op/route.py
+
+
 def arithmetic(dtype: torch.dtype) -> str:
     """`Problem.arithmetic` of operands of `dtype`: "tf32", "float32" or "ieee" for float32, else "native".
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..runtime.arithmetic import tf32_allowed
+from ..runtime.arithmetic import tf32_allowed, tf32_allowed_to_convolutions
 from ..userfiles import ModelFile, ModelFileError
 from .equality import PERIOD, Limits, pool
 from .families import Case, draw_inputs, draw_state, leading_rows, roles
@@ -337,5 +337,6 @@ def _units(dtypes: set[torch.dtype], device: torch.device) -> Units:
         return Units(2.0**-52, 2.0**-52)  # the golden run rounds as well
     coarsest = max(dtypes, key=unit_roundoff)
     grid = coarsest if coarsest in (torch.float16, torch.bfloat16) else None
-    tf32 = device.type == "cuda" and torch.float32 in dtypes and tf32_allowed()
-    return Units(unit_roundoff(coarsest), unit_roundoff(torch.float32), 2.0**-11 if tf32 else 0.0, grid)
+    rounded = 2.0**-11 if device.type == "cuda" and torch.float32 in dtypes else 0.0
+    operand, convolved = rounded * tf32_allowed(), rounded * tf32_allowed_to_convolutions()
+    return Units(unit_roundoff(coarsest), unit_roundoff(torch.float32), operand, convolved, grid)

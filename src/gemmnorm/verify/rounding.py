@@ -58,6 +58,7 @@ class Units:
     storage     of the tensors that operations return
     accumulate  of per-feature results inside a fused operation, and along a reduction
     operand     of a product's operands where they are rounded first (TF32: 2⁻¹¹), else 0
+    convolved   likewise of a convolution's
     grid        the 16-bit dtype that tensors are stored in, if they are: its rounding is made for real
     hashed      ξ is a hash of the value (the other kind of run for 16-bit storage)
     """
@@ -65,6 +66,7 @@ class Units:
     storage: float
     accumulate: float
     operand: float = 0.0
+    convolved: float = 0.0
     grid: torch.dtype | None = None
     hashed: bool = False
 
@@ -158,7 +160,8 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for output in outputs:
                 length = max(a.numel() for a in inputs) / max(1, output.shape[0] if output.ndim else 1)
                 rms = _rms(output)
-                self._add(output, self.units.accumulate * math.sqrt(length) * (output.abs() + rms))
+                unit = self.units.accumulate * math.sqrt(length) + self.units.convolved
+                self._add(output, unit * (output.abs() + rms))
         elif name in _MEANS or name == "sum":
             mean = outputs[-1]
             count = inputs[0].numel() / max(1, mean.numel())
