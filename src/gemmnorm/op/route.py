@@ -14,7 +14,7 @@ from ..runtime import call as runtime
 from ..runtime.arguments import check_arguments
 from ..runtime.operands import Operands, Options
 from . import autograd, column_parallel, reference, sync
-from .registration import forward_op
+from .registration import forward_op, has_modes
 
 
 def linear_scale_batch_norm(operands: Operands, options: Options, process_group: Any | None) -> Tensor:
@@ -103,8 +103,5 @@ def why_plain_ops() -> str | None:
 
 
 def _is_observed(wanted: str | None) -> bool:
-    """Somebody wants the single operations, or a mode has to see the operator. True where PyTorch does not say."""
-    try:
-        return wanted is not None or bool(torch._C._len_torch_dispatch_stack())
-    except AttributeError:  # private names: docs/private_api.md
-        return True
+    """Somebody wants the single operations, or a mode has to see the operator."""
+    return wanted is not None or has_modes()
