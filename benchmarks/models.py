@@ -16,7 +16,6 @@ float16), backward and the optimizer. Per model and way:
 
 Each model has a process of its own. All compile beside each other; then one after the other is timed. A model whose
 package is missing is skipped with a line. On a CPU, and with `--tiny`, everything runs in this process, one by one.
-So far it has run so alone: there are no times of a GPU yet.
 """
 
 from __future__ import annotations
@@ -59,13 +58,15 @@ GRADIENT_SCALE = 1024.0  # so low that no step overflows and is skipped
 
 @dataclass
 class Options:
-    """`seconds`: of sampling, a clock. `compile_by`: no compilation lasts longer than this `time.time()`."""
+    """`seconds`: of sampling, a clock. `compile_by`: no compilation lasts longer than this `time.time()`. `tf32`: for
+    float32 products, which is for others to decide than for convolutions."""
 
     device: str
     tiny: bool = False
     compile: bool = True
     seconds: float = 1.5
     compile_by: float = float("inf")
+    tf32: bool = False
 
 
 @dataclass
@@ -91,6 +92,8 @@ class Trained:
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
+        if self.options.tf32:
+            torch.set_float32_matmul_precision("high")
         self.subject = MODELS[self.name](self.options.tiny)
         self.device = torch.device(self.options.device)
         self.subject.model.to(self.device)
@@ -193,7 +196,8 @@ class Trained:
 
     @property
     def dtype(self) -> str:
-        return "float32" if self.subject.dtype is None else f"{self.subject.dtype} autocast".removeprefix("torch.")
+        float32 = "TF32" if self.options.tf32 else "float32"
+        return float32 if self.subject.dtype is None else f"{self.subject.dtype} autocast".removeprefix("torch.")
 
     def memory(self, way: Way) -> dict[str, float]:
         """The highest that a step takes above what was there, and what a forward leaves for its backward. MB."""
@@ -427,6 +431,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1.2, help="of sampling, for each model and clock")
     parser.add_argument("--no-compile", action="store_true", help="eager and fused alone")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: does it run?")
+    parser.add_argument("--tf32", action="store_true", help='set_float32_matmul_precision("high")')
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
@@ -434,7 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in names if name not in MODELS]:
         parser.error(f"no such model: {', '.join(unknown)}")
     device = default_device(given.device)
-    options = Options(str(device), given.tiny, not given.no_compile, given.seconds)
+    options = Options(str(device), given.tiny, not given.no_compile, given.seconds, tf32=given.tf32)
     console = Console(width=None if sys.stdout.isatty() else 140)
     run = Run(names, options, given.budget, given.json, console)
     run.in_processes() if device.type == "cuda" and not given.tiny else run.here()
