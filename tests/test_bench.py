@@ -378,7 +378,8 @@ def test_a_small_cell_on_the_gpu_has_every_figure() -> None:
         Cell(CASES["v0"], "bf16", True, "train_fwd_bwd"),
     ]
     got = suite.run_suite(chosen, device, Options(budget_s=0.2, compile=False))
-    assert got["rows"] and not got["notes"]
+    # Beside the other tests on this GPU, events and kernels may disagree, and say so.
+    assert got["rows"] and all("by events" in note for note in got["notes"])
     for row in got["rows"]:
         assert row["strategy"] != "reference"
         assert 0.5 * row["gemm_ms"] < row["ms"] < 50 * row["gemm_ms"]
