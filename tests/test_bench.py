@@ -285,9 +285,10 @@ def test_a_strategy_that_falls_back_is_not_timed_under_its_name() -> None:
     cell = Cell(CASES["tiny"], "fp32", False, "train_fwd")
     run = CellRun(Bench(CPU, QUICK), cell, cases.prepare(cell, CPU), Falling())
     with torch.no_grad():
-        errors = run.errors(["cublas_bn"])
-    assert "cublas_bn" not in errors and "eager" in errors
-    assert "plain ops take over" in run.result.not_applicable[0]["reason"]
+        assert "plain ops take over" in str(run.first_call("cublas_bn"))
+        run.module = one_cell.package_module(cell, run.prepared.eager)
+        assert run.first_call("cublas_bn") == "reference ran in its place"  # which is not warned of twice
+        assert run.first_call("reference") is None
 
 
 def test_the_floor_multiplies_what_the_chain_multiplies() -> None:
@@ -318,13 +319,14 @@ def test_a_run_that_was_cut_off_is_continued(tmp_path: object, monkeypatch: pyte
     path = tmp_path / "r.json"  # type: ignore[operator]
     ran: list[str] = []
 
-    def run_cell(self: Bench, cell: Cell) -> CellResult:
+    def measure(self: Bench, cell: Cell) -> CellResult:
         ran.append(str(cell))
         if len(ran) == 2:
             raise KeyboardInterrupt
         return CellResult(rows=[{**one_cell._conditions(cell), "strategy": "reference"}])
 
-    monkeypatch.setattr(Bench, "run_cell", run_cell)
+    monkeypatch.setattr(Bench, "prepare", lambda self, cell: cell)
+    monkeypatch.setattr(Bench, "measure", measure)
     monkeypatch.setattr(Bench, "measure_ceilings", lambda self, cells: {})
     chosen = cases.select("cpu", ["tiny"], ["fp32"])
     with pytest.raises(KeyboardInterrupt):
@@ -339,12 +341,13 @@ def test_a_run_that_was_cut_off_is_continued(tmp_path: object, monkeypatch: pyte
 
 
 def test_a_cell_that_fails_leaves_a_note_and_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_cell(self: Bench, cell: Cell) -> CellResult:
+    def measure(self: Bench, cell: Cell) -> CellResult:
         if cell.phase == "eval_fwd":
             raise RuntimeError("out of memory")
         return CellResult(rows=[one_cell._conditions(cell)])
 
-    monkeypatch.setattr(Bench, "run_cell", run_cell)
+    monkeypatch.setattr(Bench, "prepare", lambda self, cell: cell)
+    monkeypatch.setattr(Bench, "measure", measure)
     monkeypatch.setattr(Bench, "measure_ceilings", lambda self, cells: {})
     got = suite.run_suite(cases.select("cpu", ["tiny"], ["fp32"]), CPU, QUICK)
     assert len(got["rows"]) == 2 and "out of memory" in got["notes"][0]

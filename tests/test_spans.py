@@ -40,6 +40,9 @@ class Device(CudaClock):
         self.trace.insert(0, event)  # in no order
         self.now = max(self.now, begin + us)
 
+    def spin(self, ms: float) -> None:
+        """Outside the trace."""
+
     def start(self, variant: Variant, *, marked: bool = False) -> Callable[[], float]:
         assert marked
         self.launch(SPIN, 20e3)

@@ -12,7 +12,7 @@ Read in this order:
 - `cell.py`         one cell: bare GEMM, eager, torch.compile and every strategy → rows
 - `spans.py`        kernel spans out of a profile, beside the events' times
 - `cross_check.py`  kernel spans of a suite, in a process of their own
-- `ahead.py`        compiling for many cells at once, before any is timed
+- `workers.py`      cells prepared in processes beside each other, and measured one at a time
 - `suite.py`        a suite of cells → a result file
 - `random_problems.py`  problems drawn from a seed, and what a result file of them says
 - `model_files.py`  MODEL.py and replacements of it → a result file
@@ -25,7 +25,6 @@ Read in this order:
 """
 
 from . import random_problems
-from .ahead import compile_ahead
 from .candidates import QueueClock
 from .cases import CASES, PHASES, SUITES, select
 from .cell import Options
@@ -50,7 +49,6 @@ __all__ = [
     "check_comparable",
     "command_line",
     "compare",
-    "compile_ahead",
     "default_device",
     "environment",
     "history",

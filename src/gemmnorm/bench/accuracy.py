@@ -63,7 +63,7 @@ def outputs(module: nn.Module, forward: Forward, prepared: Prepared, phase: str)
     return {"y": y.detach(), "x": grads[0], **dict(zip(named, grads[1:], strict=True))}
 
 
-def _float64_bytes(cell: Cell) -> int:
+def float64_bytes(cell: Cell) -> int:
     case = cell.case
     io = case.batch * case.in_features + case.in_features * case.out_features
     return 8 * ((io + 6 * case.batch * case.out_features) * (2 if cell.phase == "train_fwd_bwd" else 1))
@@ -72,7 +72,7 @@ def _float64_bytes(cell: Cell) -> int:
 def golden(prepared: Prepared, cell: Cell) -> Golden | None:
     """The chain in float64 on the device itself, or None where that would take more memory than is free."""
     x, eager = prepared.x, prepared.eager
-    if x.device.type == "cuda" and _float64_bytes(cell) > torch.cuda.mem_get_info(x.device)[0]:
+    if x.device.type == "cuda" and float64_bytes(cell) > torch.cuda.mem_get_info(x.device)[0]:
         return None
     double: EagerChain = copy.deepcopy(eager).double()
     wide = Prepared(double, x.detach().double().requires_grad_(x.requires_grad), prepared.g.double())

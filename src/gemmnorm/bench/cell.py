@@ -2,7 +2,8 @@
 
 A cell (case, precision, autocast, phase) is timed in one process: the bare GEMM, the eager chain, `torch.compile` of it
 and every strategy that applies, interleaved (`timing.interleave`). Each strategy gives one row; what it shares with
-the other rows of its cell, the peers' times, is repeated in it, so that a row can be read alone.
+the other rows of its cell, the peers' times, is repeated in it, so that a row can be read alone. First the cell is
+prepared (`Bench.prepare`), which may happen beside other work, then measured (`Bench.measure`), which may not.
 
 The floor `gemm_ms` is the fastest of `F.linear` with and without bias and `torch.mm` over torch's BLAS backends: one
 product for a forward, and the two gradient products as well for forward and backward. `bound_ms` is the roofline: the
@@ -14,7 +15,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -130,18 +131,36 @@ class Bench:
         self.ceilings = ceilings(self.device, self.clock, list(dict.fromkeys(c.precision for c in cells)))
         return self.ceilings
 
-    def run_cell(self, cell: Cell) -> CellResult:
-        """Measure one cell."""
+    def prepare(self, cell: Cell) -> Ready:
+        """Make what is timed, and call it once. Nothing is timed here, and others may use the device."""
         prepared = cases.prepare(cell, self.device)
         with cases.conditions(cell):
-            run = CellRun(self, cell, prepared, package_module(cell, prepared.eager))
-            chosen = run.chosen_plan()
-            asked = [chosen.strategy] if self.options.only_chosen else self.options.strategies
-            able, refused = cases.strategies_to_run(plan.applicable(chosen.problem), asked)
-            for strategy, why in refused.items():
-                run.leave_out(strategy, why)
-            run.measure(able, chosen)
-        return run.result
+            return CellRun(self, cell, prepared, package_module(cell, prepared.eager)).get_ready()
+
+    def measure(self, ready: Ready) -> CellResult:
+        """Measure a prepared cell, alone on the device."""
+        with cases.conditions(ready.run.cell):
+            ready.run.measure(ready)
+        return ready.run.result
+
+
+@dataclass
+class Ready:
+    """A cell whose variants have run once: kernels are compiled and loaded, the libraries have their workspaces.
+
+    Attributes:
+        chosen: what the planner makes of the cell when nobody asks for a strategy.
+        strategies: those that are timed; each is a variant of its name.
+        variants: the peers and the strategies; `floors`: the bare GEMMs.
+        failed: by name, why a variant's or strategy's first call failed; it is not timed.
+    """
+
+    run: CellRun
+    chosen: plan.Plan
+    strategies: list[str]
+    floors: list[Variant]
+    variants: list[Variant]
+    failed: dict[str, str]
 
 
 @dataclass
@@ -157,6 +176,10 @@ class CellRun:
     def leave_out(self, strategy: str, why: str) -> None:
         """There is no row for this strategy, and this is the reason."""
         self.result.not_applicable.append({**_conditions(self.cell), "strategy": strategy, "reason": why})
+
+    def did_not_run(self, name: str, why: str) -> None:
+        """A note on a variant without a time."""
+        self.result.notes.append(f"{self.cell}: {name} did not run: {why}")
 
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:
         """A forward under the cell's autocast, entered for this call alone."""
@@ -182,18 +205,72 @@ class CellRun:
         """The planner's time for its choice; None for plain ops, and with a backward, which has a plan of its own."""
         return 1e3 * chosen.seconds if chosen.seconds and self.cell.phase != "train_fwd_bwd" else None
 
-    def measure(self, able: Sequence[str], chosen: plan.Plan) -> None:
-        """Time the peers and these strategies, and add a row for each strategy that ran."""
-        errors = self.errors(able)
-        strategies = [s for s in able if s in errors]
-        floors = self._fastest_floors(floor_variants(self.cell, self.prepared))
-        variants = {v.name: v for v in (*floors, *self.peers(), *self.fused(strategies))}
+    def get_ready(self) -> Ready:
+        """Call every strategy, peer and bare GEMM once; what fails is left out.
+
+        Eager in a CUDA graph is not called: its kernels are eager's, and a graph would hold memory from here on.
+        """
+        self.bench.tell("first calls")
+        chosen = self.chosen_plan()
+        failed = _overtaken(chosen)
+        strategies = list(self._able(chosen, failed))
+        ready = Ready(self, chosen, strategies, floor_variants(self.cell, self.prepared), [], failed)
+        ready.variants = [*self.peers(), *self.fused(strategies)]
+        for variant in (*ready.floors, *ready.variants):
+            if variant.name not in ("eager_graphed", *strategies):
+                why = timing.warm_up(replace(variant, warmup=1), self.bench.clock, timed=False)
+                if why is not None:
+                    failed[variant.name] = why
+                    self.did_not_run(variant.name, why)
+        ready.floors = [v for v in ready.floors if v.name not in failed]
+        ready.variants = [v for v in ready.variants if v.name not in failed]
+        return ready
+
+    def _able(self, chosen: plan.Plan, failed: dict[str, str]) -> Iterator[str]:
+        """The strategies that are asked for, apply and run; the others are left out, and in `failed` if they apply."""
+        options = self.bench.options
+        asked = [chosen.strategy] if options.only_chosen else options.strategies
+        able, refused = cases.strategies_to_run(plan.applicable(chosen.problem), asked)
+        for strategy, why in refused.items():
+            self.leave_out(strategy, why)
+        for strategy in able:
+            wrong = self.first_call(strategy)
+            if wrong is None:
+                yield strategy
+            else:
+                failed[strategy] = wrong
+                self.leave_out(strategy, f"failed: {wrong}")
+
+    def first_call(self, strategy: str) -> str | None:
+        """None, or the reason why this strategy cannot run.
+
+        A kernel that fails to compile or load makes the package fall back on another strategy, with a warning the first
+        time. That must not be timed under the strategy's name, so it is an error here.
+        """
+        try:
+            with gemmnorm.set_strategy(strategy), recording() as plans, warnings.catch_warnings():
+                warnings.simplefilter("error", GemmNormWarning)
+                self.step(copy.deepcopy(self.module))()
+                self.bench.clock.synchronize()
+        except Exception as error:  # a strategy that fails is a result, not the end of the run
+            return timing.reason(error)
+        return next((f"{p.strategy} ran in its place" for p in plans if p.strategy != strategy), None)
+
+    def measure(self, ready: Ready) -> None:
+        """Time the peers and the strategies, and add a row for each strategy that ran."""
+        chosen = ready.chosen
+        errors = self.errors(ready.strategies)
+        strategies = [s for s in ready.strategies if s in errors]
+        lost = {*ready.strategies} - {*strategies}
+        floors = self._fastest_floors(ready.floors)
+        variants = {v.name: v for v in (*floors, *ready.variants) if v.name not in lost}
         budget_s, tell = self.bench.options.budget_s, self.bench.tell
         decide = [(s, peer) for s in strategies for peer in PEERS if s == chosen.strategy and peer in variants]
         times = timing.interleave(
             list(variants.values()), self.bench.clock, budget_s=budget_s, on_progress=tell, decide=decide
         )
-        self.result.notes += [f"{self.cell}: {name} did not run: {why}" for name, why in times.failed.items()]
+        for name, why in times.failed.items():
+            self.did_not_run(name, why)
         shared = {**self._shared(times, [v.name for v in floors], variants), "eager_error": errors.get("eager")}
         for strategy in strategies:
             if strategy not in times.ran:
@@ -210,11 +287,7 @@ class CellRun:
             self.result.rows.append(row)
 
     def errors(self, strategies: Sequence[str]) -> dict[str, float | None]:
-        """Errors against float64 of eager and of every strategy; a strategy that does not run is left out.
-
-        The first call of a strategy happens here. A kernel that fails to compile or load makes the package fall back
-        on plain ops with a warning; that must not be timed under the strategy's name, so the warning is an error here.
-        """
+        """Errors against float64 of eager and of every strategy; a strategy that does not run is left out."""
         self.bench.tell("errors against float64")
         cell, prepared = self.cell, self.prepared
         golden = accuracy.golden(prepared, cell)
@@ -223,10 +296,9 @@ class CellRun:
             errors["eager"] = accuracy.error_of(prepared.eager, self.forward, prepared, cell, golden)
         for strategy in strategies:
             try:
-                with gemmnorm.set_strategy(strategy), warnings.catch_warnings():
-                    warnings.simplefilter("error", GemmNormWarning)
+                with gemmnorm.set_strategy(strategy):
                     errors[strategy] = accuracy.error_of(self.module, self.forward, prepared, cell, golden)
-            except Exception as error:  # a strategy that fails is a result, not the end of the run
+            except Exception as error:  # as in `first_call`
                 self.leave_out(strategy, f"failed: {timing.reason(error)}")
         return errors
 
@@ -330,6 +402,15 @@ class CellRun:
             with variant.around():
                 found[memory] = timing.activation_bytes(lambda: self.forward(module, x), known)
         return found
+
+
+def _overtaken(chosen: plan.Plan) -> dict[str, str]:
+    """The strategies that the planner prefers to the one that ran, which therefore do not compile or load."""
+    with gemmnorm.set_strategy(None):
+        order = plan.preference(chosen.problem, plan.check_strategy(None))
+    verdicts = plan.applicable(chosen.problem)
+    better = order[: order.index(chosen.strategy)]
+    return {s: f"{chosen.strategy} ran in its place" for s in better if verdicts[s] is None}
 
 
 def _conditions(cell: Cell) -> dict[str, Any]:

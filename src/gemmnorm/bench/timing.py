@@ -19,6 +19,7 @@ All times here are milliseconds unless a name says microseconds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import signal
 import statistics
@@ -158,18 +159,27 @@ class WallClock:
 
 
 class CudaClock:
-    """Times on a CUDA device with events; see the head of this file for what precedes each sample."""
+    """Times on a CUDA device with events; see the head of this file for what precedes each sample.
+
+    Until it first times or spins it holds no memory and leaves the device alone.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
-        self._sink = torch.zeros((), dtype=torch.float32, device=device)
         self._host_ms: dict[str, float] = {}
-        self._cycles_per_ms = 1e6
-        self._cycles_per_ms = self._calibrate()
 
-    def _calibrate(self) -> float:
-        """Clock cycles of one millisecond of `torch.cuda._sleep`."""
+    @functools.cached_property
+    def _flush(self) -> torch.Tensor:
+        return torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device=self.device)
+
+    @functools.cached_property
+    def _sink(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float32, device=self.device)
+
+    @functools.cached_property
+    def _cycles_per_ms(self) -> float:
+        """Clock cycles of one millisecond of `torch.cuda._sleep`, on a device that does nothing else."""
+        torch.sum(self._flush, 0, out=self._sink)  # both are made here, and not within a sample
         cycles = 20_000_000
         elapsed = 0.0
         for _ in range(2):  # the first one wakes the device up

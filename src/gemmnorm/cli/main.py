@@ -28,7 +28,6 @@ from ..bench import (
     check_comparable,
     command_line,
     compare,
-    compile_ahead,
     default_device,
     environment,
     history,
@@ -201,8 +200,6 @@ def _bench_suite(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
         only_chosen=drawn and not arguments.strategy,
     )
     with reporting("bench", len(cells), arguments.quiet) as progress:
-        if options.compile:
-            compile_ahead(cells, device, progress.tell)
         document = run_suite(
             cells,
             device,
