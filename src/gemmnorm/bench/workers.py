@@ -78,37 +78,40 @@ def how_many(cells: Sequence[Cell], device: torch.device) -> int:
 def one_by_one(bench: Bench, cells: Sequence[Cell], spent: Spent) -> Generator[Outcome, None, None]:
     """Prepare and measure each cell in this process."""
     for cell in cells:
-        try:
-            with spent.on("preparing"):
-                ready = bench.prepare(cell)
-            with spent.on("measuring"):
-                result = bench.measure(ready)
-        except Exception as error:
-            yield cell, Failure(reason(error))
-        else:
-            yield cell, result
+        yield cell, _outcome(bench, cell, spent)
+
+
+def _outcome(bench: Bench, cell: Cell, spent: Spent) -> CellResult | Failure:
+    try:
+        with spent.on("preparing"):
+            ready = bench.prepare(cell)
+        with spent.on("measuring"):
+            return bench.measure(ready)
+    except Exception as error:
+        return Failure(reason(error))
 
 
 def in_rounds(bench: Bench, cells: Sequence[Cell], spent: Spent, workers: int) -> Generator[Outcome, None, None]:
     """Prepare cells in so many processes beside each other, and measure them one at a time.
 
     A cell that raises, or finds too little memory beside the others, has a second try when they are done, in this
-    process; one whose process dies or hangs has none. Forward and backward, which take longest to prepare, come in
-    rounds of their own. The outcomes come as they are made; closing the iterator ends the processes.
-
-    Raises:
-        GemmNormRuntimeError: every process of a round died.
+    process; one whose process dies or hangs has none. After a round without a result this process does the rest.
+    Forward and backward, which take longest to prepare, come in rounds of their own. The outcomes come as they are
+    made; closing the iterator ends the processes.
     """
     bench.clock = clock_for(bench.device)  # without the old one's memory
     _give_back(bench.device)
-    once_more = []
-    with contextlib.closing(_Pool(bench, spent, workers)) as pool:
-        for cell, outcome in pool.run(sorted(cells, key=lambda c: c.phase == "train_fwd_bwd")):
-            if _suffers_from_company(outcome):
-                once_more.append(cell)
-            else:
-                yield cell, outcome
-    yield from one_by_one(bench, once_more, spent)
+    waiting, alone, useful = sorted(cells, key=lambda c: c.phase == "train_fwd_bwd"), [], True
+    with contextlib.closing(_Pool(bench, spent)) as pool:
+        while waiting and useful:
+            now, waiting, useful = waiting[:workers], waiting[workers:], False
+            for cell, outcome in pool.round(now):
+                useful |= isinstance(outcome, CellResult)
+                if _suffers_from_company(outcome):
+                    alone.append(cell)
+                else:
+                    yield cell, outcome
+    yield from one_by_one(bench, [*alone, *waiting], spent)
 
 
 def _suffers_from_company(outcome: CellResult | Failure) -> bool:
@@ -157,29 +160,25 @@ class _Worker:
 
 @dataclass
 class _Pool:
+    """The processes that live; each round starts what is missing."""
+
     bench: Bench
     spent: Spent
-    count: int
     workers: list[_Worker] = field(default_factory=list)
     started: int = 0
-
-    def run(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
-        for begin in range(0, len(cells), self.count):
-            yield from self._round(cells[begin : begin + self.count])
 
     def close(self) -> None:
         for worker in self.workers:
             worker.end()
 
-    def _round(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
+    def round(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
+        """Prepare each of `cells` in a process of its own, then measure them one at a time."""
         options = self.bench.options
         limit_s = START_S + options.compile_limit_s + 10 * options.budget_s
         with self.spent.on("preparing"):
             self.bench.tell(f"preparing, {len(cells)} cells")
             ready, failed = self._prepared(cells, limit_s)
         yield from failed
-        if len(failed) == len(cells) > 1 and not any(failure.raised for _, failure in failed):
-            raise GemmNormRuntimeError(f"none of {len(cells)} processes could prepare a cell: {failed[0][1].reason}")
         for cell, worker in ready:
             with self.spent.on("measuring"):
                 self.bench.tell(f"measuring, {cell}")
