@@ -214,3 +214,18 @@ def test_the_number_of_processes_is_that_of_the_cores_or_of_the_memory(monkeypat
         assert workers.how_many(many, gpu) == want
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("P", (), {"total_memory": 2**40}))
     assert workers.how_many(many[:2], gpu) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_on_the_gpu_processes_measure_what_one_measures() -> None:
+    gpu, options = torch.device("cuda", 0), Options(budget_s=0.2, extras=False, only_chosen=True)
+    cells = [Cell(CASES["projector256"], "bf16", False, phase) for phase in cases.PHASES]
+    before = torch.cuda.memory_allocated()
+    beside, alone = (suite.run_suite(cells, gpu, options, workers=count) for count in (3, 1))
+    assert beside["notes"] == alone["notes"] == [] and len(beside["rows"]) == 3
+    for ours, theirs in zip(beside["rows"], alone["rows"], strict=True):
+        assert ours["strategy"] == theirs["strategy"] and ours["error"] == pytest.approx(theirs["error"], rel=0.5)
+        for key in ("ms", "gemm_ms", "eager_ms", "compile_ms", "eager_graphed_ms"):
+            assert ours[key] == pytest.approx(theirs[key], rel=0.25), key
+    assert torch.cuda.memory_allocated() - before < 2**30

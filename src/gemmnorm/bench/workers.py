@@ -230,7 +230,7 @@ def work(pipe: Connection, device: torch.device, options: Options, ceilings: dic
         warnings.simplefilter("ignore")
     bench = Bench(device, options)
     bench.ceilings = ceilings
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
             cell = pipe.recv()
             try:
