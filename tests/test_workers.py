@@ -121,6 +121,7 @@ def test_the_rows_are_those_of_one_process(tmp_path: Path) -> None:
         assert ours["error"] == pytest.approx(theirs["error"], rel=0.5) and ours["ms"] > 0
     assert got["notes"] == [] and sorted(map(str, advanced)) == sorted(map(str, CELLS))
     assert json.loads(path.read_text())["rows"] == got["rows"]
+    assert got["seconds"]["preparing"] > 0 <= got["seconds"]["measuring"]
     assert told[-1].startswith("cells took ") and told[-1].endswith(" s to measure")
 
 

@@ -11,6 +11,7 @@ import json
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ def run_suite(
         workers: processes that prepare cells beside each other (`workers.py`), each being measured alone; fewer than
             two: this process does it all. None: on a GPU as many as there is room for, else one.
 
-    A cell that fails as a whole (out of memory, say) leaves a note and no rows; a lost device ends the run.
+    A cell that fails as a whole (out of memory, say) leaves a note and no rows; a lost device ends the run. `seconds`
+    of the document says what `preparing` and `measuring` took.
     """
     document = empty_result(device) | (about or {})
     if resume:
@@ -140,6 +142,7 @@ def _measured(bench: Bench, cells: Sequence[Cell], workers: int, document: Docum
     number = {cell_key(cell): n for n, cell in enumerate(cells)}
     for kind in ("rows", "not_applicable"):
         document[kind].sort(key=lambda row: number.get(tuple(row.get(k) for k in ROW_KEY), -1))
+    document["seconds"] = {what: round(s, 1) for what, s in asdict(spent).items()}
     bench.tell(str(spent))
 
 
