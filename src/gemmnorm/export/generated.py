@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from .. import activations
 from ..errors import GemmNormValueError
 from ..fuse import Chain, OwnerPlan
+from ..fuse.outside import GLOBALS
 from ..plan import OWN_GEMM, Plan
 from . import method
 from .batches import Kind, kind_of
@@ -53,13 +54,22 @@ class Contents:
 def beside_model(owner: OwnerPlan, module: str) -> OwnerPlan:
     """`owner` in a file that begins with the source of `module`: what that defines is not imported."""
     own = {name: value for name, value in owner.namespace.items() if getattr(value, "__module__", "") == module}
-    imports = [line for line in owner.imports if not line.startswith(f"from {module} import ")]
+    imports = [line for line in owner.imports if not line.startswith((f"from {module} import ", f"import {module} "))]
     for name, value in own.items():
         found = str(getattr(value, "__qualname__", name))
         if "<locals>" in found:
             raise GemmNormValueError(f"{found}: expected a name at the top level of the model file")
         imports += [] if found == name else [f"{name} = {found}"]
-    return replace(owner, imports=tuple(imports))
+    forms = [form._replace(conditions=_within(owner, module, form.conditions)) for form in owner.forms]
+    return replace(owner, imports=tuple(imports), forms=tuple(forms))
+
+
+def _within(owner: OwnerPlan, module: str, conditions: tuple[str, ...]) -> tuple[str, ...]:
+    """The same inside of `module`, whose globals go by their names there."""
+    for name, value in owner.namespace.items():
+        if name.startswith(GLOBALS) and vars(value).get("__name__") == module:
+            conditions = tuple(condition.replace(f"{name}.", "") for condition in conditions)
+    return conditions
 
 
 def generated_text(contents: Contents) -> str:

@@ -15,7 +15,7 @@ from torch import fx, nn
 from .. import children
 from ..errors import GemmNormTypeError
 from ..module import LinearScaleBatchNorm1d
-from . import guards, inlining, matching, optional, tracing, views, writing
+from . import guards, inlining, matching, optional, outside, tracing, views, writing
 from .matching import Chain, Refusal
 from .scanning import Untraceable
 from .tracing import Trace
@@ -304,6 +304,8 @@ def _plan_of_traces(
     conditions: dict[str, None] = {}
     for trace in (_joined_recording(owner, t, mode, records, assumed) for mode, t in enumerate(pair)):
         conditions |= dict.fromkeys(_conditions(owner, trace))
+        namespace |= trace.namespaces
+        imports |= dict.fromkeys(map(outside.import_line, trace.namespaces, trace.namespaces.values()))
         found, missed = matching.match(owner, trace.graph, records.only_plain)
         missed += _spanning(owner, trace.graph, records)
         refused.append(missed)

@@ -61,6 +61,7 @@ def inline(owner: nn.Module, outer: Trace, node: fx.Node, inner: Trace) -> Trace
         outer,
         attributes=(*outer.attributes, *new),
         surroundings=(*dict.fromkeys((*outer.surroundings, *inner.surroundings)),),
+        namespaces={**outer.namespaces, **inner.namespaces},
         tests_values=outer.tests_values or inner.tests_values,
     )
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import enum
-import inspect
 import threading
-import types
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
+from .outside import attribute_of, is_of_users, is_settings, names_of, namespace_of, path_of
 from .scanning import CONTAINERS, Scan, Untraceable
 from .stand_ins import IN_PLACE
 
@@ -52,9 +50,13 @@ class Recorder:
         self.paths = {id(module): path for path, module in owner.named_modules()}
         self.attributes: list[tuple[str, str, Any]] = []
         held = (vars(owner), owner._buffers, owner._parameters, owner._modules, *scan.containers)
+        self.classes = {cls: _attributes(cls) for cls in scan.classes if is_of_users(cls)}
+        self.surroundings: dict[str, Any] = {}
+        self.namespaces: dict[str, Any] = {}
         self.containers = {id(container): (container, copy.copy(container)) for container in held}
         self.called = ""  # a method that stayed a call: what attributes are after it, nobody knows
         self.thread = threading.get_ident()
+        self.note_globals()
 
     def __enter__(self) -> Recorder:
         recorder, plain_setattr = self, nn.Module.__setattr__
@@ -122,57 +124,83 @@ class Recorder:
             self.note(module, name, None)
 
     def note(self, module: nn.Module, name: str, value: Any) -> None:
-        plain = value is Absent or _is_plain(value) or (type(value) is tuple and all(map(_is_plain, value)))
-        is_container = type(value) in CONTAINERS and name not in ("_modules", "_parameters", "_buffers")
-        if self.called and (is_container or (plain and name != "training")):
+        if name in ("_modules", "_parameters", "_buffers"):
+            return
+        known = value is Absent or _is_known(value) or type(value) in CONTAINERS
+        if self.called and known and name != "training":
             raise Untraceable(f"reads {name} after calling {self.called}, which cannot be recorded")
         path = self.paths[id(module)]
-        if is_container:
+        for text, part in self.parts(name, value):
+            if (path, text) != ("", "training"):
+                self.note_value(path, text, part)
+
+    def parts(self, text: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
+        """(expression, plain value) of what code may ask of `value`, which `text` stands for: itself or, of a
+        configuration, parts whose names occur. What `value` holds is watched from now on."""
+        if value is Absent or _is_known(value):
+            yield text, value
+        elif isinstance(value, enum.Enum):
+            yield f"{text}.name", value.name
+        elif type(value) in CONTAINERS:
             self.containers.setdefault(id(value), (value, copy.copy(value)))
             if type(value) in (list, dict) and all(map(_is_plain, _items(value))):
-                plain, value = True, copy.copy(value)
-        elif isinstance(value, enum.Enum):
-            self.note_value(path, f"{name}.name", value.name)
-        elif _is_settings(value):
-            self.containers.setdefault(id(vars(value)), (vars(value), copy.copy(vars(value))))
-            for attribute in sorted(self.scan.names & {*vars(value), *dir(type(value))}):
-                inner = vars(value).get(attribute, inspect.getattr_static(type(value), attribute, None))
-                if _is_plain(inner):
-                    self.note_value(path, f"{name}.{attribute}", inner)
-        if plain and (path, name) != ("", "training"):
-            self.note_value(path, name, value)
+                yield text, copy.copy(value)
+            elif isinstance(value, dict) and depth:
+                for key in [key for key in value if type(key) is str and key in self.scan.names]:
+                    yield from self.parts(f"{text}[{key!r}]", value[key], depth - 1)
+        elif depth and is_settings(value):
+            if not isinstance(value, type):
+                self.containers.setdefault(id(vars(value)), (vars(value), copy.copy(vars(value))))
+            for name in sorted(self.scan.names & names_of(value)):
+                yield from self.parts(f"{text}.{name}", attribute_of(value, name), depth - 1)
+
+    def note_globals(self) -> None:
+        """What `forward`, and what it calls, may read of modules' globals and of the owner's class."""
+        if "__class__" in self.scan.names:
+            for text, part in self.parts("__class__", self.scan.owner):
+                self.note_value("", text, part)
+        for names, name in self.scan.globals:
+            text, namespace = namespace_of(names)
+            value = names[name]
+            imported = path_of(value) is not None and value.__name__ == name
+            if not imported and not name.startswith("__"):
+                found = dict(self.parts(f"{text}.{name}", value))
+                self.surroundings |= found
+                self.namespaces |= {text: namespace} if found else {}
 
     def note_value(self, path: str, name: str, value: Any) -> None:
         if (path, name, value) not in self.attributes:
             self.attributes.append((path, name, value))
 
-    def restore(self) -> bool:
-        """Change what `forward` has changed of lists, dictionaries and configurations back; whether there was any."""
-        changed = False
+    def restore(self) -> str | None:
+        """Change what `forward` has changed of lists, dictionaries, objects and classes back; what it was."""
+        found = None
         for container, before in self.containers.values():
             pairs = [(list(_items(c))) for c in (container, before)]
             if len(pairs[0]) != len(pairs[1]) or any(a is not b for a, b in zip(*pairs, strict=True)):
                 container.clear()
                 (container.update if hasattr(container, "update") else container.extend)(before)
-                changed = True
-        return changed
+                found = "a list or dictionary, or an object that the module holds"
+        for cls, attributes in self.classes.items():
+            for name in [name for name, value in attributes.items() if vars(cls).get(name, Absent) is not value]:
+                setattr(cls, name, attributes[name])
+                found = f"{name} of the class {cls.__name__} (line {self.scan.stores.get(name)})"
+            for name in _attributes(cls).keys() - attributes:
+                delattr(cls, name)
+                found = f"{name} of the class {cls.__name__} (line {self.scan.stores.get(name)})"
+        return found
 
 
 def _is_plain(value: Any) -> bool:
     return type(value) in (*PLAIN, torch.dtype) or path_of(value) is not None
 
 
-def path_of(value: Any) -> str | None:
-    """`torch.nn.functional.relu`: where a function of PyTorch's is found."""
-    name = getattr(value, "__name__", None) if callable(value) and not isinstance(value, (type, nn.Module)) else None
-    places = (("torch.nn.functional", F), ("torch", torch))
-    return next((f"{path}.{name}" for path, m in places if name and getattr(m, name, None) is value), None)
+def _is_known(value: Any) -> bool:
+    return _is_plain(value) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
-def _is_settings(value: Any) -> bool:
-    """An object with attributes of its own that is neither PyTorch's nor to be called: a configuration."""
-    known = (nn.Module, Tensor, fx.Proxy, type, types.ModuleType, torch.Generator)
-    return hasattr(value, "__dict__") and not isinstance(value, known) and not callable(value)
+def _attributes(cls: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(cls).items() if not name.startswith("__")}
 
 
 def _items(container: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import os
 import sysconfig
 import types
 from collections import ChainMap, OrderedDict, deque
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -56,6 +56,9 @@ class Scan:
         tests_values: it compares something else so, or what it has assigned.
         names: the attributes and texts that occur.
         containers: the lists, dictionaries and sets that occur as globals.
+        globals: (namespace of a module, name) of the globals that occur.
+        classes: those that occur as globals, and the owner's own.
+        stores: the line where an attribute of that name is assigned.
     """
 
     def __init__(self, owner: type[nn.Module], forward: types.FunctionType, whole: Container[str]) -> None:
@@ -67,6 +70,9 @@ class Scan:
         self.tests_values = False
         self.names: set[Any] = set()
         self.containers: list[Any] = []
+        self.globals: list[tuple[dict[str, Any], str]] = []
+        self.classes: list[type] = [cls for cls in owner.__mro__ if not cls.__module__.startswith("torch.")]
+        self.stores: dict[str, int] = {}
         self.follow(forward)
 
     def follow(self, called: Any) -> None:
@@ -84,7 +90,7 @@ class Scan:
                 cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
                 self._read(f.__code__, ChainMap({name: _content(cell) for name, cell in cells}, f.__globals__))
 
-    def _read(self, code: types.CodeType, namespace: Mapping[str, Any]) -> None:
+    def _read(self, code: types.CodeType, namespace: ChainMap[str, Any]) -> None:
         if code in self.seen or not _is_of_users(code.co_filename):
             return
         self.seen.add(code)
@@ -103,15 +109,23 @@ class Scan:
                 if value == "type":
                     raise Untraceable("asks for the type of a value")
                 found = namespace.get(value)
-                if type(found) in CONTAINERS:
-                    self.containers.append(found)
-                self.follow(found)
+                self._note_global(found, namespace.maps[-1], value)
             elif name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-                found = getattr(found, value, None) if _is_own(found) else None
-                self.follow(found)
+                place, found = found, getattr(found, value, None) if _is_own(found) else None
+                if found is not None:
+                    self._note_global(found, vars(place), value)
                 self._follow_method(code, str(value))
             if name not in ("LOAD_CONST", "COPY", "NOT_TAKEN", "CACHE", "NOP"):
                 before = [*before[-1:], instruction]
+
+    def _note_global(self, value: Any, namespace: Any, name: str) -> None:
+        if name in namespace:
+            self.globals.append((namespace, name))
+        if type(value) in CONTAINERS:
+            self.containers.append(value)
+        if isinstance(value, type):
+            self.classes.append(value)
+        self.follow(value)
 
     def _refuse_statements(self, code: types.CodeType) -> None:
         """`try`, `with` and others that decide what runs, or how, where no stand-in is asked."""
@@ -133,6 +147,8 @@ class Scan:
                 raise Untraceable(f"matches the structure of a value (line {line})")
             if name == "STORE_GLOBAL":
                 raise Untraceable(f"assigns the global {instruction.argval} (line {line})")
+            if name == "STORE_ATTR":
+                self.stores[instruction.argval] = line
             before = name
 
     def _note_test(self, code: types.CodeType, before: list[dis.Instruction]) -> None:
@@ -163,7 +179,8 @@ class Scan:
 
 def _is_own(module: Any) -> bool:
     """A module of the user's project, and not one that is installed, of which a branch not taken may speak."""
-    return isinstance(module, types.ModuleType) and "-packages" not in (getattr(module, "__file__", None) or "")
+    file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
+    return bool(file) and _is_of_users(str(file)) and "-packages" not in str(file)
 
 
 def _is_of_users(filename: str) -> bool:

@@ -18,15 +18,16 @@ import operator
 import threading
 import traceback
 import types
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 
 from . import guards, held
-from .recorder import PLAIN, Absent, Recorder, path_of
+from .outside import path_of
+from .recorder import PLAIN, Absent, Recorder
 from .scanning import ANY, Raised, Scan, Untraceable
 from .stand_ins import StandIn, honest
 
@@ -48,7 +49,9 @@ class Trace:
         attributes: (path below the owner, attribute, value) of each plain value that `forward` read.
         tested: names of the parameters that `forward` compares with `is`, in all likelihood with None.
         whole: methods of the owner that cannot be recorded and stay calls, with the reasons.
-        surroundings: (expression, value) of what `forward` asked PyTorch, such as whether gradients are on.
+        surroundings: (expression, value) of what `forward` asked PyTorch, such as whether gradients are on, and of
+            modules' globals.
+        namespaces: the modules of those globals, by name.
         tests_values: it compares with `is` what it has computed, in all likelihood with None.
     """
 
@@ -59,6 +62,7 @@ class Trace:
     tested: frozenset[str]
     whole: tuple[tuple[str, str], ...] = ()
     surroundings: tuple[tuple[str, Any], ...] = ()
+    namespaces: Mapping[str, Any] = field(default_factory=dict)
     tests_values: bool = False
 
     def asks_more_than(self, *names: str) -> bool:
@@ -170,12 +174,13 @@ def _record(
         tracer = _OwnerTracer(owner, parameters, given, variable)
         recorder = Recorder(owner, tracer, whole, scan)
         try:
-            with recorder, honest() as surroundings:
+            with recorder, honest() as answers:
                 graph = _run(tracer, owner)
+            recorder.note_globals()
         finally:
             changed = recorder.restore()
         if changed:
-            raise Untraceable("changes a list or dictionary, or an object that the module holds")
+            raise Untraceable(f"changes {changed}")
         if drew():  # a number drawn while recording would be the same for ever
             raise Untraceable("draws random numbers")
     tested = {p.name for p in parameters if (p.name in scan.tested or ANY in scan.tested) and p.name not in given}
@@ -186,7 +191,8 @@ def _record(
         attributes=tuple(recorder.attributes),
         tested=frozenset(tested),
         whole=tuple(whole.items()),
-        surroundings=tuple(surroundings.items()),
+        surroundings=(*answers.items(), *recorder.surroundings.items()),
+        namespaces=recorder.namespaces,
         tests_values=scan.tests_values,
     )
 
