@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -344,7 +345,8 @@ def _conditions(owner: nn.Module, trace: Trace) -> list[str]:
     The decisions that they are about leave the graph.
     """
     try:
-        found = [*trace.conditions(lambda p: writing.path_expression(owner, p)), *guards.conditions(owner, trace.graph)]
+        render = functools.partial(writing.path_expression, owner)
+        found = [*trace.conditions(render), *guards.conditions(owner, trace.graph, render)]
     except guards.NotByShape as error:
         raise Untraceable("decides by the shape of a value that it computes") from error
     if trace.tests_values:

@@ -1,15 +1,19 @@
-"""Decisions that a `forward` takes by the shape of its inputs: `if x.shape[0] > 1`, `if x.dim() == 3`.
+"""Decisions by what inputs are: `if x.shape[0] > 1`, `if x.dtype == torch.float16`, `if "mask" in batch`.
 
-While recording, an input is imagined as a matrix of many rows, and the branch that it would take is recorded. The
-decision becomes a condition on the inputs; where it would fall otherwise, the original `forward` runs.
+While recording, an input is imagined as a matrix of many rows, of the dtype of the owner's parameters, and a dictionary
+to have what is looked for; the branch that they would take is recorded. The decision becomes a condition on the inputs;
+where it would fall otherwise, the original `forward` runs.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
@@ -17,11 +21,12 @@ from .. import activations
 from ..children import is_batch_norm, is_linear, product_class
 
 LENGTH = len  # while something is recorded, another stands in for it
-_LARGE, _RANK = 1 << 20, 2  # a size, and a number of dimensions, of an imagined input
+_LARGE, RANK = 1 << 20, 2  # a size, and a number of dimensions, of an imagined input
 _DECIDED = "decided"  # the key under which a node says how it was decided
 _COMPARE = {
     operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
 }  # fmt: skip
+_PROPERTIES = ("dtype", "device", "is_cuda", "type")  # of a tensor, and of its device
 _ARITHMETIC = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.mod: "%"}
 
 
@@ -29,7 +34,7 @@ class NotByShape(Exception):
     """The value of a node depends on more than shapes."""
 
 
-def decide(node: fx.Node, planned: bool | None) -> tuple[bool, bool]:
+def decide(owner: nn.Module, node: fx.Node, planned: bool | None) -> tuple[bool, bool]:
     """How the decision `node` falls, as planned or else as for an imagined input, and whether this is the first time.
 
     Raises:
@@ -37,21 +42,43 @@ def decide(node: fx.Node, planned: bool | None) -> tuple[bool, bool]:
     """
     first = _DECIDED not in node.meta
     if first:
-        imagined = _imagined(node)
+        imagined = _imagined(owner, node)
         node.meta[_DECIDED] = bool(imagined) if planned is None else planned
     return bool(node.meta[_DECIDED]), first
 
 
-def _imagined(node: Any) -> Any:
-    if isinstance(node, (int, float)):
+def _imagined(owner: nn.Module, node: Any) -> Any:
+    if not isinstance(node, fx.Node):
         return node
-    if isinstance(node, fx.Node):
-        asked = _asked(node)
-        if asked is not None:
-            return _RANK if asked[1] is None else _LARGE
-        if node.op == "call_function" and (node.target in _COMPARE or node.target in _ARITHMETIC):
-            return node.target(*map(_imagined, node.args))  # type: ignore[operator]
+    asked = _asked(node)
+    if asked is not None:
+        return RANK if asked[1] is None else _LARGE
+    if _is_looked_up(node):
+        return True
+    value, names = _property(node)
+    if names:
+        held = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
+        like = next(iter(held.values()), torch.empty(0))
+        return functools.reduce(getattr, names, held[str(value.target)] if value.op == "get_attr" else like)
+    if node.op == "call_function" and (node.target in _COMPARE or node.target in _ARITHMETIC):
+        return node.target(*(_imagined(owner, a) for a in node.args))  # type: ignore[operator]
     raise NotByShape
+
+
+def _is_looked_up(node: fx.Node) -> bool:
+    """`"mask" in batch`, for an input or a part of one."""
+    inside = node.op == "call_function" and node.target is operator.contains
+    return inside and isinstance(node.args[1], str) and part_of_input(node.args[0]) is not None
+
+
+def _property(node: Any) -> tuple[fx.Node, tuple[str, ...]]:
+    """`x.device.type`: the input, parameter or buffer, and the names behind it; none where it is not of that kind."""
+    names: tuple[str, ...] = ()
+    source = node
+    while source.op == "call_function" and source.target is getattr and source.args[1] in _PROPERTIES:
+        names, source = (source.args[1], *names), source.args[0]
+    known = source.op == "get_attr" or part_of_input(source) is not None
+    return source, names if known and names[:1] != ("type",) else ()
 
 
 def _asked(node: fx.Node) -> tuple[fx.Node, int | None] | None:
@@ -84,8 +111,19 @@ def shape_of(node: Any) -> fx.Node | None:
     return None
 
 
-def conditions(owner: nn.Module, graph: fx.Graph) -> Iterator[str]:
+def iterated(node: fx.Node) -> tuple[fx.Node, range] | None:
+    """(shape, positions) where `node` is the shape of a matrix, or a slice of it."""
+    given: tuple[Any, ...] = node.args if node.target is operator.getitem else (node, slice(None))
+    shape, part = given
+    if not isinstance(part, slice) or any(type(a) not in (int, type(None)) for a in (part.start, part.stop, part.step)):
+        return None
+    return None if shape_of(shape) is None else (shape, range(RANK)[part])
+
+
+def conditions(owner: nn.Module, graph: fx.Graph, render: Callable[[str], str]) -> Iterator[str]:
     """Expressions in the inputs, one of which is true where a decision would fall otherwise than recorded.
+
+    `render` turns a dotted path below the owner into an expression.
 
     Raises:
         NotByShape: a decision is about a value whose shape does not follow from an input's.
@@ -95,29 +133,47 @@ def conditions(owner: nn.Module, graph: fx.Graph) -> Iterator[str]:
             yield f"not isinstance({node.target}, torch.Tensor)"
         if _DECIDED in node.meta:
             inner: dict[str, None] = {}
-            text = _spelled(owner, node, lambda c, found=inner: found.setdefault(c))  # type: ignore[misc]
+            text = _Spelling(owner, render, inner).of(node)
             yield from inner
             yield f"not ({text})" if node.meta[_DECIDED] else text
 
 
-def _spelled(owner: nn.Module, node: Any, also: Callable[[str], Any]) -> str:
-    """`node` as an expression in the inputs of `forward`; `also` takes further conditions on those."""
-    if isinstance(node, (int, float)):
-        return repr(node)
-    asked = _asked(node)
-    if asked is None:
-        left, right = (_spelled(owner, a, also) for a in node.args)
-        sign = _COMPARE.get(node.target) or _ARITHMETIC[node.target]
+@dataclass(frozen=True)
+class _Spelling:
+    """Writes a decision as an expression in the inputs of `forward`; `also` takes further conditions on those."""
+
+    owner: nn.Module
+    render: Callable[[str], str]
+    also: dict[str, None]
+
+    def of(self, node: Any) -> str:
+        if isinstance(node, torch.device):
+            return f"torch.device({str(node)!r})"
+        if not isinstance(node, fx.Node):
+            return repr(node)
+        if _is_looked_up(node):
+            return f"{node.args[1]!r} in {part_of_input(node.args[0])}"
+        value, names = _property(node)
+        if names:
+            return ".".join((part_of_input(value) or self.render(str(value.target)), *names))
+        asked = _asked(node)
+        if asked is not None:
+            return self.size(*asked)
+        left, right = map(self.of, node.args)
+        sign = {**_COMPARE, **_ARITHMETIC}[node.target]  # type: ignore[index]
         return f"{left} {sign} {right}" if node.target in _COMPARE else f"({left} {sign} {right})"
-    value, dimension = asked
-    source = value
-    while source.op == "call_module" and _keeps_rows(owner.get_submodule(str(source.target))) and source.args:
-        source = source.args[0]  # type: ignore[assignment]
-    if source.op != "placeholder" or (source is not value and dimension not in (0, None)):
-        raise NotByShape
-    if source is not value:  # the only dimension of a vector is its features
-        also(f"{source.target}.dim() < 2")
-    return f"{source.target}.dim()" if dimension is None else f"{source.target}.shape[{dimension}]"
+
+    def size(self, value: fx.Node, dimension: int | None) -> str:
+        """A size of `value`, or its number of dimensions."""
+        source = value
+        while source.op == "call_module" and _keeps_rows(self.owner.get_submodule(str(source.target))) and source.args:
+            source = source.args[0]  # type: ignore[assignment]
+        name = part_of_input(source)
+        if name is None or (source is not value and dimension not in (0, None)):
+            raise NotByShape
+        if source is not value:  # the only dimension of a vector is its features
+            self.also[f"{name}.dim() < 2"] = None
+        return f"{name}.dim()" if dimension is None else f"{name}.shape[{dimension}]"
 
 
 def _keeps_rows(module: nn.Module) -> bool:
@@ -128,12 +184,13 @@ def _keeps_rows(module: nn.Module) -> bool:
 
 def forget(graph: fx.Graph) -> None:
     """Take the decisions, and what only they asked for, out of a recording."""
-    waiting = [node for node in graph.nodes if _DECIDED in node.meta]
+    waiting = [node for node in graph.nodes if _DECIDED in node.meta or iterated(node)]
     while waiting:
         node = waiting.pop()
         if node.users or node.op == "placeholder" or getattr(node, "_erased", False):
             continue
-        if _DECIDED in node.meta or _asked(node) is not None or shape_of(node) is not None or _is_number(node):
+        known = _DECIDED in node.meta or iterated(node) or _asked(node) is not None or _is_number(node)
+        if known or _property(node)[1] or part_of_input(node) is not None:
             inputs = list(node.all_input_nodes)
             graph.erase_node(node)
             waiting += inputs
@@ -164,3 +221,19 @@ def is_tensor(owner: nn.Module, node: fx.Node) -> bool:
     if node.target in _ARITHMETIC or node.target is operator.truediv:
         return any(n.op != "placeholder" and is_tensor(owner, n) for n in node.all_input_nodes)
     return node.target in _GIVE_TENSORS
+
+
+def part_of_input(node: Any) -> str | None:
+    """`batch.get("mask")`, `batch["x"]`, `batch.y`: a part of an input as an expression."""
+    if node.op == "placeholder":
+        return str(node.target)
+    if any(isinstance(a, fx.Node) for a in (*node.args[1:], *node.kwargs.values())) or not node.args:
+        return None
+    source = part_of_input(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    if source is None:
+        return None
+    if node.op == "call_method" and node.target == "get":
+        return f"{source}.get({', '.join(map(repr, node.args[1:]))})"
+    if node.target is operator.getitem:
+        return f"{source}[{node.args[1]!r}]"
+    return f"{source}.{node.args[1]}" if node.target is getattr else None

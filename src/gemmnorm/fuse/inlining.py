@@ -73,7 +73,7 @@ def _bound(owner: nn.Module, call: fx.Node, inner: Trace) -> dict[fx.Node, Any]:
     except TypeError as error:
         raise NotInlined from error
     for p in inner.parameters:
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and given.arguments.get(p.name):
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and (given.arguments.get(p.name) or p is inner.parameters[0]):
             raise NotInlined
         if p.name in inner.fixed and given.arguments.get(p.name, p.default) is not p.default:
             raise NotInlined

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 import operator
 import types
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from .guards import shape_of
+from .guards import part_of_input, shape_of
 from .recorder import Method
 from .scanning import Untraceable
 from .tracing import forward_of
@@ -29,7 +30,7 @@ def conditions(owner: nn.Module, graph: fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
         if not _may_be_none(owner, node):
             continue
-        text = _part_of_input(node)
+        text = part_of_input(node)
         if text is None:
             name = getattr(node.target, "__name__", node.target)
             raise Untraceable(f"compares a value with None, and what {name} gives may be None")
@@ -63,29 +64,43 @@ def _gives_none(function: Any, within: bool = False) -> bool:
     """It returns None somewhere, or (`within`) has a None that may be part of what it returns."""
     if not isinstance(function, types.FunctionType):
         return True
-    none_before = False
-    for instruction in dis.get_instructions(inspect.unwrap(function)):
-        is_none = instruction.opname in ("LOAD_CONST", "RETURN_CONST") and instruction.argval is None
-        returned = (is_none and instruction.opname == "RETURN_CONST") or (
-            none_before and instruction.opname == "RETURN_VALUE"
-        )
-        if returned or (within and is_none):
-            return True
-        none_before = is_none
-    return False
+    uses = _uses(function)
+    names = _names_of_none(function, uses)
+    if within and any(_is_none(instruction) for instruction, _ in uses):
+        return True
+    return any(
+        (load.opname == "RETURN_CONST" and _is_none(load)) or (use.opname == "RETURN_VALUE" and _gives(load, names))
+        for load, use in uses
+    )
 
 
-def _part_of_input(node: Any) -> str | None:
-    """`batch.get("mask")`, `batch["x"]`, `batch.y`: a part of an input as an expression."""
-    if node.op == "placeholder":
-        return str(node.target)
-    if any(isinstance(a, fx.Node) for a in (*node.args[1:], *node.kwargs.values())) or not node.args:
-        return None
-    source = _part_of_input(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-    if source is None:
-        return None
-    if node.op == "call_method" and node.target == "get":
-        return f"{source}.get({', '.join(map(repr, node.args[1:]))})"
-    if node.target is operator.getitem:
-        return f"{source}[{node.args[1]!r}]"
-    return f"{source}.{node.args[1]}" if node.target is getattr else None
+def _uses(function: types.FunctionType) -> list[tuple[dis.Instruction, dis.Instruction]]:
+    """Each instruction with the one that runs after it, where that does not depend on a value."""
+    found = [*dis.get_instructions(inspect.unwrap(function))]
+    at = {instruction.offset: instruction for instruction in found}
+    pairs = itertools.pairwise([*found, found[-1]])
+    return [(a, at[b.argval] if b.opname in ("JUMP_FORWARD", "JUMP_ABSOLUTE") else b) for a, b in pairs]
+
+
+def _names_of_none(function: types.FunctionType, uses: list[tuple[dis.Instruction, dis.Instruction]]) -> set[str]:
+    """Variables and parameters that may be None, also by way of another one."""
+    found = {name for name, p in inspect.signature(function).parameters.items() if p.default is None}
+    while True:
+        stored = {_named(use)[0] for load, use in uses if use.opname.startswith("STORE_FAST") and _gives(load, found)}
+        if stored <= found:
+            return found
+        found |= stored
+
+
+def _gives(load: dis.Instruction, names: set[str]) -> bool:
+    """It loads None, or what one of `names` stands for."""
+    return _is_none(load) or ("LOAD_FAST" in load.opname and _named(load)[-1] in names)
+
+
+def _is_none(instruction: dis.Instruction) -> bool:
+    return instruction.opname in ("LOAD_CONST", "RETURN_CONST") and instruction.argval is None
+
+
+def _named(instruction: dis.Instruction) -> tuple[str, ...]:
+    """The variables of an instruction, of which newer interpreters have some with two."""
+    return instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)

@@ -154,6 +154,8 @@ class Scan:
     def _note_test(self, code: types.CodeType, before: list[dis.Instruction]) -> None:
         """`before` loaded what an identity test looks at; where it is no parameter of `forward`, any of them may be."""
         last = before[-1]
+        if before[0].argval == "torch" and isinstance(getattr(torch, str(last.argval), None), torch.dtype):
+            raise Untraceable(f"compares a dtype by identity; == can be recorded (in {code.co_name})")
         if last.opname == "LOAD_ATTR":  # of `self` it is no value that is computed
             self.tests_values |= (before[0].argval,) != code.co_varnames[:1]
         elif last.opname != "LOAD_GLOBAL":

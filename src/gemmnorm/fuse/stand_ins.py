@@ -55,6 +55,12 @@ class StandIn(fx.Proxy):
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
+    def __contains__(self, item: Any) -> bool:
+        return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
+
+    def __len__(self) -> int:
+        raise TypeError("asked by what iterates, as a hint; `len` has another answer")
+
     def __format__(self, _: str = "") -> str:
         raise Raised("writes a value into a text")
 

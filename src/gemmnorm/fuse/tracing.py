@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import dis
+import functools
 import inspect
 import itertools
 import math
@@ -18,9 +19,9 @@ import operator
 import threading
 import traceback
 import types
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -81,7 +82,11 @@ class Trace:
         """
         found = [_differs(p.name, p.default) for p in self.parameters if p.name in self.fixed]
         found += [f"{p.name} is None" for p in self.parameters if p.name in self.tested - self.fixed]
-        found += [p.name for p in self.parameters if p.kind in _VARIADIC]
+        found += [
+            f"len({p.name}) != 1" if _is_input(p, self.parameters) else p.name
+            for p in self.parameters
+            if p.kind in _VARIADIC
+        ]
         found += [_differs(expression, value) for expression, value in self.surroundings]
         return found + [_differs(f"{render(path)}.{name}", value) for path, name, value in self.attributes]
 
@@ -303,6 +308,9 @@ class _OwnerTracer(fx.Tracer):
         keywords: dict[str, Any] = {}
         for p in self.parameters:
             value: Any
+            if _is_input(p, self.parameters):
+                given = self.create_proxy("placeholder", p.name, (), {})
+                positional.append(self.create_proxy("call_function", operator.getitem, (given, 0), {}))
             if p.kind in _VARIADIC:
                 continue
             if p.name in self.given or p.default is p.empty or type(p.default) in self.variable:
@@ -327,15 +335,26 @@ class _OwnerTracer(fx.Tracer):
         """A decision by the shape of an input falls as for an imagined one (`guards`), or as planned."""
         index = len(self.taken)
         try:
-            outcome, first = guards.decide(obj.node, self.planned[index][0] if index < len(self.planned) else None)
+            outcome, first = guards.decide(
+                self.root, obj.node, self.planned[index][0] if index < len(self.planned) else None
+            )
         except guards.NotByShape:
             raise Untraceable("decides by the data") from None
         if first:
             self.taken.append(outcome)
         return outcome
 
-    def iter(self, obj: fx.Proxy) -> NoReturn:
-        raise Untraceable("decides by the data (iterates over a value, or looks for something in it)")
+    def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
+        """`*x.shape[:-1]` has the sizes of a matrix, on the condition that it is one."""
+        found = guards.iterated(obj.node)
+        if found is None:
+            raise Untraceable("decides by the data (iterates over a value)")
+        call = functools.partial(self.create_proxy, "call_function", kwargs={})
+        shape = self.proxy(found[0])
+        rank = call(guards.LENGTH, (shape,))
+        if not self.to_bool(call(operator.eq, (rank, guards.RANK))):
+            raise Raised("iterates over a shape")
+        return iter([call(operator.getitem, (shape, i)) for i in found[1]])
 
     def turn_last_decision(self) -> bool:
         """Plan the last decision the other way in the next attempt; whether there is one left to turn."""
@@ -384,4 +403,11 @@ def _same(made: Any, wanted: Any) -> bool:
 
 
 _PLAIN_CONTAINERS = (dict, list, tuple, torch.Size)
+
+
+def _is_input(p: inspect.Parameter, parameters: tuple[inspect.Parameter, ...]) -> bool:
+    """`forward(self, *args)`: it is recorded with one."""
+    return p.kind is p.VAR_POSITIONAL and p is parameters[0]
+
+
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
