@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fuse_support import Written
 from test_recording import X, assert_same, fused_and_plain, normed
 from torch import Tensor, nn
@@ -59,6 +60,21 @@ def all_arguments(self: Any, *args: Tensor) -> Tensor:
     return normed(self, args[0]) * len(args)
 
 
+def contrasts(self: Any, x: Tensor) -> Tensor:
+    y = normed(self, x)
+    labels = torch.arange(y.shape[0], device=y.device)
+    own = torch.eye(len(x), dtype=torch.bool, device=x.device)
+    logits = (y @ y.T).masked_fill(own, -1e9) / torch.tensor(0.5)
+    return F.cross_entropy(logits, labels.roll(1)).reshape(1)
+
+
+def drops_paths(self: Any, x: Tensor) -> Tensor:
+    y = normed(self, x)
+    if self.training:
+        y = y * (torch.rand(x.shape[0], 1, device=x.device, dtype=x.dtype) < 0.5)
+    return x + y
+
+
 ASKED: dict[Callable[..., Any], tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]] = {
     heads: ([(X,), (X[:3],)], [(CUBE,)]),
     heads_of_a_list: ([(X,)], [(CUBE,)]),
@@ -67,6 +83,8 @@ ASKED: dict[Callable[..., Any], tuple[list[tuple[Any, ...]], list[tuple[Any, ...
     on_a_device: ([(X,)], []),
     with_a_mask: ([({"x": X, "mask": X, "scale": X},)], [({"x": X},), ({"x": X, "mask": X},)]),
     of_a_part: ([({"x": X},)], [({"x": X[:3]},), ({"x": X.float()},)]),
+    contrasts: ([(X,), (X[:3],)], []),
+    drops_paths: ([(X,), (X[:3],)], []),
     all_arguments: ([(X,)], [(X, X)]),
 }
 

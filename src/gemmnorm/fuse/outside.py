@@ -43,7 +43,8 @@ def import_line(name: str, namespace: Any) -> str:
 
 def path_of(value: Any) -> str | None:
     """`torch.nn.functional.relu`: where a function of PyTorch's is found."""
-    name = getattr(value, "__name__", None) if callable(value) and not isinstance(value, (type, nn.Module)) else None
+    other = isinstance(value, (type, nn.Module, fx.Proxy)) or not callable(value)
+    name = None if other else getattr(value, "__name__", None)
     places = (("torch.nn.functional", F), ("torch", torch))
     return next((f"{path}.{name}" for path, m in places if name and getattr(m, name, None) is value), None)
 

@@ -39,6 +39,21 @@ _SURROUNDINGS = (
     *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "compiler.is_compiling"),
     *("distributed.is_initialized", "distributed.get_rank", "distributed.get_world_size"),
 )
+# Tensors made from no tensor: each call makes a new one.
+_FACTORIES = (
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tensor",
+    "zeros",
+)
 
 
 class StandIn(fx.Proxy):
@@ -177,8 +192,17 @@ def _about(path: str, plain: Callable[..., Any], answers: dict[str, Any]) -> Cal
     return ask
 
 
+def _making(tracer: fx.Tracer, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of `plain` is recorded; the tensor that it would make now would be the same for ever."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs) if _inside(2) else tracer.create_proxy("call_function", plain, args, kwargs)
+
+    return make
+
+
 @contextlib.contextmanager
-def honest() -> Iterator[dict[str, Any]]:
+def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
     """While active, questions are answered honestly; the value has those about the surroundings, with the answers."""
     answers: dict[str, Any] = {}
     base: Any
@@ -203,6 +227,8 @@ def honest() -> Iterator[dict[str, Any]]:
         for name, answer in _BUILTINS.items():
             stack.enter_context(_replaced(builtins, name, answer))
         stack.enter_context(_replaced(torch, "is_tensor", _is_tensor))
+        for name in _FACTORIES:
+            stack.enter_context(_replaced(torch, name, _making(tracer, getattr(torch, name))))
         for path in _SURROUNDINGS:
             module, _, name = f"torch.{path}".rpartition(".")
             if hasattr(sys.modules.get(module), name):

@@ -179,7 +179,7 @@ def _record(
         tracer = _OwnerTracer(owner, parameters, given, variable)
         recorder = Recorder(owner, tracer, whole, scan)
         try:
-            with recorder, honest() as answers:
+            with recorder, honest(tracer) as answers:
                 graph = _run(tracer, owner)
             recorder.note_globals()
         finally:
