@@ -308,14 +308,14 @@ def asks(self: Any, x: Tensor) -> Tensor:
 
 
 def own_tensor(self: Any, x: Tensor) -> Tensor:
-    return chain(self, x + torch.ones(6))
+    return chain(self, x + Tensor([1.0] * 6))
 
 
 UNTRACEABLE = {
     decides: "decides by the data",
     without_gradients: "switches gradients",
     autocast: "enters an autocast region",
-    draws: "draws random numbers",
+    draws: "decides by the data",
     draws_in_python: "draws random numbers",
     counts: "assigns self.count",
     remembers: "changes a list or dictionary",

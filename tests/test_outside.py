@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import test_recording as elsewhere
@@ -88,6 +89,25 @@ def keyed(self: Any, x: Tensor) -> Tensor:
     return y.relu() if KEYED.act == "relu" else y
 
 
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("act",)
+    act: str
+
+
+class Named(NamedTuple):
+    act: str
+
+
+def attributes(self: Any, x: Tensor) -> Tensor:
+    y = normed(self, x.to(self.place))
+    for i, (size, _) in enumerate(self.sizes):
+        y = y * size if i in self.kept else y
+    y = y.relu() if self.slotted.act == "relu" else y
+    y = y.tanh() if self.named.act == "tanh" else y
+    return y * self.specs[0].act * sum(range(3)[: len(self.steps)])
+
+
 CHANGES: dict[Callable[..., Any], list[Any]] = {
     flag: [(globals(), "TWICE", False), (globals(), "FACTOR", 3.0)],
     flag_elsewhere: [(vars(elsewhere), "COUNT", 5)],
@@ -128,6 +148,35 @@ class Counting(Written):
 METER = types.SimpleNamespace(count=0)
 
 
+ATTRIBUTES = {
+    "place": (torch.device("cpu"), torch.device("meta")),
+    "sizes": (((2, 1), (3, 1)), ((2, 1), (4, 1))),
+    "kept": ({1}, {0, 1}),
+    "slotted": (Slotted("relu"), Slotted("none")),
+    "named": (Named("tanh"), Named("none")),
+    "specs": ([types.SimpleNamespace(act=2, more=X)], [types.SimpleNamespace(act=3, more=X)]),
+    "steps": (range(3), range(2)),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_attributes_that_can_be_written_down_are_conditions(name: str, calls: list[Any]) -> None:
+    model: Any = Written(attributes)
+    for attribute, (value, _) in ATTRIBUTES.items():
+        setattr(model, attribute, value)
+    fused, plain = fused_and_plain(model)
+    assert_same(fused, plain, X)
+    assert len(calls) == 3
+    for changed in (fused, plain):
+        setattr(changed, name, ATTRIBUTES[name][1])
+    if name == "place":
+        with pytest.raises(RuntimeError):
+            fused(X)
+    else:
+        assert_same(fused, plain, X)
+    assert len(calls) == 3
+
+
 def counts_on_its_class(self: Any, x: Tensor) -> Tensor:
     self.__class__.calls += 1
     return normed(self, x)
@@ -148,7 +197,13 @@ def counts_on_a_global(self: Any, x: Tensor) -> Tensor:
     return normed(self, x)
 
 
+def notes_in_a_list_of_lists(self: Any, x: Tensor) -> Tensor:
+    self.lists[0].append(1)
+    return normed(self, x)
+
+
 REFUSED = {
+    notes_in_a_list_of_lists: "changes a list or dictionary, or an object",
     counts_on_its_class: "changes calls of the class Written (line ",
     counts_on_a_class: "changes calls of the class Counting (line ",
     makes_a_class_attribute: "changes last of the class Counting (line ",
@@ -159,10 +214,11 @@ REFUSED = {
 @pytest.mark.parametrize("forward", REFUSED, ids=lambda f: f.__name__)
 def test_changes_outside_are_refused(forward: Callable[..., Any]) -> None:
     model: Any = Written(forward)
-    type(model).calls = 0
+    type(model).calls, model.lists = 0, [[]]
     report = gemmnorm.fuse_report(model)
     assert not report.matches and REFUSED[forward] in report.refusals[0].reason, report
     assert type(model).calls == Counting.calls == METER.count == 0 and not hasattr(Counting, "last")
+    assert model.lists == [[]]
 
 
 FILE = """

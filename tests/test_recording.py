@@ -163,7 +163,7 @@ def notes_in_an_object(self: Any, x: Tensor) -> Tensor:
 
 def registers(self: Any, x: Tensor) -> Tensor:
     if not hasattr(self, "ones"):
-        self.register_buffer("ones", torch.ones(6, dtype=torch.float64))
+        self.register_buffer("ones", Tensor([1.0] * 6).double())
     return normed(self, x) * self.ones
 
 

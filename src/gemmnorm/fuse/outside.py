@@ -7,6 +7,7 @@ import re
 import sys
 import types
 import weakref
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ def is_settings(value: Any) -> bool:
     if isinstance(value, type):
         return is_of_users(value)
     known = (nn.Module, Tensor, fx.Proxy, types.ModuleType, torch.Generator)
-    return hasattr(value, "__dict__") and not isinstance(value, known) and not callable(value)
+    has_attributes = hasattr(value, "__dict__") or is_of_users(type(value))  # or slots
+    return has_attributes and not isinstance(value, known) and not callable(value)
 
 
 def names_of(value: Any) -> set[str]:
@@ -67,19 +69,16 @@ def names_of(value: Any) -> set[str]:
     if isinstance(value, type):
         return {name for cls in value.__mro__ if is_of_users(cls) for name in vars(cls)}
     keys = value.keys() if hasattr(type(value), "__getattr__") and hasattr(type(value), "keys") else ()
-    return {*vars(value), *dir(type(value)), *(key for key in keys if isinstance(key, str))}
+    return {*getattr(value, "__dict__", ()), *dir(type(value)), *(key for key in keys if isinstance(key, str))}
 
 
 def attribute_of(value: Any, name: str) -> Any:
-    """An attribute of a configuration; a method or the like as it is."""
-    if name in getattr(value, "__dict__", ()) or not hasattr(type(value), "__getattr__"):
-        found = inspect.getattr_static(value, name, None)
-        return found if not isinstance(found, property) else _property(value, name)
-    return getattr(value, name, None)
-
-
-def _property(value: Any, name: str) -> Any:
+    """An attribute of a configuration, also where it is computed; a method, or what fails, as it lies there."""
+    found = inspect.getattr_static(value, name, None)
+    computed = hasattr(type(found), "__get__") and not callable(found) and not isinstance(found, cached_property)
+    if isinstance(value, type) or not (computed or (found is None and hasattr(type(value), "__getattr__"))):
+        return found
     try:
         return getattr(value, name)
     except Exception:
-        return None
+        return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import itertools
 import threading
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from .scanning import CONTAINERS, Scan, Untraceable
 from .stand_ins import IN_PLACE
 
 PLAIN = (bool, int, float, str, type(None))
+_WRITTEN = (complex, range, torch.dtype, torch.device)  # whose `literal` is theirs too
+_ITEMS = 16  # of a list of configurations
 
 
 class Absent:
@@ -137,22 +140,31 @@ class Recorder:
     def parts(self, text: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
         """(expression, plain value) of what code may ask of `value`, which `text` stands for: itself or, of a
         configuration, parts whose names occur. What `value` holds is watched from now on."""
+        self.watch(value)
         if value is Absent or _is_known(value):
-            yield text, value
+            yield text, copy.deepcopy(value) if type(value) in CONTAINERS else value
         elif isinstance(value, enum.Enum):
             yield f"{text}.name", value.name
-        elif type(value) in CONTAINERS:
-            self.containers.setdefault(id(value), (value, copy.copy(value)))
-            if type(value) in (list, dict) and all(map(_is_plain, _items(value))):
-                yield text, copy.copy(value)
-            elif isinstance(value, dict) and depth:
-                for key in [key for key in value if type(key) is str and key in self.scan.names]:
-                    yield from self.parts(f"{text}[{key!r}]", value[key], depth - 1)
+        elif isinstance(value, dict) and depth:
+            for key in [key for key in value if type(key) is str and key in self.scan.names]:
+                yield from self.parts(f"{text}[{key!r}]", value[key], depth - 1)
+        elif type(value) in (list, tuple) and depth:
+            for i, item in enumerate(value[:_ITEMS]):
+                yield from self.parts(f"{text}[{i}]", item, depth - 1)
         elif depth and is_settings(value):
-            if not isinstance(value, type):
+            if hasattr(value, "__dict__") and not isinstance(value, type):
                 self.containers.setdefault(id(vars(value)), (vars(value), copy.copy(vars(value))))
             for name in sorted(self.scan.names & names_of(value)):
                 yield from self.parts(f"{text}.{name}", attribute_of(value, name), depth - 1)
+
+    def watch(self, value: Any) -> None:
+        """Notice where a list, a dictionary or the like is changed, or one inside of it."""
+        if type(value) in CONTAINERS and id(value) not in self.containers:
+            self.containers[id(value)] = (value, copy.copy(value))
+        if type(value) in (tuple, *CONTAINERS):
+            for item in _items(value):
+                if type(item) in (tuple, *CONTAINERS) and id(item) not in self.containers:
+                    self.watch(item)
 
     def note_globals(self) -> None:
         """What `forward`, and what it calls, may read of modules' globals and of the owner's class."""
@@ -191,12 +203,11 @@ class Recorder:
         return found
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in (*PLAIN, torch.dtype) or path_of(value) is not None
-
-
 def _is_known(value: Any) -> bool:
-    return _is_plain(value) or (type(value) is tuple and all(map(_is_plain, value)))
+    """A plain value, or a container of such, which can be written down."""
+    if type(value) in (tuple, torch.Size, list, set, dict):
+        return all(map(_is_known, _items(value)))
+    return type(value) in (*PLAIN, *_WRITTEN) or path_of(value) is not None
 
 
 def _attributes(cls: type) -> dict[str, Any]:
@@ -205,7 +216,6 @@ def _attributes(cls: type) -> dict[str, Any]:
 
 def _items(container: Any) -> Iterator[Any]:
     if isinstance(container, dict):
-        for key, value in container.items():
-            yield from (key, value)
+        yield from itertools.chain.from_iterable(container.items())
     else:
         yield from container

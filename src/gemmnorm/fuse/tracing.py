@@ -102,7 +102,11 @@ def literal(value: Any) -> str:
     """A plain value, a function of PyTorch's, or a container of such, as Python; `repr(math.inf)` is none."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
-    if type(value) in (tuple, list):
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, set):
+        return f"{{{', '.join(sorted(map(literal, value)))}}}" if value else "set()"
+    if isinstance(value, (tuple, list)):
         inside = ", ".join(map(literal, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
     if isinstance(value, dict):
