@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from .. import activations
 from ..errors import GemmNormValueError
 from ..fuse import Chain, OwnerPlan
-from ..fuse.outside import GLOBALS
 from ..plan import OWN_GEMM, Plan
 from . import method
 from .batches import Kind, kind_of
@@ -60,16 +59,7 @@ def beside_model(owner: OwnerPlan, module: str) -> OwnerPlan:
         if "<locals>" in found:
             raise GemmNormValueError(f"{found}: expected a name at the top level of the model file")
         imports += [] if found == name else [f"{name} = {found}"]
-    forms = [form._replace(conditions=_within(owner, module, form.conditions)) for form in owner.forms]
-    return replace(owner, imports=tuple(imports), forms=tuple(forms))
-
-
-def _within(owner: OwnerPlan, module: str, conditions: tuple[str, ...]) -> tuple[str, ...]:
-    """The same inside of `module`, whose globals go by their names there."""
-    for name, value in owner.namespace.items():
-        if name.startswith(GLOBALS) and vars(value).get("__name__") == module:
-            conditions = tuple(condition.replace(f"{name}.", "") for condition in conditions)
-    return conditions
+    return replace(owner.inside(module), imports=tuple(imports))
 
 
 def generated_text(contents: Contents) -> str:

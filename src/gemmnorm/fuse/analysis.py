@@ -107,6 +107,16 @@ class OwnerPlan:
         lines = [f"class {name}({base}):", *lines, ""]
         return "\n".join([*lines, *(_INDENT + line for line in forward)]) + "\n"
 
+    def inside(self, module: str) -> OwnerPlan:
+        """The same in the text of `module` itself, whose globals go by their names there."""
+        forms = self.forms
+        for name, value in self.namespace.items():
+            if name.startswith(outside.GLOBALS) and vars(value).get("__name__") == module:
+                forms = tuple(
+                    Form(tuple(c.replace(f"{name}.", "") for c in form.conditions), form.body) for form in forms
+                )
+        return replace(self, forms=forms)
+
 
 def analyse(model: nn.Module, only_plain: bool = False) -> list[OwnerPlan]:
     """A plan for each module of `model` that has a chain or a refusal, outermost first. Changes nothing.
