@@ -179,6 +179,27 @@ def ties() -> str:
     return "\n".join([head, *lines, "", f"{told} {source}"])
 
 
+def models() -> str:
+    """Whole models: milliseconds of a step on the device and of wall clock, and the memory that it takes."""
+    tool, document = readme_table(), result("h200-models")
+    found = {(row["model"], row["way"]): row for row in document["rows"]}
+    ways = ("eager", "compiled", "fused", "fused and compiled")
+    lines = [
+        "| model | " + " | ".join(f"{way}" for way in ways) + " | peak, eager | fused |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(model for model, _ in found):
+        rows = [found.get((name, way)) for way in ways]
+        eager, fused = found[name, "eager"], found[name, "fused"]
+        times = ["–" if row is None else f"{row['device_ms']:.3g} · {row['wall_ms']:.3g}" for row in rows]
+        peaks = [f"{row['peak_mb']:,.0f}" for row in (eager, fused)]
+        lines.append(f"| {name}: {eager['batch']}, {eager['dtype']} | {' | '.join([*times, *peaks])} |")
+    machine = document["environment"]
+    return "\n".join(
+        [*lines, "", f"{machine['gpu']}, torch {machine['torch']}, `{document['command']}`.{tool.since(document)}"]
+    )
+
+
 def activation_names() -> str:
     """The names of the table of activations, with their parameters' defaults and PyTorch's modules."""
     from gemmnorm import activations
@@ -192,4 +213,10 @@ def activation_names() -> str:
     return "\n".join(lines)
 
 
-GENERATED = {"activations": activation_names, "command line": command_line, "figures": figures, "ties": ties}
+GENERATED = {
+    "activations": activation_names,
+    "command line": command_line,
+    "figures": figures,
+    "models": models,
+    "ties": ties,
+}

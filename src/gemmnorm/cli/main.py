@@ -184,7 +184,7 @@ def _bench_suite(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
     drawn, about = arguments.random is not None, None
     if drawn:
         cells = random_problems.cells(arguments.random, arguments.count, arguments.precision, arguments.phase)
-        about = {"random": {"seeds": arguments.random, "count": arguments.count}}
+        about = {"random": {"seeds": arguments.random}}
     else:
         cells = select(arguments.suite, arguments.case, arguments.precision, arguments.phase)
     if not cells:

@@ -162,8 +162,7 @@ def _bench(document: Document) -> Iterable[RenderableType]:
 def _random(document: Document) -> Iterable[RenderableType]:
     """Random problems: a table by class for each precision and phase, and the ten worst rows."""
     rows, found = document["rows"], document.get("ceilings") or {}
-    about = document["random"]
-    yield Text(f"random problems of the seeds {', '.join(map(str, about['seeds']))}, {about['count']} of each")
+    yield Text(f"random problems of the seeds {', '.join(map(str, document['random']['seeds']))}")
     columns = ["class", "n", "R", "worst", "S", "worst", "C", "worst", "slower", "predicted"]
     for condition in dict.fromkeys((figures.condition(row), row["phase"]) for row in rows):
         mine = [row for row in rows if (figures.condition(row), row["phase"]) == condition]
