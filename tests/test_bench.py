@@ -327,7 +327,7 @@ def test_a_run_that_was_cut_off_is_continued(tmp_path: object, monkeypatch: pyte
 
     monkeypatch.setattr(Bench, "prepare", lambda self, cell: cell)
     monkeypatch.setattr(Bench, "measure", measure)
-    monkeypatch.setattr(Bench, "measure_ceilings", lambda self, cells: {})
+    monkeypatch.setattr(Bench, "measure_ceilings", lambda self, cells: {"tflops": {f"run {len(ran)}": 1.0}})
     chosen = cases.select("cpu", ["tiny"], ["fp32"])
     with pytest.raises(KeyboardInterrupt):
         suite.run_suite(chosen, CPU, QUICK, path=path)
@@ -335,6 +335,7 @@ def test_a_run_that_was_cut_off_is_continued(tmp_path: object, monkeypatch: pyte
     got = suite.run_suite(chosen, CPU, QUICK, path=path, resume=True)
     assert [r["phase"] for r in got["rows"]] == list(cases.PHASES)
     assert len(ran) == 4 and json.loads(path.read_text())["rows"] == got["rows"]
+    assert got["ceilings"]["tflops"] == {"run 0": 1.0, "run 2": 1.0}
     monkeypatch.setattr(suite.sources, "source_hash", lambda: "of other kernels")
     afresh = suite.run_suite(chosen[:1], CPU, QUICK, path=path, resume=True)
     assert len(afresh["rows"]) == 1 and "started afresh" in afresh["notes"][0]
