@@ -11,6 +11,7 @@ import gemmnorm
 from gemmnorm import plan
 from gemmnorm.cli import doctor
 from gemmnorm.errors import GemmNormValueError
+from gemmnorm.runtime import arithmetic as switches
 from gemmnorm.runtime import call as runtime
 from gemmnorm.runtime.arithmetic import (
     arithmetic,
@@ -80,22 +81,16 @@ def test_who_refuses_tf32_keeps_the_split_product(name, monkeypatch):
     assert problem.split and runtime.resolve(problem, None) == "one_kernel"
 
 
-@pytest.fixture
-def convolutions():
-    """PyTorch's switch for TF32 in convolutions, which is put back."""
+@pytest.mark.parametrize("products", [False, True])
+def test_convolutions_have_a_switch_of_their_own(products, monkeypatch):
+    monkeypatch.setattr(switches, "tf32_allowed", lambda: products)
+    assert tf32_allowed_to_convolutions() and convolutions_differ() is not products  # PyTorch's default
     before = torch.backends.cudnn.allow_tf32
-    yield
-    torch.backends.cudnn.allow_tf32 = before
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.usefixtures("convolutions")
-def test_convolutions_have_a_switch_of_their_own(name):
-    switch, expected = SWITCHES[name]
-    switch()
-    assert tf32_allowed_to_convolutions() and convolutions_differ() == (expected != "tf32")
-    torch.backends.cudnn.allow_tf32 = False
-    assert not tf32_allowed_to_convolutions() and convolutions_differ() == (expected == "tf32")
+    try:
+        torch.backends.cudnn.allow_tf32 = False
+        assert not tf32_allowed_to_convolutions() and convolutions_differ() is products
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def test_gemmnorms_own_switch(monkeypatch):
