@@ -52,6 +52,10 @@ class Contents:
 
 def beside_model(owner: OwnerPlan, module: str) -> OwnerPlan:
     """`owner` in a file that begins with the source of `module`: what that defines is not imported."""
+    for held in owner.nameless:
+        raise GemmNormValueError(
+            f"forward: expected to read what has a name at the top level of a module; got {held!r}"
+        )
     own = {name: value for name, value in owner.namespace.items() if getattr(value, "__module__", "") == module}
     imports = [line for line in owner.imports if not line.startswith((f"from {module} import ", f"import {module} "))]
     for name, value in own.items():

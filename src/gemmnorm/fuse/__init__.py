@@ -8,7 +8,7 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 - `recorder.py`  what `forward` reads from its owner, and must not write
 - `held.py`      what stays as it is meanwhile: a mode, random states
 - `guards.py`    decisions by what inputs are, as conditions under which a recording holds
-- `outside.py`   globals, configurations and classes that a `forward` reads
+- `outside.py`   globals, closures, functions, configurations that a `forward` reads
 - `optional.py`  comparisons with None, likewise
 - `views.py`     what may stand between the two: operations that only lay elements out
 - `matching.py`  finds the chains in a recording, and gives the reason for every near miss

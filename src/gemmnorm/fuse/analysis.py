@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -106,6 +108,12 @@ class OwnerPlan:
             lines = [f'{_INDENT}"""{base} with each of these as one operation:', "", *listed, f'{_INDENT}"""']
         lines = [f"class {name}({base}):", *lines, ""]
         return "\n".join([*lines, *(_INDENT + line for line in forward)]) + "\n"
+
+    @property
+    def nameless(self) -> list[Any]:
+        """Functions, classes and closure cells that the text refers to and that no other file can import."""
+        held = (value for name, value in self.namespace.items() if name.startswith(outside.HELD))
+        return [value for value in held if not outside.is_importable(value)]
 
     def inside(self, module: str) -> OwnerPlan:
         """The same in the text of `module` itself, whose globals go by their names there."""
@@ -331,8 +339,9 @@ def _plan_of_traces(
     for mode, missed, other in (("in training", *refused), ("in evaluation", *reversed(refused))):  # type: ignore[assignment]
         for where, why in missed:
             reasons[where, why if (where, why) in other else f"{why} ({mode})"] = None
-    if any("torch." in condition for condition in conditions):
-        namespace["torch"], imports["import torch"] = torch, None
+    for module in (torch, os, logging):
+        if any(f"{module.__name__}." in condition for condition in conditions):
+            namespace[module.__name__], imports[f"import {module.__name__}"] = module, None
     return OwnerPlan(
         path=path,
         original=original_class(owner),

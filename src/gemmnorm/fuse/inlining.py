@@ -60,7 +60,7 @@ def inline(owner: nn.Module, outer: Trace, node: fx.Node, inner: Trace) -> Trace
     return replace(
         outer,
         attributes=(*outer.attributes, *new),
-        surroundings=(*dict.fromkeys((*outer.surroundings, *inner.surroundings)),),
+        surroundings=(*outer.surroundings, *(entry for entry in inner.surroundings if entry not in outer.surroundings)),
         namespaces={**outer.namespaces, **inner.namespaces},
         tests_values=outer.tests_values or inner.tests_values,
     )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import itertools
+import re
 import threading
+import types
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +16,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .outside import attribute_of, is_of_users, is_settings, names_of, namespace_of, path_of
-from .scanning import CONTAINERS, Scan, Untraceable
+from .outside import (
+    attribute_of,
+    goes_on,
+    is_of_class,
+    is_of_users,
+    is_settings,
+    known_as,
+    names_of,
+    namespace_of,
+    path_of,
+)
+from .scanning import CONTAINERS, Scan, Untraceable, content
 from .stand_ins import IN_PLACE
 
 PLAIN = (bool, int, float, str, type(None))
@@ -52,14 +65,14 @@ class Recorder:
         self.owner, self.tracer, self.whole, self.scan = owner, tracer, whole, scan
         self.paths = {id(module): path for path, module in owner.named_modules()}
         self.attributes: list[tuple[str, str, Any]] = []
-        held = (vars(owner), owner._buffers, owner._parameters, owner._modules, *scan.containers)
-        self.classes = {cls: _attributes(cls) for cls in scan.classes if is_of_users(cls)}
+        held: tuple[Any, ...] = (vars(owner), owner._buffers, owner._parameters, owner._modules)
+        self.definitions: dict[Any, dict[str, Any]] = {}  # classes and functions, with their attributes
         self.surroundings: dict[str, Any] = {}
         self.namespaces: dict[str, Any] = {}
         self.containers = {id(container): (container, copy.copy(container)) for container in held}
         self.called = ""  # a method that stayed a call: what attributes are after it, nobody knows
         self.thread = threading.get_ident()
-        self.note_globals()
+        self.take_up()
 
     def __enter__(self) -> Recorder:
         recorder, plain_setattr = self, nn.Module.__setattr__
@@ -74,7 +87,10 @@ class Recorder:
                     recorder.note_missing(module, name)
                 raise
             if not name.startswith("__") and recorder.watches(module):
+                known = len(recorder.scan.seen)
                 recorder.scan.follow(value)
+                if len(recorder.scan.seen) > known:
+                    recorder.take_up()
                 recorder.note(module, name, value)
             return value
 
@@ -133,14 +149,21 @@ class Recorder:
         if self.called and known and name != "training":
             raise Untraceable(f"reads {name} after calling {self.called}, which cannot be recorded")
         path = self.paths[id(module)]
-        for text, part in self.parts(name, value):
+        defined = name not in vars(module) and (isinstance(value, types.MethodType) or _is_named(value, name))
+        for text, part in self.parts(name, value, defined=defined):
             if (path, text) != ("", "training"):
                 self.note_value(path, text, part)
 
-    def parts(self, text: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
-        """(expression, plain value) of what code may ask of `value`, which `text` stands for: itself or, of a
-        configuration, parts whose names occur. What `value` holds is watched from now on."""
+    def parts(self, text: str, value: Any, depth: int = 3, defined: bool = False) -> Iterator[tuple[str, Any]]:
+        """(expression, plain value, function or class) of what code may ask of `value`, which `text` stands for: itself
+        or, of a configuration, parts whose names occur. What `value` holds is watched from now on.
+
+        `defined`: a function or class under its own name, which stays what it is.
+        """
         self.watch(value)
+        if goes_on(value):
+            line = self.scan.loads.get(re.findall(r"\w+", text)[-1])
+            raise Untraceable(f"takes values one after the other from {text}, a {type(value).__name__} (line {line})")
         if value is Absent or _is_known(value):
             yield text, copy.deepcopy(value) if type(value) in CONTAINERS else value
         elif isinstance(value, enum.Enum):
@@ -151,11 +174,38 @@ class Recorder:
         elif type(value) in (list, tuple) and depth:
             for i, item in enumerate(value[:_ITEMS]):
                 yield from self.parts(f"{text}[{i}]", item, depth - 1)
+        elif isinstance(value, (nn.Module, fx.Proxy)):
+            return
+        elif callable(value) and not is_of_users(type(value)):
+            yield from self.parts_of_callable(text, value, depth, defined)
         elif depth and is_settings(value):
-            if hasattr(value, "__dict__") and not isinstance(value, type):
-                self.containers.setdefault(id(vars(value)), (vars(value), copy.copy(vars(value))))
-            for name in sorted(self.scan.names & names_of(value)):
-                yield from self.parts(f"{text}.{name}", attribute_of(value, name), depth - 1)
+            if callable(value) and not isinstance(value, type):
+                yield f"{text}.__class__", type(value)
+            yield from self.parts_of_settings(text, value, depth)
+
+    def parts_of_callable(self, text: str, value: Any, depth: int, defined: bool) -> Iterator[tuple[str, Any]]:
+        """Those of a function by its identity; of what a copy of the owner has a copy of, by what it consists of."""
+        names: tuple[str, ...] = ()
+        if isinstance(value, types.MethodType):
+            names = ("__func__",) if defined or isinstance(value.__self__, nn.Module) else ("__func__", "__self__")
+        elif isinstance(value, functools.partial):
+            names = ("func", "args", "keywords")
+        if not defined:
+            yield (f"{text}.__class__", type(value)) if names else (text, value)
+        for name in names if depth else ():
+            yield from self.parts(f"{text}.{name}", getattr(value, name), depth - 1, defined)
+        if depth and isinstance(value, (type, types.FunctionType)) and is_settings(value):
+            yield from self.parts_of_settings(text, value, depth)
+
+    def parts_of_settings(self, text: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+        of_its_own = not isinstance(value, (type, types.FunctionType))
+        if hasattr(value, "__dict__") and of_its_own:
+            self.containers.setdefault(id(vars(value)), (vars(value), copy.copy(vars(value))))
+        for name in sorted(self.scan.names & names_of(value)):
+            part = attribute_of(value, name)
+            if not (of_its_own and callable(part) and is_of_class(value, name)):
+                defined = name == "__class__" or (_is_named(part, name) and not of_its_own)
+                yield from self.parts(f"{text}.{name}", part, depth - 1, defined)
 
     def watch(self, value: Any) -> None:
         """Notice where a list, a dictionary or the like is changed, or one inside of it."""
@@ -166,23 +216,45 @@ class Recorder:
                 if type(item) in (tuple, *CONTAINERS) and id(item) not in self.containers:
                     self.watch(item)
 
+    def take_up(self) -> None:
+        """What the scan has found up to now."""
+        for container in self.scan.containers:
+            self.watch(container)
+        for function in self.scan.functions:
+            self.watch((function.__defaults__, function.__kwdefaults__))
+        for definition in (*filter(is_of_users, self.scan.classes), *self.scan.functions):
+            self.definitions.setdefault(definition, _attributes(definition))
+        self.note_globals()
+
     def note_globals(self) -> None:
-        """What `forward`, and what it calls, may read of modules' globals and of the owner's class."""
+        """What `forward`, and what it calls, may read of modules' globals, closures and the owner's class."""
         if "__class__" in self.scan.names:
-            for text, part in self.parts("__class__", self.scan.owner):
+            for text, part in self.parts("__class__", self.scan.owner, defined=True):
                 self.note_value("", text, part)
-        for names, name in self.scan.globals:
-            text, namespace = namespace_of(names)
-            value = names[name]
-            imported = path_of(value) is not None and value.__name__ == name
-            if not imported and not name.startswith("__"):
-                found = dict(self.parts(f"{text}.{name}", value))
+        decorated = [vars(function).get("__wrapped__") for function in self.scan.functions]
+        for holder, name in self.scan.globals:
+            if name.startswith("__"):
+                continue
+            if isinstance(holder, types.CellType):
+                place, (known, namespace), value = "cell_contents", (known_as(holder, name), holder), content(holder)
+            else:
+                place, (known, namespace), value = name, namespace_of(holder), holder[name]
+            if path_of(value) is None or value.__name__ != name:
+                defined = _is_named(value, name) or any(value is function for function in decorated)
+                found = dict(self.parts(f"{known}.{place}", value, defined=defined))
                 self.surroundings |= found
-                self.namespaces |= {text: namespace} if found else {}
+                self.namespaces |= {known: namespace} if found else {}
+                self.hold(*found.values())
 
     def note_value(self, path: str, name: str, value: Any) -> None:
         if (path, name, value) not in self.attributes:
             self.attributes.append((path, name, value))
+            self.hold(value)
+
+    def hold(self, *values: Any) -> None:
+        """Have the functions and classes among `values` in the namespace."""
+        held = [v for v in values if callable(v) and v is not Absent and path_of(v) is None]
+        self.namespaces |= {known_as(value): value for value in held}
 
     def restore(self) -> str | None:
         """Change what `forward` has changed of lists, dictionaries, objects and classes back; what it was."""
@@ -193,13 +265,15 @@ class Recorder:
                 container.clear()
                 (container.update if hasattr(container, "update") else container.extend)(before)
                 found = "a list or dictionary, or an object that the module holds"
-        for cls, attributes in self.classes.items():
-            for name in [name for name, value in attributes.items() if vars(cls).get(name, Absent) is not value]:
-                setattr(cls, name, attributes[name])
-                found = f"{name} of the class {cls.__name__} (line {self.scan.stores.get(name)})"
-            for name in _attributes(cls).keys() - attributes:
-                delattr(cls, name)
-                found = f"{name} of the class {cls.__name__} (line {self.scan.stores.get(name)})"
+        for definition, attributes in self.definitions.items():
+            kind, now = "class" if isinstance(definition, type) else "function", _attributes(definition)
+            changed = [name for name, value in attributes.items() if now.get(name, Absent) is not value]
+            for name in changed:
+                setattr(definition, name, attributes[name])
+            for name in now.keys() - attributes:
+                delattr(definition, name)
+            for name in (*changed, *(now.keys() - attributes)):
+                found = f"{name} of the {kind} {definition.__name__} (line {self.scan.stores.get(name)})"
         return found
 
 
@@ -210,8 +284,13 @@ def _is_known(value: Any) -> bool:
     return type(value) in (*PLAIN, *_WRITTEN) or path_of(value) is not None
 
 
-def _attributes(cls: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(cls).items() if not name.startswith("__")}
+def _is_named(value: Any, name: str) -> bool:
+    """A function or class by its own name."""
+    return callable(value) and getattr(value, "__name__", None) == name
+
+
+def _attributes(definition: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(definition).items() if not name.startswith("__")}
 
 
 def _items(container: Any) -> Iterator[Any]:

@@ -12,8 +12,8 @@ import inspect
 import os
 import sysconfig
 import types
-from collections import ChainMap, OrderedDict, deque
-from collections.abc import Container
+from collections import OrderedDict, deque
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -56,22 +56,26 @@ class Scan:
         tests_values: it compares something else so, or what it has assigned.
         names: the attributes and texts that occur.
         containers: the lists, dictionaries and sets that occur as globals.
-        globals: (namespace of a module, name) of the globals that occur.
+        globals: (namespace of a module, or the closure's cell; name) of the globals and closure variables that occur.
         classes: those that occur as globals, and the owner's own.
+        functions: those that were read.
+        loads: the line where something of that name is read.
         stores: the line where an attribute of that name is assigned.
     """
 
     def __init__(self, owner: type[nn.Module], forward: types.FunctionType, whole: Container[str]) -> None:
         self.owner, self.whole = owner, whole
         self.forward = inspect.unwrap(forward).__code__
-        self.seen: set[types.CodeType] = set()
+        self.seen: set[tuple[Any, ...]] = set()
         self.assigned = {i.argval for i in dis.get_instructions(self.forward) if i.opname.startswith("STORE_FAST")}
         self.tested: set[str] = set()
         self.tests_values = False
         self.names: set[Any] = set()
         self.containers: list[Any] = []
-        self.globals: list[tuple[dict[str, Any], str]] = []
+        self.globals: list[tuple[dict[str, Any] | types.CellType, str]] = []
         self.classes: list[type] = [cls for cls in owner.__mro__ if not cls.__module__.startswith("torch.")]
+        self.functions: dict[types.FunctionType, None] = {}
+        self.loads: dict[str, int] = {}
         self.stores: dict[str, int] = {}
         self.follow(forward)
 
@@ -86,30 +90,36 @@ class Scan:
         elif callable(called) and not isinstance(called, (type, nn.Module, types.FunctionType)):
             called = inspect.getattr_static(type(called), "__call__", None)
         for f in (called, inspect.unwrap(called)) if isinstance(called, types.FunctionType) else ():
-            if isinstance(f, types.FunctionType):
-                cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
-                self._read(f.__code__, ChainMap({name: _content(cell) for name, cell in cells}, f.__globals__))
+            if isinstance(f, types.FunctionType) and is_of_users(f.__code__.co_filename):
+                self.functions[f] = None
+                cells = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=True))
+                self._read(f.__code__, f.__globals__, cells)
 
-    def _read(self, code: types.CodeType, namespace: ChainMap[str, Any]) -> None:
-        if code in self.seen or not _is_of_users(code.co_filename):
+    def _read(self, code: types.CodeType, namespace: dict[str, Any], cells: dict[str, types.CellType]) -> None:
+        """`cells`: the closure of the function that `code` is, or is inside of."""
+        key = (code, *map(id, cells.values()))
+        if key in self.seen:
             return
-        self.seen.add(code)
-        self._refuse_statements(code)
+        self.seen.add(key)
+        self._refuse_statements(code, cells)
         self.names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
-                self._read(constant, namespace)
+                self._read(constant, namespace, cells)
         before: list[dis.Instruction] = []
         found: Any = None  # what a name outside of the function, with attributes behind it, stands for
-        for instruction in dis.get_instructions(code):
+        for instruction, line in _with_lines(code):
             name, value = instruction.opname, instruction.argval
+            if "LOAD" in name and isinstance(value, str):
+                self.loads.setdefault(value, line)
             if name == "IS_OP" or ("JUMP" in name and "NONE" in name):
                 self._note_test(code, before)
             if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
                 if value == "type":
                     raise Untraceable("asks for the type of a value")
-                found = namespace.get(value)
-                self._note_global(found, namespace.maps[-1], value)
+                cell = cells.get(value) if name == "LOAD_DEREF" else None
+                found = namespace.get(value) if cell is None else content(cell)
+                self._note_global(found, namespace if cell is None else cell, value)
             elif name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 place, found = found, getattr(found, value, None) if _is_own(found) else None
                 if found is not None:
@@ -119,7 +129,7 @@ class Scan:
                 before = [*before[-1:], instruction]
 
     def _note_global(self, value: Any, namespace: Any, name: str) -> None:
-        if name in namespace:
+        if isinstance(namespace, types.CellType) or name in namespace:
             self.globals.append((namespace, name))
         if type(value) in CONTAINERS:
             self.containers.append(value)
@@ -127,14 +137,12 @@ class Scan:
             self.classes.append(value)
         self.follow(value)
 
-    def _refuse_statements(self, code: types.CodeType) -> None:
+    def _refuse_statements(self, code: types.CodeType, cells: Container[str]) -> None:
         """`try`, `with` and others that decide what runs, or how, where no stand-in is asked."""
-        line, before, handlers = code.co_firstlineno, "", set[int]()
+        before, handlers = "", set[int]()
         names: dict[int, set[str]] = {}
-        for instruction in dis.get_instructions(code):
+        for instruction, line in _with_lines(code):
             name = instruction.opname
-            positions = getattr(instruction, "positions", None)  # Python 3.10 has none
-            line = (positions.lineno if positions else instruction.starts_line) or line
             names.setdefault(line, set()).add(str(instruction.argval))
             if name == "SETUP_FINALLY":
                 handlers.add(instruction.argval)
@@ -147,6 +155,8 @@ class Scan:
                 raise Untraceable(f"matches the structure of a value (line {line})")
             if name == "STORE_GLOBAL":
                 raise Untraceable(f"assigns the global {instruction.argval} (line {line})")
+            if name == "STORE_DEREF" and instruction.argval in code.co_freevars and instruction.argval in cells:
+                raise Untraceable(f"assigns {instruction.argval} of its closure (line {line})")
             if name == "STORE_ATTR":
                 self.stores[instruction.argval] = line
             before = name
@@ -182,17 +192,27 @@ class Scan:
 def _is_own(module: Any) -> bool:
     """A module of the user's project, and not one that is installed, of which a branch not taken may speak."""
     file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
-    return bool(file) and _is_of_users(str(file)) and "-packages" not in str(file)
+    return bool(file) and is_of_users(str(file)) and "-packages" not in str(file)
 
 
-def _is_of_users(filename: str) -> bool:
+def _with_lines(code: types.CodeType) -> Iterator[tuple[dis.Instruction, int]]:
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        positions = getattr(instruction, "positions", None)  # Python 3.10 has none
+        line = (positions.lineno if positions else instruction.starts_line) or line
+        yield instruction, line
+
+
+def is_of_users(filename: str) -> bool:
     """Neither PyTorch's nor Python's own, nor of `fuse`."""
-    return not filename.startswith((TORCH, HERE, "<frozen", "<gemmnorm")) and (
-        not filename.startswith(_STDLIB) or "-packages" in filename
-    )
+    return not is_of_python(filename) and not filename.startswith((TORCH, HERE, "<gemmnorm"))
 
 
-def _content(cell: types.CellType) -> Any:
+def is_of_python(filename: str) -> bool:
+    return filename.startswith("<frozen") or (filename.startswith(_STDLIB) and "-packages" not in filename)
+
+
+def content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet

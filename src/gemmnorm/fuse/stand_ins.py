@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import logging
 import operator
+import os
 import sys
 import threading
 import types
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from . import guards
-from .scanning import HERE, TORCH, Raised, Untraceable
+from .scanning import HERE, TORCH, Raised, Untraceable, is_of_python
 
 IN_PLACE = {
     getattr(operator, name)
@@ -192,6 +194,47 @@ def _about(path: str, plain: Callable[..., Any], answers: dict[str, Any]) -> Cal
     return ask
 
 
+def _asking_line() -> int | None:
+    """The line of the user's code that asks, by way of Python's library or not; None where anyone else does."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and is_of_python(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None or not getattr(_here, "records", False) or frame.f_code.co_filename.startswith(_INSIDE):
+        return None
+    return frame.f_lineno
+
+
+def _environment(name: str, answers: dict[str, Any]) -> Callable[..., Any]:
+    """A method of `os.environ`: one variable is a question, all else is refused."""
+    plain = vars(type(os.environ))[name]
+
+    def ask(environment: Any, *args: Any) -> Any:
+        line = _asking_line()
+        if line is not None and (name != "__getitem__" or environment is not os.environ or type(args[0]) is not str):
+            raise Untraceable(f"{'reads all of' if name == '__iter__' else 'changes'} the environment (line {line})")
+        if line is not None:
+            answers[f"os.environ.get({args[0]!r})"] = os.environ.get(args[0])
+        return plain(environment, *args)
+
+    return ask
+
+
+def _would_log(answers: dict[str, Any]) -> Callable[..., bool]:
+    """`Logger.isEnabledFor`, which every log call asks first: a question, and refused where something is logged."""
+    plain = logging.Logger.isEnabledFor
+
+    def ask(logger: logging.Logger, level: int) -> bool:
+        answer, line = plain(logger, level), _asking_line()
+        if line is not None:
+            by_a_log_call = sys._getframe(1).f_globals is vars(logging)
+            if (answer and by_a_log_call) or logging.getLogger(logger.name) is not logger:
+                raise Untraceable(f"logs (line {line})")
+            answers[f"logging.getLogger({logger.name!r}).isEnabledFor({level!r})"] = answer
+        return answer
+
+    return ask
+
+
 def _making(tracer: fx.Tracer, plain: Callable[..., Any]) -> Callable[..., Any]:
     """A call of `plain` is recorded; the tensor that it would make now would be the same for ever."""
 
@@ -234,6 +277,9 @@ def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
             if hasattr(sys.modules.get(module), name):
                 place = sys.modules[module]
                 stack.enter_context(_replaced(place, name, _about(path, getattr(place, name), answers)))
+        for name in ("__getitem__", "__setitem__", "__delitem__", "__iter__"):
+            stack.enter_context(_replaced(type(os.environ), name, _environment(name, answers)))
+        stack.enter_context(_replaced(logging.Logger, "isEnabledFor", _would_log(answers)))
         for cls, reason in _ENTERED.items():
             stack.enter_context(_replaced(cls, "__enter__", enter(vars(cls)["__enter__"], reason)))
         stack.enter_context(_replaced(base, "apply", classmethod(apply)))

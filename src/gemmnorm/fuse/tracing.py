@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import guards, held
-from .outside import path_of
+from .outside import known_as, path_of
 from .recorder import PLAIN, Absent, Recorder
 from .scanning import ANY, Raised, Scan, Untraceable
 from .stand_ins import StandIn, honest
@@ -51,8 +51,8 @@ class Trace:
         tested: names of the parameters that `forward` compares with `is`, in all likelihood with None.
         whole: methods of the owner that cannot be recorded and stay calls, with the reasons.
         surroundings: (expression, value) of what `forward` asked PyTorch, such as whether gradients are on, and of
-            modules' globals.
-        namespaces: the modules of those globals, by name.
+            modules' globals and closures.
+        namespaces: the modules of those globals, cells of those closures, functions and classes, by name.
         tests_values: it compares with `is` what it has computed, in all likelihood with None.
     """
 
@@ -94,12 +94,12 @@ class Trace:
 def _differs(expression: str, value: Any) -> str:
     if value is Absent:
         return "hasattr({}, {!r})".format(*expression.rsplit(".", 1))
-    comparison = "is not" if value is None or isinstance(value, bool) else "!="
+    comparison = "is not" if value is None or isinstance(value, bool) or callable(value) else "!="
     return f"{expression} {comparison} {literal(value)}"
 
 
 def literal(value: Any) -> str:
-    """A plain value, a function of PyTorch's, or a container of such, as Python; `repr(math.inf)` is none."""
+    """A plain value, a function, a class, or a container of such, as Python; `repr(math.inf)` is none."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, torch.device):
@@ -111,7 +111,7 @@ def literal(value: Any) -> str:
         return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
-    return path_of(value) or repr(value)
+    return path_of(value) or (known_as(value) if callable(value) else repr(value))
 
 
 def forward_of(cls: type[nn.Module]) -> Any:

@@ -32,7 +32,7 @@ _STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Paramet
 _PRODUCT = "product"  # what a chain's product is called where it is laid out anew
 _MODULES = {"F": F, "torch": torch, "operator": operator, "math": math}
 # What no parameter or variable may be called: the text refers to these by name.
-_RESERVED = {*_MODULES, _PRODUCT, "float", "slice", "getattr", "hasattr", "isinstance", "super", "len"}
+_RESERVED = {*_MODULES, _PRODUCT, "float", "slice", "getattr", "hasattr", "isinstance", "super", "len", "os", "logging"}
 _BINARY = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
     operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.and_: "&", operator.or_: "|",
