@@ -215,6 +215,56 @@ def test_a_global_function_is_a_condition_but_for_definitions(
     assert "DOUBLE" in conditions[0] and "tripled.factor" in conditions[1] and len(conditions) == 2, conditions
 
 
+def makes_its_function(self: Any, x: Tensor) -> Tensor:
+    return self.made(normed(self, x)) + self.static(x)  # type: ignore[no-any-return]
+
+
+def test_what_a_class_defines_costs_no_condition_and_a_property_is_read_through(calls: list[Any]) -> None:
+    model: Any = Written(makes_its_function)
+    model.factor = 2.0
+    type(model).made = property(lambda self: lambda h: h * self.factor)
+    type(model).static = staticmethod(halve)
+    fused, plain = fused_and_plain(model)
+    assert_same(fused, plain, X)
+    assert len(calls) == 3
+    fused.factor = plain.factor = 3.0  # type: ignore[assignment]
+    assert_same(fused, plain, X)
+    fused.factor = plain.factor = 2.0  # type: ignore[assignment]
+    type(model).static = staticmethod(DOUBLE)
+    assert_same(fused, plain, X)
+    assert len(calls) == 3
+
+
+def test_a_closure_variable_may_be_unassigned(calls: list[Any]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return later(normed(self, x)) if self.later else normed(self, x)
+
+    model: Any = Written(forward)
+    model.later = False
+    fused, plain = fused_and_plain(model)
+    assert_same(fused, plain, X)
+    assert len(calls) == 3
+    later = halve
+
+
+def logs_in_a_method(self: Any, x: Tensor) -> Tensor:
+    return self.logged(normed(self, x))  # type: ignore[no-any-return]
+
+
+def logged(self: Any, h: Tensor) -> Tensor:
+    LOG.warning("that")
+    return h * next(self.counter)
+
+
+def test_a_method_that_logs_and_counts_stays_a_call(calls: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = Written(logs_in_a_method)
+    type(model).logged, model.counter = logged, itertools.count(1)
+    fused, plain = fused_and_plain(model)
+    caplog.clear()
+    assert_same(fused, plain, X)
+    assert len(calls) == 3 and len(caplog.records) == 6
+
+
 FILE = """
 import torch
 from torch import nn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import inspect
 import itertools
 import re
 import threading
@@ -149,7 +150,8 @@ class Recorder:
         if self.called and known and name != "training":
             raise Untraceable(f"reads {name} after calling {self.called}, which cannot be recorded")
         path = self.paths[id(module)]
-        defined = name not in vars(module) and (isinstance(value, types.MethodType) or _is_named(value, name))
+        given = name in vars(module) or isinstance(inspect.getattr_static(type(module), name, None), staticmethod)
+        defined = not given or (_is_named(value, name) and name not in vars(module))
         for text, part in self.parts(name, value, defined=defined):
             if (path, text) != ("", "training"):
                 self.note_value(path, text, part)
@@ -176,7 +178,7 @@ class Recorder:
                 yield from self.parts(f"{text}[{i}]", item, depth - 1)
         elif isinstance(value, (nn.Module, fx.Proxy)):
             return
-        elif callable(value) and not is_of_users(type(value)):
+        elif callable(value) and (hasattr(value, "__name__") or not is_of_users(type(value))):
             yield from self.parts_of_callable(text, value, depth, defined)
         elif depth and is_settings(value):
             if callable(value) and not isinstance(value, type):

@@ -129,7 +129,7 @@ class Scan:
                 before = [*before[-1:], instruction]
 
     def _note_global(self, value: Any, namespace: Any, name: str) -> None:
-        if isinstance(namespace, types.CellType) or name in namespace:
+        if not _is_empty(namespace) if isinstance(namespace, types.CellType) else name in namespace:
             self.globals.append((namespace, name))
         if type(value) in CONTAINERS:
             self.containers.append(value)
@@ -213,7 +213,9 @@ def is_of_python(filename: str) -> bool:
 
 
 def content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
+    """What is in it; None where nothing is, not even None."""
+    return None if _is_empty(cell) else cell.cell_contents
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    return cell == types.CellType()
