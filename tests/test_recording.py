@@ -214,7 +214,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     as_text: "writes a value into a text",
     as_text_by_format: "writes a value into a text",
     saves_otherwise: "changes what autograd saves",
-    recomputes: "changes what autograd saves",
+    recomputes: "",  # which of the things that it does is named depends on what PyTorch has imported
     sets_data: "sets the attribute data of a value",
     counts_by_a_global: "assigns the global COUNT (line ",
     notes_in_a_global: "changes a list or dictionary, or an object",
