@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import gemmnorm
-from gemmnorm import LinearScaleBatchNorm1d, linear_scale_batch_norm
+from gemmnorm import LinearScaleBatchNorm1d, chain, linear_scale_batch_norm
 from gemmnorm.op import route
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -153,6 +153,21 @@ def test_any_batch_size_in_one_dynamic_graph():
         x = torch.randn(batch, 6)
         assert worst(run(x), eager(x), 1e-5, 1e-5) is None
     assert len(frames) == 1
+
+
+def test_a_frame_of_the_package_that_is_compiled_by_itself_leaves_its_names_alone():
+    """Behind a graph break Dynamo compiles `ChainCall.__call__` as a frame of its own, and writes to its globals."""
+
+    def breaks(h):
+        torch._dynamo.graph_break()
+        return h
+
+    call, linear, bn = chain.ChainCall(), nn.Linear(4, 6), nn.BatchNorm1d(6)
+    compiled = torch.compile(lambda x: call(x, linear, bn, view=breaks), backend="eager")
+    before = dict(vars(chain))
+    compiled(torch.randn(5, 4))
+    compiled(torch.randn(7, 4))
+    assert all(vars(chain)[name] is value for name, value in before.items())
 
 
 def test_autocast_inside():

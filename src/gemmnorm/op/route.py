@@ -13,6 +13,7 @@ from .. import plan
 from ..runtime import call as runtime
 from ..runtime.arguments import check_arguments
 from ..runtime.operands import Operands, Options
+from ..runtime.traced import traced_as_constant
 from . import autograd, column_parallel, reference, sync
 from .registration import forward_op, has_modes
 
@@ -67,6 +68,7 @@ def linear_scale_batch_norm(operands: Operands, options: Options, process_group:
 _asked = getattr(torch.compiler, "is_exporting", None)  # from PyTorch 2.7 on
 
 
+@traced_as_constant
 def is_exporting() -> bool:
     """Called at trace time: Dynamo of 2.8 to 2.11 traces `torch.compiler.is_exporting` as True everywhere.
 
@@ -79,9 +81,6 @@ def is_exporting() -> bool:
     except (KeyError, AttributeError):
         return True
 
-
-# All that `torch.compiler.assume_constant_result` does after importing Dynamo, which takes longer than `gemmnorm`.
-is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 UNKNOWN = "this PyTorch lacks private names that gemmnorm needs (docs/private_api.md)"
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from ..errors import GemmNormValueError
+from .traced import traced_as_constant
 
 ARITHMETICS = ("float32", "ieee")
 VARIABLE = "GEMMNORM_FLOAT32"
@@ -67,12 +68,10 @@ def tf32_allowed_to_convolutions() -> bool:
     return bool(torch.backends.cudnn.allow_tf32) if precision is None else precision == "tf32"
 
 
+@traced_as_constant
 def convolutions_differ() -> bool:
     """TF32 is allowed to float32 products or to float32 convolutions, and not to both."""
     return tf32_allowed_to_convolutions() != tf32_allowed()
-
-
-convolutions_differ._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in op/route.py
 
 
 def arithmetic(dtype: torch.dtype) -> str:
