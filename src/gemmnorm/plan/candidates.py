@@ -182,7 +182,7 @@ def _library(problem: Problem) -> Iterator[Candidate]:
 def _small(problem: Problem) -> Iterator[Candidate]:
     """Few tiles of rows, K shared out among the blocks of a cluster."""
     reason = refusal(problem, "one_kernel") or cast.unaligned(problem)
-    if small.tiles(problem) > small.CLUSTER:
+    if problem.training and small.tiles(problem) > small.CLUSTER:
         reason = reason or f"small_panel has at most {small.CLUSTER} tiles of {small.TILE_ROWS} rows"
     if problem.prepared:
         reason = reason or "small_panel splits operands in another way"

@@ -16,10 +16,6 @@
 
 namespace gemmnorm {
 
-// Batches up to so many rows: a tile that waits in the accumulators merges its panel's partial statistics itself, rather than
-// wait for a merge.
-constexpr int kDirectRows = 8192;
-
 struct StagingBarriers {
   u64 staged[2], unstaged[2];
 
@@ -131,41 +127,23 @@ struct TrainingConsumer {
     }
   }
 
-  // Waits until the statistics of the tile's panel are there: all partial ones, or, where the tile does not merge them
-  // itself (`direct`), the merged ones.
-  __device__ __forceinline__ void wait_for_panel(const Counters& counters, int n, bool direct) const {
-    if (thread == 0) {
-      if (direct) wait_until(counters.complete(n), 2 * scheduler.tiles_m);
-      else wait_until(counters.merged(n), G::TN);
-    }
-    sync();
-  }
-
   __device__ __forceinline__ FeatureValues values(Tile tile) const {
     return f.values(min(tile.n * G::TN + finished(), f.p.features - 1));
   }
 
-  // y of a tile that waited in the accumulators. Up to kDirectRows rows, or without merging warps, the tile merges its panel's
-  // partial statistics itself. `stored`: tiles numbered below it leave the accumulators before their panel is merged, and
-  // others merge for them.
+  // y of a tile that waited in the accumulators. It merges its panel's partial statistics itself: a merge by others would come
+  // behind all that they have to do before. `stored`: tiles numbered below it leave the accumulators before their panel is merged;
+  // with OTHERS_MERGE others merge for them.
   template <bool OTHERS_MERGE>
   __device__ __forceinline__ void finish_panel_tile(Tile tile, const Accumulators& acc, const FeatureValues& v,
                                                     const Counters& counters, int stored) {
     const int j = tile.n * G::TN + finished(), existing = min(j, f.p.features - 1);
-    const bool direct = !OTHERS_MERGE || f.p.batch <= kDirectRows;
-    wait_for_panel(counters, tile.n, direct);
-    Known known = {};
-    bool finishes = false;
-    if (direct) {
-      const ColumnStatistics merged = merge_column<4>(f, opaque(thread % kLanes), kLanes, existing);
-      known = {merged.mean, 1.0f / sqrtf(v.s * v.s * merged.m2 / f.p.batch + f.p.eps), merged.m2};
-      const bool merged_here = !OTHERS_MERGE || !scheduler.begins_before(tile.n, stored);
-      finishes = j < f.p.features && thread % kLanes == 0 && tile.m == 0 && merged_here;
-    } else {
-      known.mean = load_l2(f.p.mean + existing);
-      known.rstd = load_l2(f.p.rstd + existing);
-    }
-    finish_tile(tile, acc, known, v, finishes);
+    if (thread == 0) wait_until(counters.complete(tile.n), 2 * scheduler.tiles_m);
+    sync();
+    const ColumnStatistics merged = merge_column<8>(f, opaque(thread % kLanes), kLanes, existing);
+    const Known known = {merged.mean, 1.0f / sqrtf(v.s * v.s * merged.m2 / f.p.batch + f.p.eps), merged.m2};
+    const bool merged_here = !OTHERS_MERGE || !scheduler.begins_before(tile.n, stored);
+    finish_tile(tile, acc, known, v, j < f.p.features && thread % kLanes == 0 && tile.m == 0 && merged_here);
   }
 
   // y of a tile whose panel's statistics are known: the thread brings mean, 1/σ and values of its feature. `finishes`: it also

@@ -1,10 +1,10 @@
 // Epilogue, training, any number of rows: tiles are stored, and normalised later out of the L2; only the last tile of every
 // block waits for its panel's statistics in the accumulators.
 //
-// Serves any batch of several tiles; taken where that is predicted cheaper than to wait on the chip. Warp 1 stores what the consumers stage and signals complete tiles.
-// Warps 2 and 3, and the consumers after their last tile, take work items in order from an atomic counter: first the merges of
-// a group of panels, then the rows of its stored tiles. An item waits only for tiles that come before it, and all blocks run
-// at once: the launch is cooperative.
+// Serves any batch of several tiles; taken where that is predicted cheaper than to wait on the chip. Warp 1 stores what the
+// consumers stage and signals complete tiles. Warps 2 and 3, and the consumers after their last tile, take work items in order
+// from an atomic counter: first the merges of a group of panels, then the rows of its stored tiles. An item waits only for tiles
+// that come before it, and all blocks run at once: the launch is cooperative.
 #pragma once
 #include "gemm/epilogue.cuh"
 #include "gemm/normalize_tile.cuh"
@@ -45,11 +45,9 @@ struct PersistentEpilogue {
     constexpr int kMerges = G::TN / kMergeWidth, kItemsOfTile = G::TM / kItemRows;
     const int lane = threadIdx.x % 32, stored = stored_tiles(scheduler);
     const int per_panel = kMerges + kItemsOfTile * scheduler.tiles_m;
-    // Tiles that merge for themselves need no items: the last one is then in the last group with stored tiles.
-    const bool direct = f.p.batch <= kDirectRows;
+    // Tiles that merge for themselves need no items: the last one is in the last group with stored tiles.
     const int group_tiles = scheduler.group_panels * scheduler.tiles_m;
-    const int last_panel = direct ? min((stored + group_tiles - 1) / group_tiles * scheduler.group_panels, scheduler.tiles_n)
-                                  : scheduler.tiles_n;
+    const int last_panel = min((stored + group_tiles - 1) / group_tiles * scheduler.group_panels, scheduler.tiles_n);
 #pragma unroll 1
     for (;;) {
       int item = 0;
@@ -61,7 +59,7 @@ struct PersistentEpilogue {
       const int rest = item - first * per_panel;
       if (rest < kMerges * panels) {
         const int n = first + rest / kMerges;
-        if (direct && !scheduler.begins_before(n, stored)) continue;
+        if (!scheduler.begins_before(n, stored)) continue;
         merge(f, counters, scheduler.tiles_m, n, n * G::TN + (rest % kMerges) * kMergeWidth);
       } else {
         const int t = first * scheduler.tiles_m + (rest - kMerges * panels) / kItemsOfTile;

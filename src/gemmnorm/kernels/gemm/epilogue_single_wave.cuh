@@ -1,9 +1,10 @@
 // Epilogue, training, one wave of blocks works on all tiles of its panels at once: of the tiles nothing but y, and the product
 // where it is kept, goes to memory.
 //
-// Serves where the tiles of some panels fit the multiprocessors once, or several times; taken where predicted cheapest. A tile waits for the statistics of its
-// panel: the last of a block in the accumulators; the others in the staging buffer, where the tile fits it, while the next is
-// multiplied. Blocks wait for each other: the launch is cooperative, or a cluster has all tiles of a panel.
+// Serves where the tiles of some panels fit the multiprocessors once, or several times; taken where predicted cheapest. A tile
+// waits for the statistics of its panel: the last of a block in the accumulators; the others in the staging buffer, where the
+// tile fits it, while the next is multiplied. Blocks wait for each other: the launch is cooperative, or a cluster has all tiles
+// of a panel.
 // Warp 1 merges its block's share of a panel's statistics, for staged tiles. Warps 2 and 3 serve a consumer each: they store
 // its product, signal its partial statistics, and normalise what it has staged.
 #pragma once
@@ -61,7 +62,7 @@ struct SingleWaveEpilogue {
 #pragma unroll 1
       for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
         const Tile tile = scheduler.at(t);
-        if (scheduler.begins_before(tile.n, in_staging) || f.p.batch > kDirectRows) merge_share<G>(f, scheduler, counters, tile);
+        if (scheduler.begins_before(tile.n, in_staging)) merge_share<G>(f, scheduler, counters, tile);
       }
     }
 

@@ -15,17 +15,14 @@ __device__ __forceinline__ void raise(u32& largest, u32 value) {
   if (static_cast<u32>(load_l2(reinterpret_cast<const int*>(&largest))) < value) atomicMax(&largest, value);
 }
 
+// Sizes of a row, as bits of floats that are not negative.
+struct RowSizes {
+  u32 amax, abs_sum;
+};
+
 template <class Config, class Params>
-__device__ __forceinline__ void split_rows(const Params& p) {
+__device__ __forceinline__ RowSizes split_row(const Params& p, bool of_weight, int row, int* maxima, float* sums) {
   using Row = RowTile<Config::kRowThreads>;
-  __shared__ int maxima[kWarps];
-  __shared__ float sums[kWarps];
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
-  const int block = blockIdx.x, of_weights = (p.weight_rows + Row::kRows - 1) / Row::kRows;
-  const bool of_weight = block < of_weights;
-  const int row = of_weight ? p.weight_rows - 1 - Row::row_of(block) : Row::row_of(block - of_weights);
-  if (of_weight ? row < 0 : row >= p.batch) return;
   const int padded = padded_columns(p.in_features);
   const Row tile((of_weight ? p.weight : p.x) + static_cast<i64>(row) * p.in_features, p.in_features);
   half* target = (of_weight ? p.split_weight : p.split_x) + static_cast<i64>(row) * 2 * padded;
@@ -48,10 +45,6 @@ __device__ __forceinline__ void split_rows(const Params& p) {
       p.weight_amax[row] = __uint_as_float(amax_bits);
       p.weight_abs_sum[row] = abs_sum;
     }
-    if (!of_weight && p.amax_state) {
-      raise(p.amax_state[0], amax_bits);
-      raise(p.amax_state[1], magnitude_bits(abs_sum));
-    }
   }
   if (of_weight && p.weight_checksums) {
     u64 code = 0;
@@ -63,6 +56,31 @@ __device__ __forceinline__ void split_rows(const Params& p) {
     const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
     store_split(target, c, scaled);
   });
+  return {amax_bits, magnitude_bits(abs_sum)};
+}
+
+template <class Config, class Params>
+__device__ __forceinline__ void split_rows(const Params& p) {
+  using Row = RowTile<Config::kRowThreads>;
+  __shared__ int maxima[kWarps];
+  __shared__ float sums[kWarps];
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  const int block = blockIdx.x, of_weights = (p.weight_rows + Row::kRows - 1) / Row::kRows;
+  const bool of_weight = block < of_weights;
+  const int row = of_weight ? p.weight_rows - 1 - Row::row_of(block) : Row::row_of(block - of_weights);
+  RowSizes sizes = {};
+  if (of_weight ? row >= 0 : row < p.batch) sizes = split_row<Config>(p, of_weight, row, maxima, sums);
+  if (of_weight || !p.amax_state) return;
+  // One atomic for the rows of all warps: the first blocks all find zero, and the L2 takes atomics of one place in turn.
+  if constexpr (Row::kRows > 1) {
+    sizes.amax = static_cast<u32>(largest_of<kThreads>(static_cast<int>(sizes.amax), maxima));
+    sizes.abs_sum = static_cast<u32>(largest_of<kThreads>(static_cast<int>(sizes.abs_sum), maxima));
+  }
+  if (threadIdx.x == 0) {
+    raise(p.amax_state[0], sizes.amax);
+    raise(p.amax_state[1], sizes.abs_sum);
+  }
 }
 
 }  // namespace gemmnorm

@@ -95,7 +95,8 @@ __device__ __forceinline__ void small_panel(const Params& p) {
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // A panel's tiles follow each other, and a tile's blocks.
-  const int tiles = (p.batch + kTileRows - 1) / kTileRows, block = static_cast<int>(blockIdx.x), rank = block % kShares;
+  const int tiles = G::kTraining ? G::kTiles : (p.batch + kTileRows - 1) / kTileRows;
+  const int block = static_cast<int>(blockIdx.x), rank = block % kShares;
   const int tile = block / kShares % tiles, panel = block / kShares / tiles;
   const int steps = (p.in_features + G::kTileK - 1) / G::kTileK;
   const int begin = rank * steps / kShares, end = (rank + 1) * steps / kShares;  // the block's part of K
