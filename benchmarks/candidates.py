@@ -128,6 +128,14 @@ def brought() -> Iterator[Case]:
             yield case(kind, sizes, True, True, phase="backward")
 
 
+def middle() -> Iterator[Case]:
+    """Training where the product leaves the L2 and K is some hundreds: few of the problems above."""
+    every = (drawn(seed) for seed in range(1000, 1500))
+    few = [sizes for sizes in every if sizes[0] > 8192 and 192 <= sizes[1] <= 2048 and sizes[2] >= 512]
+    for sizes, kind in itertools.product(few, ("bf16", "tf32", "fp32")):
+        yield case(kind, sizes, True, False)
+
+
 def grid() -> Iterator[Case]:
     problems = [
         case(kind, sizes, training, False)
@@ -143,6 +151,7 @@ def cases() -> Iterator[Case]:
     """All, the most valuable first; random ones and the grid alternate from where the former begin."""
     yield from held()
     yield from random.Random(0).sample(list(brought()), sum(1 for _ in brought()))
+    yield from middle()
     yield from grid()
 
 

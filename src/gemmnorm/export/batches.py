@@ -84,6 +84,9 @@ def plan_site(problem: Problem, strategy: str, suffix: str = "") -> Site:
     return Site(suffix, forward, backward)
 
 
+LARGE = 1 << 20  # rows from where a plan that serves them serves any batch: in evaluation `small_panel` may
+
+
 def _forward_cases(problem: Problem, strategy: str, saves: bool) -> tuple[Case, ...]:
     """One case where the problem's plan serves every batch; else its own, then that of a batch large enough for all.
 
@@ -102,9 +105,12 @@ def _forward_cases(problem: Problem, strategy: str, saves: bool) -> tuple[Case, 
     if few is None:
         return (Case("", "", found),)
     large = problem
-    while _few_batches(plans(large)[False]) is not None:
+    while _few_batches(plans(large)[False]) is not None and large.batch < LARGE:
         large = replace(large, batch=2 * large.batch)
-    return (Case(*few, found), Case("_any_batch", "", plans(large)))
+    general = plans(large)
+    if general[False].launches == found[False].launches:
+        return (Case("", "", found),)
+    return (Case(*few, found), Case("_any_batch", "", general))
 
 
 PAYS = 0.97  # of the time by three launches, from where a backward in one launch is worth its kernel in the file
@@ -124,7 +130,9 @@ def _backward_cases(problem: Problem, strategy: str) -> tuple[Case, ...]:
 
 
 def _few_tiles(problem: Problem) -> tuple[str, str]:
-    """`_few_batches` of `small_panel`, whose cluster has all tiles of a batch in training."""
+    """`_few_batches` of `small_panel`, whose cluster has all tiles of a batch in training; in evaluation it serves more than
+    it is taken for.
+    """
     tiles = small.tiles(problem)
     if tiles == 1 or not problem.training:
         return "_one_tile" if tiles == 1 else "_few_tiles", f"batch <= {small.TILE_ROWS * tiles}"
