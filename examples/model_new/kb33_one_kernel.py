@@ -554,17 +554,14 @@ __device__ __forceinline__ void raise(u32& largest, u32 value) {
   if (static_cast<u32>(load_l2(reinterpret_cast<const int*>(&largest))) < value) atomicMax(&largest, value);
 }
 
+// Sizes of a row, as bits of floats that are not negative.
+struct RowSizes {
+  u32 amax, abs_sum;
+};
+
 template <class Config, class Params>
-__device__ __forceinline__ void split_rows(const Params& p) {
+__device__ __forceinline__ RowSizes split_row(const Params& p, bool of_weight, int row, int* maxima, float* sums) {
   using Row = RowTile<Config::kRowThreads>;
-  __shared__ int maxima[kWarps];
-  __shared__ float sums[kWarps];
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
-  const int block = blockIdx.x, of_weights = (p.weight_rows + Row::kRows - 1) / Row::kRows;
-  const bool of_weight = block < of_weights;
-  const int row = of_weight ? p.weight_rows - 1 - Row::row_of(block) : Row::row_of(block - of_weights);
-  if (of_weight ? row < 0 : row >= p.batch) return;
   const int padded = padded_columns(p.in_features);
   const Row tile((of_weight ? p.weight : p.x) + static_cast<i64>(row) * p.in_features, p.in_features);
   half* target = (of_weight ? p.split_weight : p.split_x) + static_cast<i64>(row) * 2 * padded;
@@ -587,10 +584,6 @@ __device__ __forceinline__ void split_rows(const Params& p) {
       p.weight_amax[row] = __uint_as_float(amax_bits);
       p.weight_abs_sum[row] = abs_sum;
     }
-    if (!of_weight && p.amax_state) {
-      raise(p.amax_state[0], amax_bits);
-      raise(p.amax_state[1], magnitude_bits(abs_sum));
-    }
   }
   if (of_weight && p.weight_checksums) {
     u64 code = 0;
@@ -602,6 +595,31 @@ __device__ __forceinline__ void split_rows(const Params& p) {
     const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
     store_split(target, c, scaled);
   });
+  return {amax_bits, magnitude_bits(abs_sum)};
+}
+
+template <class Config, class Params>
+__device__ __forceinline__ void split_rows(const Params& p) {
+  using Row = RowTile<Config::kRowThreads>;
+  __shared__ int maxima[kWarps];
+  __shared__ float sums[kWarps];
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  const int block = blockIdx.x, of_weights = (p.weight_rows + Row::kRows - 1) / Row::kRows;
+  const bool of_weight = block < of_weights;
+  const int row = of_weight ? p.weight_rows - 1 - Row::row_of(block) : Row::row_of(block - of_weights);
+  RowSizes sizes = {};
+  if (of_weight ? row >= 0 : row < p.batch) sizes = split_row<Config>(p, of_weight, row, maxima, sums);
+  if (of_weight || !p.amax_state) return;
+  // One atomic for the rows of all warps: the first blocks all find zero, and the L2 takes atomics of one place in turn.
+  if constexpr (Row::kRows > 1) {
+    sizes.amax = static_cast<u32>(largest_of<kThreads>(static_cast<int>(sizes.amax), maxima));
+    sizes.abs_sum = static_cast<u32>(largest_of<kThreads>(static_cast<int>(sizes.abs_sum), maxima));
+  }
+  if (threadIdx.x == 0) {
+    raise(p.amax_state[0], sizes.amax);
+    raise(p.amax_state[1], sizes.abs_sum);
+  }
 }
 
 // --- gemm/tile_scheduler.cuh ---------------------------------------------------------------------------------------
@@ -1590,10 +1608,6 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 // Barriers between the consumers and the warp that stores what they stage: `staged` completes when a consumer's staging buffer
 // is written, `unstaged` when it may be written again.
 
-// Batches up to so many rows: a tile that waits in the accumulators merges its panel's partial statistics itself, rather than
-// wait for a merge.
-constexpr int kDirectRows = 8192;
-
 struct StagingBarriers {
   u64 staged[2], unstaged[2];
 
@@ -1698,41 +1712,23 @@ struct TrainingConsumer {
     }
   }
 
-  // Waits until the statistics of the tile's panel are there: all partial ones, or, where the tile does not merge them
-  // itself (`direct`), the merged ones.
-  __device__ __forceinline__ void wait_for_panel(const Counters& counters, int n, bool direct) const {
-    if (thread == 0) {
-      if (direct) wait_until(counters.complete(n), 2 * scheduler.tiles_m);
-      else wait_until(counters.merged(n), G::TN);
-    }
-    sync();
-  }
-
   __device__ __forceinline__ FeatureValues values(Tile tile) const {
     return f.values(min(tile.n * G::TN + finished(), f.p.features - 1));
   }
 
-  // y of a tile that waited in the accumulators. Up to kDirectRows rows, or without merging warps, the tile merges its panel's
-  // partial statistics itself. `stored`: tiles numbered below it leave the accumulators before their panel is merged, and
-  // others merge for them.
+  // y of a tile that waited in the accumulators. It merges its panel's partial statistics itself: a merge by others would come
+  // behind all that they have to do before. `stored`: tiles numbered below it leave the accumulators before their panel is merged;
+  // with OTHERS_MERGE others merge for them.
   template <bool OTHERS_MERGE>
   __device__ __forceinline__ void finish_panel_tile(Tile tile, const Accumulators& acc, const FeatureValues& v,
                                                     const Counters& counters, int stored) {
     const int j = tile.n * G::TN + finished(), existing = min(j, f.p.features - 1);
-    const bool direct = !OTHERS_MERGE || f.p.batch <= kDirectRows;
-    wait_for_panel(counters, tile.n, direct);
-    Known known = {};
-    bool finishes = false;
-    if (direct) {
-      const ColumnStatistics merged = merge_column<4>(f, opaque(thread % kLanes), kLanes, existing);
-      known = {merged.mean, 1.0f / sqrtf(v.s * v.s * merged.m2 / f.p.batch + f.p.eps), merged.m2};
-      const bool merged_here = !OTHERS_MERGE || !scheduler.begins_before(tile.n, stored);
-      finishes = j < f.p.features && thread % kLanes == 0 && tile.m == 0 && merged_here;
-    } else {
-      known.mean = load_l2(f.p.mean + existing);
-      known.rstd = load_l2(f.p.rstd + existing);
-    }
-    finish_tile(tile, acc, known, v, finishes);
+    if (thread == 0) wait_until(counters.complete(tile.n), 2 * scheduler.tiles_m);
+    sync();
+    const ColumnStatistics merged = merge_column<8>(f, opaque(thread % kLanes), kLanes, existing);
+    const Known known = {merged.mean, 1.0f / sqrtf(v.s * v.s * merged.m2 / f.p.batch + f.p.eps), merged.m2};
+    const bool merged_here = !OTHERS_MERGE || !scheduler.begins_before(tile.n, stored);
+    finish_tile(tile, acc, known, v, j < f.p.features && thread % kLanes == 0 && tile.m == 0 && merged_here);
   }
 
   // y of a tile whose panel's statistics are known: the thread brings mean, 1/sigma and values of its feature. `finishes`: it also
@@ -1879,10 +1875,10 @@ __device__ __forceinline__ void normalize_stored_singly(const Features<Params>& 
 // Epilogue, training, any number of rows: tiles are stored, and normalised later out of the L2; only the last tile of every
 // block waits for its panel's statistics in the accumulators.
 //
-// Serves any batch of several tiles; taken where that is predicted cheaper than to wait on the chip. Warp 1 stores what the consumers stage and signals complete tiles.
-// Warps 2 and 3, and the consumers after their last tile, take work items in order from an atomic counter: first the merges of
-// a group of panels, then the rows of its stored tiles. An item waits only for tiles that come before it, and all blocks run
-// at once: the launch is cooperative.
+// Serves any batch of several tiles; taken where that is predicted cheaper than to wait on the chip. Warp 1 stores what the
+// consumers stage and signals complete tiles. Warps 2 and 3, and the consumers after their last tile, take work items in order
+// from an atomic counter: first the merges of a group of panels, then the rows of its stored tiles. An item waits only for tiles
+// that come before it, and all blocks run at once: the launch is cooperative.
 
 template <class G, class Params>
 struct PersistentEpilogue {
@@ -1918,11 +1914,9 @@ struct PersistentEpilogue {
     constexpr int kMerges = G::TN / kMergeWidth, kItemsOfTile = G::TM / kItemRows;
     const int lane = threadIdx.x % 32, stored = stored_tiles(scheduler);
     const int per_panel = kMerges + kItemsOfTile * scheduler.tiles_m;
-    // Tiles that merge for themselves need no items: the last one is then in the last group with stored tiles.
-    const bool direct = f.p.batch <= kDirectRows;
+    // Tiles that merge for themselves need no items: the last one is in the last group with stored tiles.
     const int group_tiles = scheduler.group_panels * scheduler.tiles_m;
-    const int last_panel = direct ? min((stored + group_tiles - 1) / group_tiles * scheduler.group_panels, scheduler.tiles_n)
-                                  : scheduler.tiles_n;
+    const int last_panel = min((stored + group_tiles - 1) / group_tiles * scheduler.group_panels, scheduler.tiles_n);
 #pragma unroll 1
     for (;;) {
       int item = 0;
@@ -1934,7 +1928,7 @@ struct PersistentEpilogue {
       const int rest = item - first * per_panel;
       if (rest < kMerges * panels) {
         const int n = first + rest / kMerges;
-        if (direct && !scheduler.begins_before(n, stored)) continue;
+        if (!scheduler.begins_before(n, stored)) continue;
         merge(f, counters, scheduler.tiles_m, n, n * G::TN + (rest % kMerges) * kMergeWidth);
       } else {
         const int t = first * scheduler.tiles_m + (rest - kMerges * panels) / kItemsOfTile;

@@ -130,8 +130,8 @@ def _backward_cases(problem: Problem, strategy: str) -> tuple[Case, ...]:
 
 
 def _few_tiles(problem: Problem) -> tuple[str, str]:
-    """`_few_batches` of `small_panel`, whose cluster has all tiles of a batch in training; in evaluation it serves more than
-    it is taken for.
+    """`_few_batches` of `small_panel`, whose cluster has all tiles of a batch in training; in evaluation it serves more
+    than it is taken for.
     """
     tiles = small.tiles(problem)
     if tiles == 1 or not problem.training:
