@@ -257,6 +257,15 @@ def test_a_backward_in_one_launch_stands_in_a_file_where_it_pays():
         assert len(site.backward[True]) == cases and False not in site.backward
 
 
+def test_in_evaluation_small_panel_may_be_the_plan_for_any_batch():
+    """With six features nothing else is ever predicted cheaper; in training it has at most a cluster's tiles."""
+    site = plan_site(plan.Problem(5, 6, 6, chip=plan.chip_for(90)), "one_kernel")
+    assert site.forward[False][-1].condition == ""
+    of_any_batch = {mode: cases[-1].plans[False].launches for mode, cases in site.forward.items()}
+    assert "small_panel" in {launch.function for launch in of_any_batch[False]}
+    assert "small_panel" not in {launch.function for launch in of_any_batch[True]}
+
+
 @pytest.mark.usefixtures("large_schedules")
 def test_launches_bind_maps_counters_and_numbers(tmp_path):
     alone = host_function(hopper(tmp_path, batch=2048).source, "forward_training_one_wave")
