@@ -105,7 +105,8 @@ def test_evaluation(cluster: Cluster, found: tuple[int, int], name: str) -> None
     if name == "fp32" and found[1] > small.SPLIT_COLUMNS:
         pytest.skip("no such shape")
     cluster(*found)
-    for sizes in ((128, 600, 40), (1, 72, 8), (65, 256, 72), (300, 136, 72), (2200, 72, 40)):  # more tiles than a cluster has
+    many = (2200, 72, 40)  # more tiles than a cluster has blocks
+    for sizes in ((128, 600, 40), (1, 72, 8), (65, 256, 72), (300, 136, 72), many):
         check_evaluation(name, *sizes, emulated(HOPPER), "cpu")
 
 
