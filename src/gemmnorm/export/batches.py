@@ -84,7 +84,7 @@ def plan_site(problem: Problem, strategy: str, suffix: str = "") -> Site:
     return Site(suffix, forward, backward)
 
 
-LARGE = 1 << 20  # rows from where a plan that serves them serves any batch: in evaluation `small_panel` may
+LARGE = 1 << 20  # rows: the plan for so many is the one for any batch, `small_panel` in evaluation too
 
 
 def _forward_cases(problem: Problem, strategy: str, saves: bool) -> tuple[Case, ...]:
