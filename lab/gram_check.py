@@ -124,4 +124,5 @@ def main():
         times(asked[1], True)
 
 
-main()
+if __name__ == "__main__":
+    main()

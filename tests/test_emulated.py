@@ -191,6 +191,7 @@ def test_multiplied_twice(name, one_tile):
         ("bf16", (330, 72, 72), (256, 64), {"activation": "silu"}),
         ("bf16", (130, 200, 40), (128, 128), {"bias": False, "scale_shape": ()}),
         ("fp16", (64, 16, 8), (128, 32), {"affine": False}),
+        ("bf16", (150, 200, 1000), (128, 128), {}),  # several tiles of W·G for a block
     ],
     indirect=["one_tile"],
 )

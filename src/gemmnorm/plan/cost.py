@@ -70,8 +70,8 @@ class Constants:
     tail: float = 2.0  # of a persistent kernel: its last panel
     # Statistics by the Gram matrix of x.
     gram: float = 6.0  # its barriers, the pivot
-    gram_stage_ns: float = 250.0  # of 64 rows of a block's part
-    gram_square_ns: float = 60.0  # of 16 × 16 elements of the matrix, for up to 64 features of a warp
+    gram_stage_ns: float = 300.0  # of 64 rows of a block's part
+    gram_square_ns: float = 600.0  # of 64 × 128 elements of the matrix, for 128 features
     # Conversion of operands.
     block_ns: float = 3.0  # of a block of the launch that converts rows
     inside_row_ns: float = 3.0  # likewise, by the kernel itself

@@ -49,17 +49,14 @@ def count_gram(problem: Problem, gemm: Any) -> Counted:
     count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
     counted["launches"] += 2
     blocks, parts, slices = (problem.chip or CHIPS[90]).multiprocessors, gram.parts(problem), gram.slices(problem)
-    across = -(-problem.in_features // gram.TILE)
-    columns = -(-problem.in_features // 16)
-    together = min(-(-problem.out_features // 16 // blocks), 4)
+    across, row_tiles = gram.across(problem), -(-problem.out_features // gram.TILE)
     return counted | {
         "second": _count_normalize(problem, gemm),
-        "gram_stages": float(-(-problem.batch // (gram.STAGE_ROWS * slices))),
+        "gram_stages": float(-(-problem.batch // (gram.STEP * slices))),
         "gram_bytes": float(size * across**2 * gram.TILE * problem.batch),
         "gram_partial_bytes": 8.0 * slices * parts * gram.TILE**2,
-        "gram_squares": float(
-            -(-problem.out_features // 16 // blocks // together) * columns * -(-columns // gram.WARPS)
-        ),
+        # Of the block with the longest tile, or of all blocks alike.
+        "gram_squares": max(2.0 * across, 2.0 * parts * row_tiles / blocks),
     }
 
 

@@ -6,16 +6,21 @@ from . import cast
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .steps import Buffer, Extent, Launch, Map
 
-TILE = 128  # rows and columns of a block's part of the matrix
+TILE = 128  # rows and columns of a block's part of the matrix; features that it multiplies with so many columns
 WARPS = 8
-STAGES, STAGE_ROWS, ROW_BYTES = 5, 64, 128
-WIDEST = 1024  # in_features: so many of 64 features fit the shared memory
+STEP, ROW_BYTES = 64, 128  # rows of x, or columns of the weight, in a stage
+ROW_STAGES, COLUMN_STAGES = 6, 4  # of two operands, of three
+SCALARS = 5  # sums over columns that a feature needs
+
+
+def across(problem: Problem) -> int:
+    """Tiles of columns of the matrix."""
+    return -(-problem.in_features // TILE)
 
 
 def parts(problem: Problem) -> int:
     """Of the matrix, a block each, without mirror images."""
-    across = -(-problem.in_features // TILE)
-    return across * (across + 1) // 2
+    return across(problem) * (across(problem) + 1) // 2
 
 
 def slices(problem: Problem) -> int:
@@ -24,53 +29,66 @@ def slices(problem: Problem) -> int:
 
 
 def serves(problem: Problem) -> bool:
-    """The kernel has such operands."""
-    half = DTYPE_BYTES[problem.dtype] == 2
-    return problem.training and half and problem.in_features <= WIDEST and slices(problem) > 0
+    """The kernel has such operands, and a block for every part."""
+    return problem.training and DTYPE_BYTES[problem.dtype] == 2 and slices(problem) > 0
 
 
 def workspace(problem: Problem) -> tuple[Buffer, ...]:
     """The matrix and what it is made of; whether it is too inexact for any feature."""
-    pitch = -(-problem.in_features // TILE) * TILE
-    floats = {
+    pitch, row_tiles = across(problem) * TILE, -(-problem.out_features // TILE)
+    shapes = {
         "gram_partial": (slices(problem) * parts(problem), TILE * TILE),
-        "gram_sum": (1 + slices(problem), pitch),
-        "gram": (pitch, pitch),
-        "gram_pivot": (1, pitch),
+        "gram_sum": (slices(problem), pitch),
+        "gram": (2 * pitch, pitch),
+        "gram_columns": (3, pitch),
+        "gram_scalars": (across(problem) * row_tiles, SCALARS * TILE),
     }
-    made = [Buffer(role, "float32", tuple(Extent(size) for size in shape)) for role, shape in floats.items()]
+    made = [
+        Buffer(role, "bfloat16" if role == "gram" else "float32", tuple(Extent(size) for size in shape))
+        for role, shape in shapes.items()
+    ]
     return (*made, Buffer("inexact", "int32", (Extent(1),)))
 
 
 def launch(problem: Problem) -> Launch:
     """Mean and M2 of every feature, as those of one group of rows."""
-    operands = {name: cast.operand(problem, name) for name in cast.OPERANDS}
+    x, weight = (cast.operand(problem, name) for name in cast.OPERANDS)
     pitches = {buffer.role: buffer.pitch for buffer in cast.operands(problem)}
+    columns = ROW_BYTES // DTYPE_BYTES[problem.dtype]
     return Launch(
         "fused_gemm_gram_statistics",
         "gram/kernel.cuh",
         "gram_statistics",
-        (*type_members(problem, "T"), ("kStages", STAGES), ("kSharedBytes", SHARED)),
-        ("map_x", "x", "weight", "gram_partial", "gram_sum", "gram", "gram_pivot", "group_mean", "group_m2", "inexact",
-         "num_batches_tracked", "counters", "x_pitch", "weight_pitch", "batch", "in_features", "features"),
+        (
+            *type_members(problem, "T"),
+            ("kRowStages", ROW_STAGES),
+            ("kColumnStages", COLUMN_STAGES),
+            ("kSharedBytes", SHARED),
+        ),
+        ("map_x", "map_weight", "map_gram", "x", "gram_partial", "gram_sum", "gram", "gram_columns", "gram_scalars",
+         "group_mean", "group_m2", "inexact", "num_batches_tracked", "counters", "x_pitch", "batch", "in_features",
+         "features"),
         Extent((problem.chip or CHIPS[90]).multiprocessors),
         block=32 * (WARPS + 1),
         resident=1,
         shared=SHARED,
         cooperative=True,
-        maps=(Map("map_x", operands["x"], STAGE_ROWS, ROW_BYTES // DTYPE_BYTES[problem.dtype]),),
-        roles=tuple((name, role) for name, role in operands.items() if name != role),
-        numbers=tuple((f"{name}_pitch", pitches.get(role, problem.in_features)) for name, role in operands.items()),
+        maps=(
+            Map("map_x", x, STEP, columns),
+            Map("map_weight", weight, TILE, columns),
+            Map("map_gram", "gram", TILE, columns),
+        ),
+        roles=(("x", x),) if x != "x" else (),
+        numbers=(("x_pitch", pitches.get(x, problem.in_features)),),
     )  # fmt: skip
 
 
 # sizeof(GramShared): the kernel asserts at compile time that it is not more.
 SHARED = (
-    STAGES * 2 * 2 * STAGE_ROWS * ROW_BYTES  # boxes of x
+    ROW_STAGES * 4 * STEP * ROW_BYTES  # boxes of x; then of the weight and the matrix
     + 2 * TILE * 2  # pivots
-    + (WARPS + 1) * 32 * 16  # sums of slices
-    + 3 * WIDEST * 4  # numbers of x's columns
-    + (3 + WARPS) * 64 * 4  # numbers of 64 features
-    + 2 * STAGES * 8
+    + WARPS * 32 * 16  # sums of slices
+    + 2 * 3 * TILE * 4  # numbers of x's columns
+    + 2 * (ROW_STAGES + COLUMN_STAGES) * 8
     + 1024
 )

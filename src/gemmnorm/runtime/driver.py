@@ -103,10 +103,12 @@ def compile_reports(kernels: Sequence[tuple[Launch, Problem]], arch: int) -> lis
     _program(sources.translation_unit(first, of_first, *more), arch, ptxas_options="-v").compile("cubin", logs=log)
     _, *parts = re.split(r"Compiling entry function '(\w+)'", log.getvalue())
     said = dict(zip(parts[::2], parts[1::2], strict=True))
-    return [_report(launch.entry, said.get(launch.entry, "")) for launch, _ in named]
+    # Said before the functions' own reports, each with the name of its function.
+    in_series = re.findall(r"wgmma.mma_async instructions are serialized .*'(\w+)'", log.getvalue())
+    return [_report(launch.entry, said.get(launch.entry, ""), in_series.count(launch.entry)) for launch, _ in named]
 
 
-def _report(entry: str, text: str) -> dict[str, int]:
+def _report(entry: str, text: str, in_series: int) -> dict[str, int]:
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     registers = re.findall(r"Used (\d+) registers", text)
     if not spills or not registers:
@@ -117,7 +119,7 @@ def _report(entry: str, text: str) -> dict[str, int]:
         "stack": stack,
         "spill_stores": stores,
         "spill_loads": loads,
-        "serialized_wgmma": text.count("wgmma.mma_async instructions are serialized"),
+        "serialized_wgmma": in_series,
     }
 
 

@@ -185,4 +185,23 @@ inline void store_evict_first(uint4* p, uint4 v) {
   *p = v;
 }
 
+inline void ldmatrix_trans(const void* row, u32 (&pairs)[4]) {
+  const int lane = threadIdx.x % 32;
+  const u16* rows[32];
+  emulator::from_all_lanes(static_cast<const u16*>(row), rows);
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = 0;
+    for (int half = 0; half < 2; ++half) {
+      const u16* from = rows[8 * i + lane % 4 * 2 + half];
+      if (reinterpret_cast<std::uintptr_t>(from) % 16) emulator::fail("a row of a matrix that is not aligned to 16 bytes");
+      pairs[i] |= static_cast<u32>(from[lane / 4]) << (half * 16);
+    }
+  }
+}
+
+template <class T>
+u32 subtract_pairs(u32 a, u32 b, T) {
+  return pack(element_of(a, 0, T{}) - element_of(b, 0, T{}), element_of(a, 1, T{}) - element_of(b, 1, T{}), T{});
+}
+
 }  // namespace gemmnorm

@@ -117,6 +117,7 @@ struct Wgmma {
 // A's rows come from the four lanes that hold them; the registers are free when it returns, which on the chip they are not.
 template <class T, int N>
 struct WgmmaRegisters {
+  template <int B_MN = 0>
   static void run(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {
     const int lane = threadIdx.x % 32;
     struct Rows {
@@ -134,7 +135,7 @@ struct WgmmaRegisters {
       float column[16];
       for (int i = 0; i < N / 8; ++i)
         for (int c = 0; c < 2; ++c) {
-          read_row<T, 0>(b, i * 8 + lane % 4 * 2 + c, column);
+          read_row<T, B_MN>(b, i * 8 + lane % 4 * 2 + c, column);
           float &at_low = to[4 * i + c], &at_high = to[4 * i + 2 + c];
           at_low = tensor_core_sum(rows.low, column, 16, accumulate ? at_low : 0.0f);
           at_high = tensor_core_sum(rows.high, column, 16, accumulate ? at_high : 0.0f);

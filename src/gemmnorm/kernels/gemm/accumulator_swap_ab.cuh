@@ -4,7 +4,7 @@
 #pragma once
 #include "gemm/features.cuh"
 #include "gemm/staging.cuh"
-#include "ptx/mma.cuh"
+#include "ptx/hopper.cuh"
 
 namespace gemmnorm {
 

@@ -7,6 +7,9 @@ namespace gemmnorm {
 constexpr int kRowBytes = 128;     // of K in one stage: one row of the 128-byte swizzle
 constexpr int kGemmThreads = 384;  // one producer warpgroup, two consumer warpgroups
 
+// Where 16 bytes of a swizzled row lie.
+__device__ __forceinline__ int swizzled_word(int row, int word) { return row * kRowBytes + ((word ^ row % 8) * 16); }
+
 struct Tile {
   int m, n;
 };

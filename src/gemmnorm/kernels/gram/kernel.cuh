@@ -3,28 +3,28 @@
 //   mean(a_n) = w_n·mean(x)        M2(a_n) = w_nᵀ·G·w_n - (w_n·s)²/B
 //   with G = Σ_b (x_b - p)(x_b - p)ᵀ  [in_features, in_features],  s = Σ_b (x_b - p),  p near the mean of x
 //
-// That takes 2·B·K² operations where the product takes 2·B·K·N, and reads x alone: for K well below N it costs next to
-// nothing. Taken by the schedule "gram", whose product then normalises in its epilogue (NormalizeEpilogue).
+// That takes about B·K² + 2·N·K² operations where the product takes 2·B·K·N, and reads x and W alone: for K well below N and
+// B it costs next to nothing. Taken by the schedule "gram", whose product then normalises in its epilogue (NormalizeEpilogue).
 //
 // A square of a sum is lost where the terms of the sum cancel: w_nᵀ·G·w_n has the rounding errors of Σ_i w_ni²·G_ii, and the
 // mean those of Σ_i |w_ni·p_i|. Where M2 is too small beside these, or no number, `inexact` says so, and the next launch takes
 // the statistics from the product itself (ExactStatisticsEpilogue).
 //
-// Three phases between barriers of the whole grid: partial Gram matrices of slices of the rows; their sum; the columns.
+// Four phases between barriers of the whole grid: partial Gram matrices of slices of the rows; their sum, as two bfloat16 for
+// each element; W·G, of which each element is multiplied by its own of W; the sums of that, a feature each.
 #pragma once
 #include "gemm/pipeline.cuh"
 #include "gemm/tile_scheduler.cuh"
-#include "ptx/mma.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace gemmnorm {
 
-constexpr int kGramTile = 128;    // rows and columns of a block's part of G
-constexpr int kGramRows = 64;     // of x, in a stage
-constexpr int kGramWarps = 8;     // 2 × 4, of 64 × 32 elements each; a ninth asks TMA for x
+constexpr int kGramTile = 128;  // rows and columns of a block's part of G; features, and columns of G, in a tile of W·G
+constexpr int kGramStep = 64;   // rows of x, or columns of W, in a stage
+constexpr int kGramWarps = 8;   // two warpgroups that multiply 64 rows each; a ninth warp asks TMA for operands
 constexpr int kGramThreads = 32 * (kGramWarps + 1);
-constexpr int kGramFeatures = 64; // of W that a block has at once
-constexpr int kGramWidest = 1024; // in_features at most
-constexpr int kPivotRows = 32;    // whose mean is p
+constexpr int kPivotRows = 32;  // whose mean is p
+constexpr int kGramScalars = 5;  // sums over columns of G that a feature needs
 constexpr float kSafeSquares = 1.0f / 256, kSafeMean = 1e-4f;  // M2 and the deviation at least, as parts of those sums
 
 // Parts of G, each with its mirror image: (i, j) for i <= j.
@@ -40,30 +40,42 @@ __device__ __forceinline__ GramPart gram_part(int number, int parts_of_row) {
   return {i, i + number};
 }
 
-template <class T, int STAGES>
-struct GramShared {
-  using Boxes = unsigned char[2][kGramRows * kRowBytes];  // of 64 columns each
-  alignas(1024) Boxes x[STAGES][2];  // of columns i and j; in the third phase the memory holds features of W
-  T pivot[2][kGramTile];
-  alignas(16) float4 merged[kGramWarps + 1][32];
-  float columns[3][kGramWidest];  // of x: pivot, sum, and the diagonal of G
-  float scalars[3][kGramFeatures];
-  float squares[kGramWarps][kGramFeatures];
-  Pipeline<STAGES> ring;
+// 64 columns of 64 rows of x each: columns i are multiplied by columns j.
+struct GramRows {
+  unsigned char i[2][kGramStep * kRowBytes], j[2][kGramStep * kRowBytes];
+};
+// 64 columns of 128 rows each: features of W, and columns of G, which are its rows.
+struct GramColumns {
+  unsigned char weight[kGramTile * kRowBytes], high[kGramTile * kRowBytes], low[kGramTile * kRowBytes];
 };
 
-// All blocks of the grid wait for each other, the turn-th time.
+template <class T, int ROW_STAGES, int COLUMN_STAGES>
+struct GramShared {
+  union {
+    alignas(1024) GramRows rows[ROW_STAGES];
+    GramColumns columns[COLUMN_STAGES];
+  };
+  T pivot[2][kGramTile];
+  alignas(16) float4 merged[kGramWarps][32];
+  float of_column[2][3][kGramTile];  // of x: pivot, sum, and the diagonal of G; of this tile and of the next
+  Pipeline<ROW_STAGES> row_ring;
+  Pipeline<COLUMN_STAGES> column_ring;
+};
+
+// All blocks of the grid wait for each other, the turn-th time. What they wrote may then be read by TMA too.
 __device__ __forceinline__ void grid_sync(u32* arrived, u32 turn) {
+  fence_proxy_async_global();
   __syncthreads();
   if (threadIdx.x == 0) {
     signal(arrived, 1);
     wait_until(arrived, turn * gridDim.x);
   }
   __syncthreads();
+  fence_proxy_async_global();
 }
 
 // The pivot of a column of x: about the mean of rows that are spread over the batch. x - pivot is rounded to T, and with a
-// pivot of few digits exact or unbiased; where the mean is small beside the deviations the pivot is zero.
+// pivot of five binary digits exact or unbiased; where the mean is small beside the deviations the pivot is zero.
 template <class T>
 __device__ __forceinline__ T pivot_of(const T* x, int column, int batch, int pitch) {
   float v[kPivotRows], sum = 0.0f, spread = 0.0f;
@@ -75,365 +87,350 @@ __device__ __forceinline__ T pivot_of(const T* x, int column, int batch, int pit
   const float mean = sum / kPivotRows;
 #pragma unroll
   for (int r = 0; r < kPivotRows; ++r) spread += fabsf(v[r] - mean) / kPivotRows;
-  const float few_digits = fabsf(mean) > 0.5f * spread ? __uint_as_float(__float_as_uint(mean) & 0xFFE00000u) : 0.0f;
-  T pivot;
-  from_float(spread == 0.0f ? mean : few_digits, pivot);  // nothing is left of a constant column
+  const float few_digits = __uint_as_float((__float_as_uint(mean) + 0x40000u) & 0xFFF80000u);
+  T pivot;  // nothing is left of a constant column
+  from_float(spread == 0.0f ? mean : fabsf(mean) > 0.5f * spread ? few_digits : 0.0f, pivot);
   return pivot;
 }
 
-// One warp's 64 × 32 elements of a part of G over some stages, and of a part on the diagonal the sums over rows.
+// A word of two elements of T as words of bfloat16 whose sum it is.
 template <class T>
-struct GramAccumulators {
-  static constexpr int kM = 4, kN = 4;  // tiles of 16 rows, of 8 columns
-  float product[kM][kN][4], sum[kM][4];
-  u32 pivot_a[kM][2], pivot_b[kN];
-  int lane, m, n;  // the warp's place
-
-  __device__ __forceinline__ GramAccumulators(const T (&pivot)[2][kGramTile], int warp)
-      : lane(threadIdx.x % 32), m(warp / 4), n(warp % 4) {
-#pragma unroll
-    for (int i = 0; i < kM; ++i) {
-      for (int c = 0; c < 2; ++c) pivot_a[i][c] = twice(pivot[0][m * 64 + i * 16 + c * 8 + lane / 4]);
-      for (int q = 0; q < 4; ++q) sum[i][q] = 0.0f;
-      for (int j = 0; j < kN; ++j)
-        for (int q = 0; q < 4; ++q) product[i][j][q] = 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < kN; ++j) pivot_b[j] = twice(pivot[1][n * 32 + j * 8 + lane / 4]);
-  }
-  __device__ __forceinline__ static u32 twice(T v) { return v.bits * 0x10001u; }
-
-  // Where a lane's row of a matrix lies: 16 bytes of the box's row k.
-  __device__ __forceinline__ static const unsigned char* row_of(const unsigned char* box, int k, int chunk) {
-    return box + k * kRowBytes + (chunk ^ k % 8) * 16;
-  }
-
-  struct Fragments {  // of 16 rows of x
-    u32 a[kM][4], b[kN / 2][4];
-  };
-  template <class Boxes>
-  __device__ __forceinline__ void load(const Boxes& left, const Boxes& right, int k, Fragments& f) const {
-    const int low = lane % 8, at = lane / 8;
-#pragma unroll
-    for (int j = 0; j < kN / 2; ++j)
-      ldmatrix_trans(row_of(right[n / 2], k + at % 2 * 8 + low, n % 2 * 4 + j * 2 + at / 2), f.b[j]);
-#pragma unroll
-    for (int i = 0; i < kM; ++i) ldmatrix_trans(row_of(left[m], k + at / 2 * 8 + low, i * 2 + at % 2), f.a[i]);
-  }
-  // MASKED: only the first `rows` are there; the others count for nothing.
-  template <bool MASKED>
-  __device__ __forceinline__ void multiply(Fragments& f, int rows, bool sums) {
-    u32 b[kN][2];
-#pragma unroll
-    for (int j = 0; j < kN; ++j)
-#pragma unroll
-      for (int q = 0; q < 2; ++q) b[j][q] = subtract_pairs(f.b[j / 2][j % 2 * 2 + q], pivot_b[j], T{});
-#pragma unroll
-    for (int i = 0; i < kM; ++i) {
-      u32(&a)[4] = f.a[i];
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        a[q] = subtract_pairs(a[q], pivot_a[i][q % 2], T{});
-        const int row = q / 2 * 8 + lane % 4 * 2;
-        if (MASKED) a[q] &= (row < rows ? 0x0000FFFFu : 0u) | (row + 1 < rows ? 0xFFFF0000u : 0u);
-      }
-#pragma unroll
-      for (int j = 0; j < kN; ++j) mma_16816(product[i][j], a, b[j], T{});
-      if (sums) {
-        const u32 ones[2] = {ones_of(T{}), ones_of(T{})};
-        mma_16816(sum[i], a, ones, T{});
-      }
-    }
-  }
-  // A stage, of which `rows` are there. The next 16 rows are loaded while some are multiplied.
-  template <class Boxes>
-  __device__ __forceinline__ void add_stage(const Boxes& left, const Boxes& right, int rows, bool sums) {
-    constexpr int kSteps = kGramRows / 16;
-    Fragments f[2];
-    if (rows >= kGramRows) {
-      load(left, right, 0, f[0]);
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        if (step + 1 < kSteps) load(left, right, (step + 1) * 16, f[(step + 1) % 2]);
-        multiply<false>(f[step % 2], 16, sums);
-      }
-    } else {
-#pragma unroll 1
-      for (int k = 0; k < kGramRows; k += 16) {
-        load(left, right, k, f[0]);
-        multiply<true>(f[0], rows - k, sums);
-      }
-    }
+struct AsBfloat16;
+template <>
+struct AsBfloat16<bfloat16> {
+  static constexpr int kWords = 1;
+  u32 word[kWords];
+  __device__ __forceinline__ explicit AsBfloat16(u32 both) : word{both} {}
+};
+template <>
+struct AsBfloat16<half> {
+  static constexpr int kWords = 2;
+  u32 word[kWords];
+  __device__ __forceinline__ explicit AsBfloat16(u32 both) {
+    const float low = element_of(both, 0, half{}), high = element_of(both, 1, half{});
+    word[0] = pack(low, high, bfloat16{});
+    word[1] = pack(low - element_of(word[0], 0, bfloat16{}), high - element_of(word[0], 1, bfloat16{}), bfloat16{});
   }
 };
 
 template <class Config, class Params>
 struct Gram {
   using T = typename Config::T;
-  static constexpr int kStages = Config::kStages;
-  using Shared = GramShared<T, kStages>;
+  static constexpr int kRowStages = Config::kRowStages, kColumnStages = Config::kColumnStages;
+  using Shared = GramShared<T, kRowStages, kColumnStages>;
+  using Accumulators = float[kGramTile / 2];
 
   const Params& p;
   Shared& shared;
-  int warp, lane, parts_of_row, parts, slices, pitch;  // pitch: columns of G in memory
+  int warp, lane, warpgroup, row, quarter;  // row: of the warpgroup's 64, and 8 rows on; quarter: pair of columns of 8
+  int parts_of_row, parts, slices, row_steps, pitch;  // row_steps: stages of x; pitch: columns of G in memory
 
   __device__ __forceinline__ Gram(const Params& p_, Shared& shared_)
-      : p(p_), shared(shared_), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
+      : p(p_), shared(shared_), warp(threadIdx.x / 32), lane(threadIdx.x % 32), warpgroup(warp / 4) {
+    row = warp % 4 * 16 + lane / 4;
+    quarter = lane % 4;
     parts_of_row = (p.in_features + kGramTile - 1) / kGramTile;
     parts = parts_of_row * (parts_of_row + 1) / 2;
-    slices = gridDim.x / parts;
+    row_steps = (p.batch + kGramStep - 1) / kGramStep;
+    slices = min(static_cast<int>(gridDim.x) / parts, row_steps);
     pitch = parts_of_row * kGramTile;
   }
 
-  // First phase: G of a part of its elements and a slice of the rows, to gram_partial and sum_partial.
+  // First phase: G of a part of its elements and a slice of the rows, to gram_partial and gram_sum.
   __device__ __forceinline__ void add_up_slice() {
-    const int slice = blockIdx.x / parts, steps = (p.batch + kGramRows - 1) / kGramRows;
+    const int slice = blockIdx.x / parts;
     if (slice >= slices) return;
     const GramPart part = gram_part(blockIdx.x % parts, parts_of_row);
-    const int begin = static_cast<int>(static_cast<i64>(steps) * slice / slices);
-    const int end = static_cast<int>(static_cast<i64>(steps) * (slice + 1) / slices);
+    const int begin = static_cast<int>(static_cast<i64>(row_steps) * slice / slices);
+    const int end = static_cast<int>(static_cast<i64>(row_steps) * (slice + 1) / slices);
     const bool diagonal = part.i == part.j;
-    for (int c = threadIdx.x; c < 2 * kGramTile; c += kGramThreads) {
-      const int column = (c < kGramTile ? part.i : part.j) * kGramTile + c % kGramTile;
-      T pivot = {};
-      if (column < p.in_features) pivot = pivot_of(p.x, column, p.batch, p.x_pitch);
-      shared.pivot[c / kGramTile][c % kGramTile] = pivot;
-      if (diagonal && slice == 0 && c < kGramTile && column < p.in_features) p.gram_pivot[column] = to_float(pivot);
-    }
-    __syncthreads();
     if (warp == kGramWarps) {
       if (lane > 0) return;
-      PipelineState<kStages> state(1);
-      produce(shared.ring, state, begin, end, (diagonal ? 2 : 4) * kGramRows * kRowBytes, [&](int k, int stage, u64* full) {
+      PipelineState<kRowStages> state(1);
+      const int bytes = (diagonal ? 2 : 4) * kGramStep * kRowBytes;
+      produce(shared.row_ring, state, begin, end, bytes, [&](int k, int stage, u64* full) {
         for (int box = 0; box < 2; ++box) {
           const int column = box * (kRowBytes / static_cast<int>(sizeof(T)));
-          tma_load(shared.x[stage][0][box], p.map_x, full, part.i * kGramTile + column, k * kGramRows, kEvictNormal);
-          if (!diagonal)
-            tma_load(shared.x[stage][1][box], p.map_x, full, part.j * kGramTile + column, k * kGramRows, kEvictNormal);
+          GramRows& to = shared.rows[stage];
+          tma_load(to.i[box], p.map_x, full, part.i * kGramTile + column, k * kGramStep, kEvictNormal);
+          if (!diagonal) tma_load(to.j[box], p.map_x, full, part.j * kGramTile + column, k * kGramStep, kEvictNormal);
         }
       });
       return;
     }
-    GramAccumulators<T> acc(shared.pivot, warp);
-    PipelineState<kStages> state(0);
-    const bool sums = diagonal && acc.n == 0;
-    for (int k = begin; k < end; ++k) {
-      mbarrier_wait(&shared.ring.full[state.stage], state.phase);
-      acc.add_stage(shared.x[state.stage][0], shared.x[state.stage][diagonal ? 0 : 1], p.batch - k * kGramRows, sums);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&shared.ring.empty[state.stage]);
-      state.advance();
-    }
-    float* to = p.gram_partial + static_cast<i64>(slice * parts + blockIdx.x % parts) * kGramTile * kGramTile;
+    static_assert(2 * kGramTile == 32 * kGramWarps, "a thread has a pivot");
+    const int c = threadIdx.x, column = (c < kGramTile ? part.i : part.j) * kGramTile + c % kGramTile;
+    T pivot = {};
+    if (column < p.in_features) pivot = pivot_of(p.x, column, p.batch, p.x_pitch);
+    shared.pivot[c / kGramTile][c % kGramTile] = pivot;
+    if (diagonal && slice == 0 && c < kGramTile) p.gram_columns[column] = to_float(pivot);
+    named_barrier_sync(1, 32 * kGramWarps);
+    Accumulators acc;
+    float sum[2] = {};            // of x - p, of this thread's elements
+    u32 a[2][kGramStep / 16][4];  // of this stage, and of the one that is multiplied
+    PipelineState<kRowStages> state(0);
+    for (int k = begin; k < end; k += 2) {
 #pragma unroll
-    for (int i = 0; i < acc.kM; ++i) {
+      for (int turn = 0; turn < 2; ++turn) {
+        if (k + turn >= end) break;
+        mbarrier_wait(&shared.row_ring.full[state.stage], state.phase);
+        const GramRows& rows = shared.rows[state.stage];
+        load_rows(rows.i[warpgroup], a[turn], sum);
+        wgmma_fence();
 #pragma unroll
-      for (int j = 0; j < acc.kN; ++j)
-        *reinterpret_cast<float4*>(to + ((warp * 16 + i * 4 + j) * 32 + lane) * 4) =
-            make_float4(acc.product[i][j][0], acc.product[i][j][1], acc.product[i][j][2], acc.product[i][j][3]);
-      if (sums && lane % 4 == 0) {
-        float* own = p.gram_sum + static_cast<i64>(1 + slice) * pitch + part.i * kGramTile + acc.m * 64 + i * 16 + lane / 4;
-        own[0] = acc.sum[i][0];
-        own[8] = acc.sum[i][2];
+        for (int step = 0; step < kGramStep / 16; ++step)
+          WgmmaRegisters<T, kGramTile>::template run<1>(
+              acc, a[turn][step], mn_major_descriptor(diagonal ? rows.i[0] : rows.j[0]) + step * kMnMajorStep,
+              k + turn > begin || step > 0);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (k + turn > begin && lane == 0) shared.row_ring.release_before(state.stage);
+        state.advance();
       }
+    }
+    wgmma_wait<0>();
+    // Rows beyond the batch came as zeros, less the pivot.
+    const int beyond = max(end * kGramStep - p.batch, 0);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sum[h] = sum_of_quarters(sum[h]);
+      sum[h] += static_cast<float>(beyond) * to_float(shared.pivot[0][warpgroup * 64 + row + h * 8]);
+    }
+    float4* to = reinterpret_cast<float4*>(p.gram_partial) + static_cast<i64>(slice * parts + blockIdx.x % parts) * kVectors;
+#pragma unroll
+    for (int n = 0; n < kGramTile / 8; ++n) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q)  // Σ(x_i - p_i)·x_j until here
+        acc[4 * n + q] -= sum[q / 2] * to_float(shared.pivot[1][n * 8 + quarter * 2 + q % 2]);
+      to[(warp * (kGramTile / 8) + n) * 32 + lane] =
+          make_float4(acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]);
+    }
+    if (diagonal && quarter == 0) {
+      float* own = p.gram_sum + static_cast<i64>(slice) * pitch + part.i * kGramTile + warpgroup * 64 + row;
+      own[0] = sum[0];
+      own[8] = sum[1];
     }
   }
 
-  // Second phase: the sums over slices, in a fixed order. G with its mirror image; the first row of gram_sum.
-  __device__ __forceinline__ void merge_slices() {
-    constexpr int kVectors = kGramTile * kGramTile / 4;  // of a part, 32 at a time; the warps share out the slices
-    for (int item = blockIdx.x; item < parts * kVectors / 32; item += gridDim.x) {
-      const int v = item * 32 + lane;
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      const float4* from = reinterpret_cast<const float4*>(p.gram_partial) + v;
-#pragma unroll 8
-      for (int slice = warp; slice < slices; slice += kGramWarps + 1)
-        sum = sum_of(sum, load_l2(from + static_cast<i64>(slice) * parts * kVectors));
-      __syncthreads();
-      shared.merged[warp][lane] = sum;
-      __syncthreads();
-      if (warp > 0) continue;
-      for (int w = 1; w <= kGramWarps; ++w) sum = sum_of(sum, shared.merged[w][lane]);
-      const GramPart part = gram_part(v / kVectors, parts_of_row);
-      const int tile = v % kVectors / 32;  // as the warps stored it
-      const int row = part.i * kGramTile + tile / 64 * 64 + tile / 4 % 4 * 16 + lane / 4;
-      const int column = part.j * kGramTile + tile / 16 % 4 * 32 + tile % 4 * 8 + lane % 4 * 2;
-      const float element[4] = {sum.x, sum.y, sum.z, sum.w};
+  // A warpgroup's 64 columns i of a stage, less their pivots.
+  __device__ __forceinline__ void load_rows(const unsigned char* i, u32 (&a)[kGramStep / 16][4], float (&sum)[2]) const {
+    const int matrix = lane / 8;  // of the four that a lane says a row of
+    u32 pivot[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) pivot[h] = shared.pivot[0][warpgroup * 64 + row + h * 8].bits * 0x10001u;
+#pragma unroll
+    for (int step = 0; step < kGramStep / 16; ++step)
+      ldmatrix_trans(i + swizzled_word(step * 16 + matrix / 2 * 8 + lane % 8, warp % 4 * 2 + matrix % 2), a[step]);
+#pragma unroll
+    for (int step = 0; step < kGramStep / 16; ++step)
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        p.gram[static_cast<i64>(row + q / 2 * 8) * pitch + column + q % 2] = element[q];
-        if (part.i != part.j) p.gram[static_cast<i64>(column + q % 2) * pitch + row + q / 2 * 8] = element[q];
+        a[step][q] = subtract_pairs(a[step][q], pivot[q % 2], T{});
+        sum[q % 2] += element_of(a[step][q], 0, T{}) + element_of(a[step][q], 1, T{});
       }
-    }
-    for (int c = blockIdx.x * (kGramWarps + 1) + warp; c < pitch; c += gridDim.x * (kGramWarps + 1)) {
-      float sum = 0.0f;
-#pragma unroll 4
-      for (int slice = lane; slice < slices; slice += 32) sum += load_l2(p.gram_sum + static_cast<i64>(1 + slice) * pitch + c);
-#pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-      if (lane == 0) p.gram_sum[c] = sum;
+  }
+
+  // Second phase: the sums over slices, in a fixed order. As many warps share them out as leave none idle.
+  __device__ __forceinline__ void merge_slices() {
+    const int items = parts * kVectors / 32;  // of 32 vectors
+    int warps = kGramWarps;                   // of an item
+    while (warps > 1 && items * warps > static_cast<int>(gridDim.x) * kGramWarps) warps /= 2;
+    const int of_block = kGramWarps / warps;
+    if (warp == kGramWarps) return merge_sums();
+    for (int first = blockIdx.x * of_block; first < items; first += gridDim.x * of_block) {
+      const int item = first + warp / warps;
+      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (item < items) {
+        const float4* from = reinterpret_cast<const float4*>(p.gram_partial) + item * 32 + lane;
+#pragma unroll 16
+        for (int slice = warp % warps; slice < slices; slice += warps)
+          sum = sum_of(sum, load_l2(from + static_cast<i64>(slice) * parts * kVectors));
+      }
+      if (warps > 1) {
+        named_barrier_sync(1, 32 * kGramWarps);
+        shared.merged[warp][lane] = sum;
+        named_barrier_sync(1, 32 * kGramWarps);
+        if (warp % warps == 0)
+          for (int w = 1; w < warps; ++w) sum = sum_of(sum, shared.merged[warp + w][lane]);
+      }
+      if (item < items && warp % warps == 0) store_merged(item, sum);
     }
   }
+  __device__ __forceinline__ void merge_sums() const {
+    for (int c = blockIdx.x; c < pitch; c += gridDim.x) {
+      float sum = 0.0f;
+#pragma unroll 4
+      for (int slice = lane; slice < slices; slice += 32) sum += load_l2(p.gram_sum + static_cast<i64>(slice) * pitch + c);
+#pragma unroll
+      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+      if (lane == 0) p.gram_columns[pitch + c] = sum;
+    }
+  }
+
+  // Four elements of G, of the vectors as the first phase stored them: each as two bfloat16, along a column of G, which is
+  // what the third phase reads as a row; twice, where it stands for its mirror image too.
+  __device__ __forceinline__ void store_merged(int item, float4 sum) const {
+    const GramPart part = gram_part(item / (kVectors / 32), parts_of_row);
+    const int place = item % (kVectors / 32), across = kGramTile / 8;
+    const int i = part.i * kGramTile + place / across * 16 + lane / 4;
+    const int j = part.j * kGramTile + place % across * 8 + quarter * 2;
+    const float times = part.i == part.j ? 1.0f : 2.0f;
+    const float element[4] = {sum.x * times, sum.y * times, sum.z * times, sum.w * times};
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      bfloat16* to = p.gram + static_cast<i64>(j + q % 2) * pitch + i + q / 2 * 8;
+      bfloat16 high;
+      from_float(element[q], high);
+      from_float(element[q] - to_float(high), to[static_cast<i64>(pitch) * pitch]);
+      *to = high;
+      if (i + q / 2 * 8 == j + q % 2) p.gram_columns[2 * pitch + i + q / 2 * 8] = element[q];
+    }
+  }
+
+  // Third phase: tiles of W·G, those of the last columns of G first, which take longest, since there is nothing below the
+  // diagonal. Of each feature the sums over a tile's columns, to gram_scalars.
+  __device__ __forceinline__ void multiply_weight() {
+    const int row_tiles = (p.features + kGramTile - 1) / kGramTile;
+    const auto row_of = [&](int t) { return t % row_tiles; };
+    const auto column_of = [&](int t) { return parts_of_row - 1 - t / row_tiles; };
+    if (warp == kGramWarps) {
+      if (lane > 0) return;
+      PipelineState<kColumnStages> state(1);
+      for (int t = blockIdx.x; t < row_tiles * parts_of_row; t += gridDim.x)
+        produce(shared.column_ring, state, 0, steps_of(column_of(t)), sizeof(GramColumns), [&](int k, int stage, u64* full) {
+          GramColumns& to = shared.columns[stage];
+          tma_load(to.weight, p.map_weight, full, k * kGramStep, row_of(t) * kGramTile, kEvictNormal);
+          tma_load(to.high, p.map_gram, full, k * kGramStep, column_of(t) * kGramTile, kEvictNormal);
+          tma_load(to.low, p.map_gram, full, k * kGramStep, pitch + column_of(t) * kGramTile, kEvictNormal);
+        });
+      return;
+    }
+    PipelineState<kColumnStages> state(0);
+    int turn = 0;
+    for (int t = blockIdx.x; t < row_tiles * parts_of_row; t += gridDim.x, ++turn) {
+      const int steps = steps_of(column_of(t));
+      float from[2];  // of numbers of columns, which arrive while the tile is multiplied
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int c = min(static_cast<int>(threadIdx.x) + i * 32 * kGramWarps, 3 * kGramTile - 1);
+        from[i] = load_l2(p.gram_columns + c / kGramTile * pitch + column_of(t) * kGramTile + c % kGramTile);
+      }
+      Accumulators acc;
+      int stages[2] = {};  // of the tile's own columns of W: the last two
+      for (int k = 0; k < steps; ++k) {
+        mbarrier_wait(&shared.column_ring.full[state.stage], state.phase);
+        multiply_columns(shared.columns[state.stage], acc, k > 0, [&] {  // once the stage before has been multiplied
+          if (k > 0 && k < steps - 1 && lane == 0) shared.column_ring.release_before(state.stage);
+        });
+        stages[0] = stages[1];
+        stages[1] = state.stage;
+        state.advance();
+      }
+      wgmma_wait<0>();
+      float* of_columns = &shared.of_column[turn % 2][0][0];
+      of_columns[threadIdx.x] = from[0];
+      if (threadIdx.x < kGramTile) of_columns[32 * kGramWarps + threadIdx.x] = from[1];
+      named_barrier_sync(1, 32 * kGramWarps);
+      const auto& of_column = shared.of_column[turn % 2];
+      float scalars[2][kGramScalars] = {};
+#pragma unroll
+      for (int n = 0; n < kGramTile / 8; ++n)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const u32 both = weight_word(shared.columns[stages[n / 8]], n % 8, h);
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+            add_element(element_of(both, c, T{}), acc[4 * n + 2 * h + c], of_column, n * 8 + quarter * 2 + c, scalars[h]);
+        }
+      __syncwarp();
+      if (lane == 0)
+        for (int stage : stages) mbarrier_arrive(&shared.column_ring.empty[stage]);
+      float* to = p.gram_scalars + (static_cast<i64>(column_of(t)) * row_tiles + row_of(t)) * kGramScalars * kGramTile;
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int s = 0; s < kGramScalars; ++s) {
+          const float sum = sum_of_quarters(scalars[h][s]);
+          if (quarter == 0) to[s * kGramTile + warpgroup * 64 + row + h * 8] = sum;
+        }
+    }
+  }
+  // Stages of W·G for a tile of columns of G: down to its own rows.
+  __device__ __forceinline__ static int steps_of(int column) { return (column + 1) * (kGramTile / kGramStep); }
+
+  // Two elements of a feature of W: of 8 columns the n-th time; of `row`, or 8 rows on.
+  __device__ __forceinline__ u32 weight_word(const GramColumns& from, int n, int h) const {
+    return *reinterpret_cast<const u32*>(from.weight + swizzled_word(warpgroup * 64 + row + h * 8, n) + quarter * 4);
+  }
+
+  // A stage, of which the last multiplication still runs afterwards.
+  template <class OnFirst>
+  __device__ __forceinline__ void multiply_columns(const GramColumns& from, Accumulators& acc, bool accumulate,
+                                                   const OnFirst& on_first) const {
+    using Words = AsBfloat16<T>;
+    using Multiply = WgmmaRegisters<bfloat16, kGramTile>;
+    const u64 high = k_major_descriptor(from.high), low = k_major_descriptor(from.low);
+    u32 a[2][Words::kWords][4];  // of this step, and of the one that is multiplied
+#pragma unroll
+    for (int step = 0; step < kGramStep / 16; ++step) {
+      auto& own = a[step % 2];
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const Words words(weight_word(from, step * 2 + q / 2, q % 2));
+#pragma unroll
+        for (int w = 0; w < Words::kWords; ++w) own[w][q] = words.word[w];
+      }
+      wgmma_fence();
+      Multiply::run(acc, own[0], high + step * kKMajorStep, accumulate || step > 0);
+      Multiply::run(acc, own[0], low + step * kKMajorStep, 1);
+      if (Words::kWords > 1) Multiply::run(acc, own[Words::kWords - 1], high + step * kKMajorStep, 1);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (step == 0) on_first();
+    }
+  }
+
+  // One element of W and of W·G. Of a feature: the quadratic form; w·p and Σ|w_i·p_i|; w·s; Σ w_i²·G_ii.
+  __device__ __forceinline__ static void add_element(float weight, float product, const float (&of_column)[3][kGramTile],
+                                                     int column, float (&scalars)[kGramScalars]) {
+    const float mean = weight * of_column[0][column];
+    scalars[0] += product * weight;
+    scalars[1] += mean;
+    scalars[2] += fabsf(mean);
+    scalars[3] += weight * of_column[1][column];
+    scalars[4] += weight * weight * of_column[2][column];
+  }
+
+  // Fourth phase: a feature's numbers as those of one group of all rows.
+  __device__ __forceinline__ void finish_features() const {
+    const int row_tiles = (p.features + kGramTile - 1) / kGramTile;
+    for (int j = blockIdx.x * kGramThreads + threadIdx.x; j < p.features; j += gridDim.x * kGramThreads) {
+      float scalars[kGramScalars] = {};
+#pragma unroll 4
+      for (int column = 0; column < parts_of_row; ++column) {
+        const float* from = p.gram_scalars + (static_cast<i64>(column) * row_tiles + j / kGramTile) * kGramScalars * kGramTile;
+#pragma unroll
+        for (int s = 0; s < kGramScalars; ++s) scalars[s] += load_l2(from + s * kGramTile + j % kGramTile);
+      }
+      const float mean = scalars[1], magnitude = scalars[2], sum = scalars[3], diagonal = scalars[4];
+      const float offset = sum * sum / p.batch, m2 = scalars[0] - offset, deviation = kSafeMean * magnitude;
+      // Σ(x_i - p_i)·x_j, from which (w·s)·(w·p) was subtracted, was larger by that.
+      const float squares = larger(diagonal + fabsf(sum * mean), offset);
+      const bool exact = m2 >= larger(p.batch * deviation * deviation, kSafeSquares * squares) && m2 < 3e38f;
+      if (!exact) *p.inexact = 1;
+      p.group_mean[j] = mean + sum / p.batch;
+      p.group_m2[j] = m2 > 0.0f ? m2 : 0.0f;
+    }
+  }
+
+  static constexpr int kVectors = kGramTile * kGramTile / 4;  // of four elements, in a part
   __device__ __forceinline__ static float4 sum_of(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
   }
-
-  // Third phase: mean and M2 of the features of W, some times 16 at a time.
-  __device__ __forceinline__ void finish_features() {
-    const int inner = (p.in_features + 15) / 16 * 16;
-    const int row_bytes = inner * static_cast<int>(sizeof(T)) + 32;  // rows that are read together lie in different banks
-    const int tiles = (p.features + 15) / 16;
-    const int together = min((tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x), kGramFeatures / 16);
-    unsigned char* weight = &shared.x[0][0][0][0];
-    for (int i = threadIdx.x; i < p.in_features; i += kGramThreads) {
-      shared.columns[0][i] = load_l2(p.gram_pivot + i);
-      shared.columns[1][i] = load_l2(p.gram_sum + i);
-      shared.columns[2][i] = load_l2(p.gram + static_cast<i64>(i) * pitch + i);
-    }
-    for (int tile = blockIdx.x * together; tile < tiles; tile += gridDim.x * together) {
-      const int first = tile * 16;
-      __syncthreads();
-      for (int v = threadIdx.x; v < together * 16 * (inner / 8); v += kGramThreads) {
-        const int row = v / (inner / 8), column = v % (inner / 8) * 8;
-        Vec<T, 8> words = {};
-        if (first + row < p.features && column < p.in_features)
-          words = load<T, 8>(p.weight + static_cast<i64>(first + row) * p.weight_pitch + column);
-#pragma unroll
-        for (int q = 0; q < 8; ++q)
-          if (column + q >= p.in_features) words.at[q] = {};  // nobody has written there
-        *reinterpret_cast<Vec<T, 8>*>(weight + row * row_bytes + column * sizeof(T)) = words;
-      }
-      __syncthreads();
-      if (warp < kGramWarps) {
-        take_scalars(weight, row_bytes, together * 16);
-        take_squares(weight, row_bytes, together, inner);
-      }
-      __syncthreads();
-      const int j = first + threadIdx.x;
-      if (threadIdx.x < together * 16 && j < p.features) finish_feature(j);
-    }
-  }
-
-  // Of each feature: the mean; Σ w_i·s_i; the least M2 that can be trusted. Four threads a feature.
-  __device__ __forceinline__ void take_scalars(const unsigned char* weight, int row_bytes, int features) {
-    const int row = threadIdx.x / 4;
-    float mean = 0.0f, sum = 0.0f, squares = 0.0f, magnitude = 0.0f;
-    if (row < features) {
-      const T* w = reinterpret_cast<const T*>(weight + row * row_bytes);
-      for (int i = threadIdx.x % 4; i < p.in_features; i += 4) {
-        const float v = to_float(w[i]);
-        mean += v * shared.columns[0][i];
-        magnitude += fabsf(v * shared.columns[0][i]);
-        sum += v * shared.columns[1][i];
-        squares += v * v * shared.columns[2][i];
-      }
-    }
-    for (int bit = 1; bit < 4; bit *= 2) {
-      mean += __shfl_xor_sync(~0u, mean, bit);
-      sum += __shfl_xor_sync(~0u, sum, bit);
-      squares += __shfl_xor_sync(~0u, squares, bit);
-      magnitude += __shfl_xor_sync(~0u, magnitude, bit);
-    }
-    if (threadIdx.x % 4 > 0 || row >= features) return;
-    shared.scalars[0][row] = mean + sum / p.batch;
-    shared.scalars[1][row] = sum;
-    const float deviation = kSafeMean * magnitude, offset = sum * sum / p.batch;
-    shared.scalars[2][row] = larger(p.batch * deviation * deviation, kSafeSquares * larger(squares, offset));
-  }
-
-  // w·G·wᵀ of `together` times 16 features; a warp has 16 columns of G at a time, and of those what is above the diagonal, twice,
-  // and the block on it. G in two parts of TF32, hi and lo. It is symmetric: its rows are read as columns. Lane t of four
-  // has elements 4t to 4t + 3 of every 16 along K, of W and G alike.
-  __device__ __forceinline__ void take_squares(const unsigned char* weight, int row_bytes, int together, int inner) {
-    constexpr int kM = kGramFeatures / 16, kAhead = 4;
-    const int row = lane / 4, quarter = lane % 4;
-    const auto w = [&](int feature, int column) {
-      return load<T, 4>(reinterpret_cast<const T*>(weight + feature * row_bytes) + column);
-    };
-    float squares[kM][2] = {};
-    for (int round = 0; round * kGramWarps * 16 < inner; ++round) {
-      // To and fro, so that every warp has long and short columns.
-      const int column = (round * kGramWarps + (round % 2 ? kGramWarps - 1 - warp : warp)) * 16;
-      if (column >= inner) continue;
-      float acc[kM][2][4] = {};
-      for (int k0 = 0; k0 <= column; k0 += 16 * kAhead) {
-        float4 g[kAhead][2];  // all loads are in flight at once
-#pragma unroll
-        for (int step = 0; step < kAhead; ++step)
-#pragma unroll
-          for (int n = 0; n < 2; ++n)
-            g[step][n] = load_l2(reinterpret_cast<const float4*>(
-                p.gram + static_cast<i64>(column + n * 8 + row) * pitch + min(k0 + step * 16, column) + quarter * 4));
-#pragma unroll
-        for (int step = 0; step < kAhead; ++step) {
-          const int k = k0 + step * 16 + quarter * 4;
-          if (k0 + step * 16 > column) break;
-          if (k0 + step * 16 == column) {
-#pragma unroll
-            for (int i = 0; i < kM; ++i)
-#pragma unroll
-              for (int q = 0; q < 8; ++q) acc[i][q / 4][q % 4] *= 2.0f;
-          }
-          u32 high[2][4], low[2][4];
-#pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            const float values[4] = {g[step][n].x, g[step][n].y, g[step][n].z, g[step][n].w};
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-              high[n][q] = round_to_tf32(values[q]);
-              low[n][q] = __float_as_uint(values[q] - __uint_as_float(high[n][q]));
-            }
-          }
-#pragma unroll
-          for (int i = 0; i < kM; ++i) {
-            if (i >= together) continue;
-            const Vec<T, 4> upper = w(i * 16 + row, k), lower = w(i * 16 + row + 8, k);
-#pragma unroll
-            for (int q = 0; q < 4; q += 2) {
-              const u32 a[4] = {__float_as_uint(upper.value(q)), __float_as_uint(lower.value(q)),
-                                __float_as_uint(upper.value(q + 1)), __float_as_uint(lower.value(q + 1))};
-#pragma unroll
-              for (int n = 0; n < 2; ++n) {
-                mma_1688(acc[i][n], a, {high[n][q], high[n][q + 1]});
-                mma_1688(acc[i][n], a, {low[n][q], low[n][q + 1]});
-              }
-            }
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kM; ++i) {
-        if (i >= together) continue;
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-          for (int q = 0; q < 4; ++q) {
-            const T* own = reinterpret_cast<const T*>(weight + (i * 16 + row + q / 2 * 8) * row_bytes);
-            squares[i][q / 2] += acc[i][n][q] * to_float(own[column + n * 8 + quarter * 2 + q % 2]);
-          }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kM; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float sum = squares[i][half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        if (quarter == 0) shared.squares[warp][i * 16 + half * 8 + row] = sum;
-      }
-  }
-
-  // As the thread of feature j: its numbers as those of one group of all rows.
-  __device__ __forceinline__ void finish_feature(int j) const {
-    const float sum = shared.scalars[1][threadIdx.x];
-    float squares = 0.0f;
-    for (int w = 0; w < kGramWarps; ++w) squares += shared.squares[w][threadIdx.x];
-    const float m2 = squares - sum * sum / p.batch;
-    const bool exact = m2 >= shared.scalars[2][threadIdx.x] && m2 < 3e38f;
-    if (!exact) *p.inexact = 1;
-    p.group_mean[j] = shared.scalars[0][threadIdx.x];
-    p.group_m2[j] = m2 > 0.0f ? m2 : 0.0f;
+  // Of the four lanes that have the same rows.
+  __device__ __forceinline__ static float sum_of_quarters(float v) {
+    v += __shfl_xor_sync(~0u, v, 1);
+    return v + __shfl_xor_sync(~0u, v, 2);
   }
 };
 
@@ -446,7 +443,10 @@ __device__ __forceinline__ void gram_statistics(const Params& p) {
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   if (threadIdx.x == 0) {
     prefetch_tensormap(p.map_x);
-    shared.ring.init(kGramWarps);
+    prefetch_tensormap(p.map_weight);
+    prefetch_tensormap(p.map_gram);
+    shared.row_ring.init(kGramWarps);
+    shared.column_ring.init(kGramWarps);
     fence_mbarrier_init();
     fence_proxy_async_shared();
   }
@@ -462,8 +462,10 @@ __device__ __forceinline__ void gram_statistics(const Params& p) {
   grid_sync(p.counters, 1);
   gram.merge_slices();
   grid_sync(p.counters, 2);
+  gram.multiply_weight();
+  grid_sync(p.counters, 3);
   gram.finish_features();
-  if (threadIdx.x == 0 && atomicAdd(p.counters, 1u) == 3 * gridDim.x - 1) *p.counters = 0;
+  if (threadIdx.x == 0 && atomicAdd(p.counters, 1u) == 4 * gridDim.x - 1) *p.counters = 0;
 }
 
 }  // namespace gemmnorm

@@ -19,6 +19,18 @@ __device__ __forceinline__ u32 pack_finite(float low, float high) {
   return r;
 }
 
+// a - b for two pairs, each result rounded to its type.
+__device__ __forceinline__ u32 subtract_pairs(u32 a, u32 b, half) {
+  u32 r;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ u32 subtract_pairs(u32 a, u32 b, bfloat16) {
+  u32 r;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
 // mbarrier: #parallel-synchronization-and-communication-instructions-mbarrier
 __device__ __forceinline__ void mbarrier_init(u64* b, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
@@ -67,6 +79,14 @@ __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence
 __device__ __forceinline__ void stmatrix_trans(void* row, const u32 (&pairs)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
                "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
+
+// Four matrices of 8 × 8 elements of 16 bits, the other way: #warp-level-matrix-instructions-ldmatrix
+__device__ __forceinline__ void ldmatrix_trans(const void* row, u32 (&pairs)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+               : "r"(shared_address(row))
                : "memory");
 }
 

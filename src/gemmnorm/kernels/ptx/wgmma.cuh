@@ -47,13 +47,15 @@ struct Wgmma;
 // The same with A from registers: of rows r and r + 8, columns c and c + 1, then 8 columns on; r = lane / 4, c = lane % 4 * 2.
 template <class T, int N>
 struct WgmmaRegisters;
-#define GEMMNORM_WGMMA_REGISTERS(N, TYPE, SHAPE, TYPES, REGISTERS, A0, A1, A2, A3, B, P, ...)                    \
+#define GEMMNORM_WGMMA_REGISTERS(N, TYPE, SHAPE, TYPES, REGISTERS, A0, A1, A2, A3, B, P, TRANSPOSED, ...)        \
   template <>                                                                                                \
   struct WgmmaRegisters<TYPE, N> {                                                                           \
+    template <int B_MN = 0>                                                                                  \
     static __device__ __forceinline__ void run(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) { \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32."  \
-                   TYPES " {" REGISTERS "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, 0;\n}"      \
-                   : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));     \
+                   TYPES " {" REGISTERS "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, %" TRANSPOSED ";\n}" \
+                   : __VA_ARGS__                                                                             \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(B_MN));         \
     }                                                                                                        \
   };
 
@@ -123,8 +125,10 @@ GEMMNORM_WGMMA(128, tf32, "m64n128k8", "tf32.tf32", GEMMNORM_REGISTERS_128, "64"
 GEMMNORM_WGMMA(256, half, "m64n256k16", "f16.f16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
 GEMMNORM_WGMMA(256, bfloat16, "m64n256k16", "bf16.bf16", GEMMNORM_REGISTERS_256, "128", "129", "130", ", %131, %132", GEMMNORM_OPERANDS_256)
 GEMMNORM_WGMMA(256, tf32, "m64n256k8", "tf32.tf32", GEMMNORM_REGISTERS_256, "128", "129", "130", "", GEMMNORM_OPERANDS_256)
-GEMMNORM_WGMMA_REGISTERS(32, bfloat16, "m64n32k16", "bf16.bf16", GEMMNORM_REGISTERS_32, "16", "17", "18", "19", "20", "21", GEMMNORM_OPERANDS_32)
-GEMMNORM_WGMMA_REGISTERS(64, bfloat16, "m64n64k16", "bf16.bf16", GEMMNORM_REGISTERS_64, "32", "33", "34", "35", "36", "37", GEMMNORM_OPERANDS_64)
+GEMMNORM_WGMMA_REGISTERS(32, bfloat16, "m64n32k16", "bf16.bf16", GEMMNORM_REGISTERS_32, "16", "17", "18", "19", "20", "21", "22", GEMMNORM_OPERANDS_32)
+GEMMNORM_WGMMA_REGISTERS(64, bfloat16, "m64n64k16", "bf16.bf16", GEMMNORM_REGISTERS_64, "32", "33", "34", "35", "36", "37", "38", GEMMNORM_OPERANDS_64)
+GEMMNORM_WGMMA_REGISTERS(128, bfloat16, "m64n128k16", "bf16.bf16", GEMMNORM_REGISTERS_128, "64", "65", "66", "67", "68", "69", "70", GEMMNORM_OPERANDS_128)
+GEMMNORM_WGMMA_REGISTERS(128, half, "m64n128k16", "f16.f16", GEMMNORM_REGISTERS_128, "64", "65", "66", "67", "68", "69", "70", GEMMNORM_OPERANDS_128)
 // clang-format on
 
 }  // namespace gemmnorm

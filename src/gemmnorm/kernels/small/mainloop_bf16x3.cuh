@@ -27,9 +27,6 @@ __device__ __forceinline__ void split_in_three(float2 v, u32& high, u32& middle,
   low = pack(v.x, v.y, bfloat16{});
 }
 
-// Where 16 bytes of a swizzled row lie.
-__device__ __forceinline__ int swizzled_word(int row, int word) { return row * kRowBytes + ((word ^ row % 8) * 16); }
-
 // The weight's rows of a stage, by all consumers: 8 elements of K at a time.
 template <int BN>
 __device__ __forceinline__ void split_weight_in_three(const unsigned char (&from)[2][BN * kRowBytes],
@@ -78,20 +75,16 @@ struct Bf16x3Mainloop {
     const int lane = threadIdx.x % 32, own_row = threadIdx.x / 32 % 4 * 16 + lane / 4 + consumer * kGroupRows;
     float high[BN / 2], cross[BN / 2];
 #pragma unroll
-    for (int i = 0; i < BN / 2; ++i) acc[i] = cross[i] = 0.0f;
-    for (int k = 0;; ++k) {
-      auto& parts = shared.weight_parts.parts[k % 2];
-      if (k < steps) {
-        mbarrier_wait(&ring.full[state.stage], state.phase);
-        split_weight_in_three<BN>(shared.weight[state.stage], parts);
-        fence_proxy_async_shared();
-      }
-      if (k > 0) {
-        wgmma_wait<0>();
-#pragma unroll
-        for (int i = 0; i < BN / 2; ++i) acc[i] += high[i];
-      }
-      if (k >= steps) break;
+    for (int i = 0; i < BN / 2; ++i) acc[i] = 0.0f;
+    if (steps == 0) return;
+    const auto split_weight = [&](int k) {
+      if (k >= steps) return;
+      mbarrier_wait(&ring.full[state.stage], state.phase);
+      split_weight_in_three<BN>(shared.weight[state.stage], shared.weight_parts.parts[k % 2]);
+      fence_proxy_async_shared();
+    };
+    split_weight(0);
+    for (int k = 0; k < steps; ++k) {
       named_barrier_sync(2, kConsumerWarps * 32);  // all parts are there, and nobody reads those that come next
       u32 a[4][3][4];
       load_x(shared.x[state.stage], own_row, a);
@@ -100,13 +93,13 @@ struct Bf16x3Mainloop {
       wgmma_fence();
       u64 b[3];
 #pragma unroll
-      for (int i = 0; i < 3; ++i) b[i] = k_major_descriptor(parts[i]);
+      for (int i = 0; i < 3; ++i) b[i] = k_major_descriptor(shared.weight_parts.parts[k % 2][i]);
 #pragma unroll
-      for (int step = 0; step < 4; ++step) Multiply::run(high, a[step][0], b[0] + step * kKMajorStep, step ? 1 : 0);
+      for (int step = 0; step < 4; ++step) Multiply::run(high, a[step][0], b[0] + step * kKMajorStep, step > 0);
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         const int at = step * kKMajorStep;
-        Multiply::run(cross, a[step][2], b[0] + at, 1);
+        Multiply::run(cross, a[step][2], b[0] + at, k > 0 || step > 0);
         Multiply::run(cross, a[step][1], b[1] + at, 1);
         Multiply::run(cross, a[step][0], b[2] + at, 1);
         Multiply::run(cross, a[step][1], b[0] + at, 1);
@@ -114,6 +107,10 @@ struct Bf16x3Mainloop {
       }
       wgmma_commit();
       state.advance();
+      split_weight(k + 1);
+      wgmma_wait<0>();
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) acc[i] += high[i];
     }
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) acc[i] += cross[i];
