@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from gemmnorm import activations, plan
-from gemmnorm.plan import STRATEGIES, Problem, make_plan
-from gemmnorm.runtime import compile_all, driver
+from gemmnorm.plan import STRATEGIES, Problem, gram, make_plan
+from gemmnorm.runtime import compile_all, driver, sources
 
 pytestmark = pytest.mark.skipif(driver.unavailable() is not None, reason=str(driver.unavailable()))
 
@@ -78,3 +78,17 @@ def test_kernels_compiled_together_are_told_apart():
     broken = replace(kernels[1], launch=replace(kernels[1].launch, function="no_such_function"))
     outcomes = compile_all.compile_group([kernels[0], broken, kernels[2]])
     assert [bool(o.fault) for o in outcomes] == [False, True, False]
+
+
+def test_multiplications_in_series_are_seen(monkeypatch):
+    """An accumulator that is multiplied into before the first `wgmma` makes each wait for the one before."""
+    problem = Problem(16384, 512, 4096, *["bfloat16"] * 4, save=False, chip=plan.chip_for(90, 132))
+    launch, text = gram.launch(problem), sources.translation_unit
+    assert driver.compile_report(launch, problem, 90)["serialized_wgmma"] == 0
+
+    def zeroed(*kernels: object) -> str:
+        found = text(*kernels).replace("Accumulators acc;", "Accumulators acc = {};")
+        return found.replace("k + turn > begin || step > 0", "1")
+
+    monkeypatch.setattr(sources, "translation_unit", zeroed)
+    assert driver.compile_report(launch, problem, 90)["serialized_wgmma"] == 1
