@@ -164,15 +164,15 @@ def empty(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -
     return torch.empty_strided(size, strides, dtype=dtype)
 
 
+_multiply = binding._multiply
+
+
 def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     """Takes the place of `binding._multiply`, for rows that may be padded.
 
     PyTorch's product of bfloat16 on a CPU (2.13, AVX-512) reads on into the padding: a NaN there is one in the result.
     """
     _multiply(left.contiguous(), right.contiguous(), out)
-
-
-_multiply = binding._multiply
 
 
 @contextlib.contextmanager
