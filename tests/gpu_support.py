@@ -110,8 +110,10 @@ def cancelled(name: str, module: Chain, x: Tensor, grad: Tensor, exact: dict[str
 
     In training the mean and the part along ŷ are taken out of g. What is left may be far smaller than g, for two or
     three rows almost nothing; errors are those of g all the same. A sum over few rows may cancel in evaluation too.
+    Likewise y of two or three rows: where these agree in nearly all digits, the product's rounding decides y.
     """
-    if not name.startswith("grad"):
+    few = x.shape[0] <= 3
+    if not name.startswith("grad") and not (few and name == "y"):
         return None
     bn, weight = module.bn, module.gemm.weight.detach().double()
     gamma = 1.0 if bn.weight is None else bn.weight.detach().double().abs()
@@ -126,10 +128,11 @@ def cancelled(name: str, module: Chain, x: Tensor, grad: Tensor, exact: dict[str
     rstd = (variance + bn.eps).rsqrt()
     g = grad.double().norm(dim=0)
     # Two rows may agree in nearly all digits: ŷ is then what the product's rounding left of them.
-    left = 1.0 + rstd * z.detach().abs().amax(dim=0) if x.shape[0] <= 3 else 1.0
+    left = 1.0 + rstd * z.detach().abs().amax(dim=0) if few else torch.ones_like(rstd)
     at_z = gamma * rstd * g * left
     at_product = float((at_z * scale).detach().norm())
     sizes = {
+        "y": float((gamma * left).detach().norm()) * x.shape[0] ** 0.5,
         "grad x": at_product * float(weight.norm()) / weight.shape[0] ** 0.5,
         "grad gemm.weight": at_product * float(x.double().norm()) / x.shape[0] ** 0.5,
         "grad gemm.bias": at_product,
@@ -169,8 +172,6 @@ def assert_accurate(
         ours, theirs = error(got[name], want, size, strict), error(eager[name], want, size, strict)
         stored = max(ROUNDING[got[name].dtype], ROUNDING[module.gemm.weight.dtype])
         floor = stored + operand_rounding / 2 + 2.0**-26 * max(x.shape[1], 64) ** 0.5
-        few = (
-            2.0 if x.shape[0] <= 3 else 1.0
-        )  # of two or three rows hardly anything is left after the mean is taken out
+        few = 2.0 if x.shape[0] <= 3 else 1.0  # hardly anything is left after the mean is taken out
         allowed = 1.02 * theirs + floor if strict else few * factor * theirs + 4.0 * floor
         assert ours <= allowed, f"{name}: error {ours:.3g}, eager's {theirs:.3g}, allowed {allowed:.3g}"
