@@ -194,7 +194,7 @@ def check(device: torch.device, precision: str, counts: list[int], compiled: boo
             got = one_step(ours, call, every[rows], grads[rows])
         errors = worst_error(got, exact, rows)
         of_eager = {}
-        if device.type == "cuda":  # where SyncBatchNorm runs
+        if device.type == "cuda" and all(counts):  # PyTorch's raises on an empty rank in half precision
             of_eager = worst_error(one_step(theirs, theirs, every[rows], grads[rows]), exact, rows)
         repeated = one_step(again, again, every[rows], grads[rows])
         same = compiled or all(torch.equal(got[name], repeated[name]) for name in got)

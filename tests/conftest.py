@@ -26,6 +26,7 @@ from gemmnorm.runtime import measured
 def _same_conditions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test starts with the planner's own choice, one seed and PyTorch's default precision, and leaves them so."""
     monkeypatch.delenv("GEMMNORM_STRATEGY", raising=False)
+    monkeypatch.delenv("GEMMNORM_KEEP_PRODUCT", raising=False)
     monkeypatch.delenv("GEMMNORM_FLOAT32", raising=False)
     monkeypatch.setattr(measured, "folder", lambda: Path(__file__).parent / "no tables")  # of `gemmnorm tune`
     gemmnorm.set_strategy(None)
@@ -33,6 +34,7 @@ def _same_conditions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     yield
     gemmnorm.set_fusion(True)
+    gemmnorm.set_keep_product("auto")
     gemmnorm.set_strategy(None)
     gemmnorm.set_float32_arithmetic(None)
 

@@ -19,7 +19,7 @@ from gemmnorm import chain, linear_scale_batch_norm, plan
 from gemmnorm.chain import tensors_of
 from gemmnorm.errors import GemmNormWarning
 from gemmnorm.op import autograd
-from gemmnorm.runtime import prepared
+from gemmnorm.runtime import prepared, settings
 from gemmnorm.runtime.call import recording
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +29,7 @@ NAMES = {
     "_len_torch_dispatch_stack": torch._C,
     "peek_interpreter_stack": torch._C._functorch,
     "_current_level": forward_ad,
+    "_is_profiler_enabled": torch.autograd.profiler,
     "_AutoDispatchBelowAutograd": torch._C,
 }
 
@@ -95,6 +96,25 @@ def test_the_public_apply_gives_the_same(monkeypatch):
         with emulated(plan.chip_for(90, 3)):
             results.append(step(copy, lambda x: linear_scale_batch_norm(x, *positional, **keywords), x, grad))  # noqa: B023
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0] if results[0][key] is not None)
+
+
+def test_an_environment_of_another_kind(monkeypatch):
+    assert settings._environment is not None
+    for environment in (settings._environment, None):
+        monkeypatch.setattr(settings, "_environment", environment)
+        monkeypatch.setenv("GEMMNORM_STRATEGY", "one_kernel")
+        assert settings.variable("GEMMNORM_STRATEGY") == "one_kernel" in settings.settings()
+        monkeypatch.delenv("GEMMNORM_STRATEGY")
+        assert settings.variable("GEMMNORM_STRATEGY") is None
+
+
+def test_modules_that_keep_their_children_elsewhere():
+    module = gemmnorm.LinearScaleBatchNorm1d(6, 8)
+    parts = module._parts()
+    assert parts == (module.gemm, module.bn, module.scale)
+    del module._parameters["scale"]
+    module.scale = torch.ones(8)  # as on a replica of DataParallel's
+    assert module._parts() == (*parts[:2], module.scale)
 
 
 def test_modules_that_keep_their_tensors_elsewhere():

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import activations
+from . import activations, plan
 from .children import (
     channels_last,
     dimensions,
@@ -30,15 +30,16 @@ from .children import (
     rows_of,
 )
 from .errors import GemmNormRuntimeError, GemmNormWarning
-from .functional import linear_scale_batch_norm, synchronises
+from .functional import as_factor, as_number, as_vector, call, synchronises
 from .op import column_parallel
-from .op.route import UNKNOWN, is_exporting, why_plain_ops
+from .op.route import UNKNOWN, Known, is_exporting, known, surroundings, why_plain_ops
 from .runtime.arithmetic import convolutions_differ
-from .runtime.operands import CASTABLE
+from .runtime.operands import CASTABLE, Operands, Options
 
 # Activation classes that are one function whatever their attributes: found without asking each row of the table.
 _NAME_OF = {row.module: row.name for row in activations.TABLE if not row.parameters and not row.matches}
 View = Callable[[Tensor], Tensor]
+_PLAIN_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm)
 _global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)  # PyTorch 2.4 has none
 
 
@@ -89,6 +90,7 @@ class ChainCall:
         self.fused = 0
         self.unfused: Counter[str] = Counter()
         self.compiled = ""
+        self._known: dict[tuple[Any, ...] | None, Known] = {}  # by `_state`
 
     def __call__(
         self,
@@ -118,6 +120,13 @@ class ChainCall:
         Raises:
             GemmNormRuntimeError: `process_group` is to synchronise the statistics and the modules must run one by one.
         """
+        state = None
+        if view is None and not torch.compiler.is_compiling():
+            state = self._state(x, linear, bn, scale, activation, process_group, keep_product)
+            found = self._known.get(state)
+            if found is not None and found.serves(operands := _operands(x, tensors_of(linear, bn), bn, scale)):
+                self.fused += 1
+                return found.run(operands)
         product: Any = product_class(linear)  # None has its reason
         reason = self._in_the_way(linear, product, bn)
         if reason is None:
@@ -132,23 +141,55 @@ class ChainCall:
                 raise GemmNormRuntimeError(f"process_group: {reason}, and so the statistics are not synchronised")
             return _one_by_one(x, linear, bn, scale, view, activation)
         child, name = (activation, _name_of(activation)) if isinstance(activation, nn.Module) else (None, activation)
-        training = bn.training
-        weight, bias, running_mean, running_var, counter, bn_weight, bn_bias = tensors
-        if not (training and bn.track_running_stats):
-            counter = None
-            if training:  # as in nn.BatchNorm1d: the running statistics are left out of it
-                running_mean = running_var = None
-        group = process_group or (_group_of(bn) if training else None)
-        rows, weight = (x, weight) if is_matrix else (rows_of(x, product), matrix(weight))
-        y = linear_scale_batch_norm(
-            rows, weight, bias, scale, running_mean, running_var, bn_weight, bn_bias,
-            num_batches_tracked=counter, training=training or running_mean is None,
-            momentum=bn.momentum, eps=bn.eps, activation=name, process_group=group,
-            keep_product=keep_product,
+        operands = _operands(x, tensors, bn, scale)
+        if not is_matrix:
+            operands = operands._replace(x=rows_of(x, product), weight=matrix(operands.weight))
+        options = Options(
+            as_number(scale), bn.training or operands.running_mean is None,
+            as_factor(bn.momentum, operands.num_batches_tracked), bn.eps, name, None,
+            torch.is_grad_enabled(), plan.parse_keep_product(keep_product),
         )  # fmt: skip
+        group = process_group or (_group_of(bn) if bn.training else None)
+        found = known(operands, options, group) if state is not None and is_matrix else None
+        if found is not None:
+            if len(self._known) >= 16:
+                self._known.clear()
+            self._known[state] = found
+            return found.run(operands)
+        y = call(operands, options, group)
         if not is_matrix:
             y = _laid_out(from_rows(y, x, product), view, any_strides)
         return y if child is None or name is not None else child(y)  # type: ignore[no-any-return]
+
+    def _state(
+        self,
+        x: Tensor,
+        linear: nn.Linear,
+        bn: nn.BatchNorm1d | nn.SyncBatchNorm,
+        scale: Tensor | float | None,
+        activation: nn.Module | str | None,
+        process_group: Any | None,
+        keep_product: bool | str,
+    ) -> tuple[Any, ...] | None:
+        """All but its tensors that decides how a call goes; None where each call has to be looked at.
+
+        Two calls of one state whose operands are alike go the same way.
+        """
+        around = surroundings(x)
+        if around is None or not (self.chosen and _enabled) or _global_hooks():
+            return None
+        if type(linear) is not nn.Linear or type(bn) not in _PLAIN_NORMS:
+            return None
+        if not (is_untouched(linear) and is_untouched(bn)):
+            return None
+        if isinstance(activation, nn.Module):
+            activation = _name_of(activation)
+            if activation is None:
+                return None
+        return (
+            around, x.numel(), bn.training, bn.track_running_stats, bn.momentum, bn.eps, bn.num_features, activation,
+            None if isinstance(scale, Tensor) else scale, keep_product, process_group or _group_of(bn),
+        )  # fmt: skip
 
     def _in_the_way(self, linear: nn.Module, product: type[nn.Module] | None, bn: nn.Module) -> str | None:
         """Why the modules must run one by one whatever the tensors are."""
@@ -170,6 +211,16 @@ class ChainCall:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChainCall, (self.chosen,)  # copies count for themselves
+
+
+def _operands(x: Tensor, tensors: tuple[Any, ...], bn: Any, scale: Tensor | float | None) -> Operands:
+    """x and the modules' `tensors` as a call has them."""
+    weight, bias, running_mean, running_var, counter, bn_weight, bn_bias = tensors
+    if not (bn.training and bn.track_running_stats):
+        counter = None
+        if bn.training:  # as in nn.BatchNorm1d: the running statistics are left out of it
+            running_mean = running_var = None
+    return Operands(x, weight, bias, as_vector(scale), running_mean, running_var, counter, bn_weight, bn_bias)
 
 
 def tensors_of(linear: nn.Linear, bn: nn.BatchNorm1d | nn.SyncBatchNorm) -> tuple[Any, ...]:

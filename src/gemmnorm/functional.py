@@ -73,28 +73,46 @@ def linear_scale_batch_norm(
         >>> x, weight = torch.randn(32, 128), torch.randn(256, 128)
         >>> y = gemmnorm.linear_scale_batch_norm(x, weight, scale=torch.randn(256), training=True, activation="relu")
     """
-    if momentum is None:
-        momentum = -1.0 if num_batches_tracked is not None else 0.0
-    if input.dim() != 2:
-        _check_dimensions(input, training and process_group is not None and synchronises(process_group))
-    if not torch.compiler.is_compiling():  # an unknown name is refused before anything is updated
-        if activation is not None:
-            activations.parse(activation)
-        if strategy is not None:
-            plan.check_strategy(strategy)
-    vector = scale if isinstance(scale, Tensor) else None
-    number = 1.0 if vector is not None or scale is None else float(scale)  # type: ignore[arg-type]
     operands = Operands(
-        input, weight, bias, vector, running_mean, running_var, num_batches_tracked, bn_weight, bn_bias
+        input, weight, bias, as_vector(scale), running_mean, running_var, num_batches_tracked, bn_weight, bn_bias
     )  # fmt: skip
     options = Options(
-        number, training, momentum, eps, activation, strategy, torch.is_grad_enabled(),
-        plan.parse_keep_product(keep_product),
+        as_number(scale), training, as_factor(momentum, num_batches_tracked), eps, activation, strategy,
+        torch.is_grad_enabled(), plan.parse_keep_product(keep_product),
     )  # fmt: skip
-    if not torch.compiler.is_compiling() and torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        with torch.profiler.record_function("gemmnorm.linear_scale_batch_norm"):
-            return route.linear_scale_batch_norm(operands, options, process_group)
+    return call(operands, options, process_group)
+
+
+def call(operands: Operands, options: Options, process_group: Any | None) -> Tensor:
+    """`linear_scale_batch_norm` of operands and options that are put together."""
+    if operands.x.dim() != 2:
+        _check_dimensions(operands.x, options.training and process_group is not None and synchronises(process_group))
+    if not torch.compiler.is_compiling():  # an unknown name is refused before anything is updated
+        if options.activation is not None:
+            activations.parse(options.activation)
+        if options.strategy is not None:
+            plan.check_strategy(options.strategy)
+        if route.profiled():
+            with torch.profiler.record_function("gemmnorm.linear_scale_batch_norm"):
+                return route.linear_scale_batch_norm(operands, options, process_group)
     return route.linear_scale_batch_norm(operands, options, process_group)
+
+
+def as_vector(scale: Tensor | float | None) -> Tensor | None:
+    """The scale where it is a tensor."""
+    return scale if isinstance(scale, Tensor) else None
+
+
+def as_number(scale: Tensor | float | None) -> float:
+    """The scale where it is a number, else 1."""
+    return 1.0 if scale is None or isinstance(scale, Tensor) else float(scale)
+
+
+def as_factor(momentum: float | None, num_batches_tracked: Tensor | None) -> float:
+    """`Options.momentum` of BatchNorm's `momentum`."""
+    if momentum is not None:
+        return momentum
+    return 0.0 if num_batches_tracked is None else -1.0
 
 
 def synchronises(process_group: Any) -> bool:

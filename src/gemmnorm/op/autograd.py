@@ -29,11 +29,12 @@ class Operator:
         return y, kept, operands[:2]
 
     def backward(self, needs: list[bool], grad: Tensor, operands: Differentiable, kept: Sequence[Tensor]) -> Gradients:
-        """Gradients of `operands`; what is not among `needs` is undefined."""
+        """Gradients of `operands`, None where `needs` is False."""
         found = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default(
             grad, *operands, *kept, *self.options, needs
         )
-        return (*(g.to(dtype) for g, dtype in zip(found, self.dtypes, strict=False)), *found[len(self.dtypes) :])
+        found = (*(g.to(dtype) for g, dtype in zip(found, self.dtypes, strict=False)), *found[len(self.dtypes) :])
+        return [g if needed else None for g, needed in zip(found, needs, strict=True)]
 
 
 class LinearScaleBatchNorm(torch.autograd.Function):
@@ -73,12 +74,15 @@ class LinearScaleBatchNorm(torch.autograd.Function):
             found = not_twice(found, (grad, *operands))
         else:
             found = call.backward(needs, grad, operands, kept)
-        return None, None, *(g if needed else None for g, needed in zip(found, needs, strict=True))
+        return None, None, *found
 
 
-# `Function.apply` without its look for function transforms, of which `route` has found none: 3 to 5 µs of a call.
-_base: Any = super(torch.autograd.Function, LinearScaleBatchNorm)
-_apply_directly: Any = getattr(_base, "apply", LinearScaleBatchNorm.apply)
+def directly(function: Any) -> Any:
+    """`function.apply` without its look for function transforms, of which `route` has found none: 3 to 5 µs."""
+    return getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+
+_apply_directly = directly(LinearScaleBatchNorm)
 
 
 def apply(call: Call | Operator, operands: Operands) -> Any:

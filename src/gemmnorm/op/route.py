@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ from torch.autograd import forward_ad
 from .. import plan
 from ..runtime import call as runtime
 from ..runtime.arguments import check_arguments
-from ..runtime.operands import Operands, Options
+from ..runtime.arithmetic import arithmetic
+from ..runtime.operands import Likeness, Operands, Options
+from ..runtime.settings import settings
 from ..runtime.traced import traced_as_constant
 from . import autograd, column_parallel, reference, sync
 from .registration import forward_op, has_modes
@@ -37,32 +41,103 @@ def linear_scale_batch_norm(operands: Operands, options: Options, process_group:
     if x.dim() != 2:
         return reference.chain(operands, options)
     wanted = why_plain_ops()
-    if process_group is not None and options.training and sync.world_size(process_group) > 1:
-        observed = (
-            torch.compiler.is_compiling()
-            or _is_observed(wanted)
-            or any(type(t) not in runtime.PLAIN for t in operands if t is not None)
-        )
-        return sync.linear_scale_sync_batch_norm(operands, options, process_group, observed)
+    observed = torch.compiler.is_compiling() or _is_observed(wanted)
+    if _synchronises(options, process_group):
+        if observed or not _are_plain(operands):
+            return sync.by_operators(operands, options, process_group)
+        return sync.prepared(operands, options, process_group)(operands)
     if wanted not in (None, UNKNOWN):
         return reference.chain(operands, options)
     if not torch.compiler.is_compiling():
-        if not x.is_cuda and runtime.unobserved() and plan.check_strategy(options.strategy) is None:
+        if _runs_plain_ops(x, options.strategy):
             check_arguments(operands, options.training)
             return reference.chain(operands, options)
-        if not (x.is_meta or _is_observed(wanted)):  # there is no autocast for meta tensors to ask about
-            device = "cuda" if x.is_cuda else x.device.type  # the second takes 0.3 µs
-            autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-            call = runtime.find(operands, options, autocast, "eager")
-            if call is not None and call.kernels:
-                if call.options.save:
-                    return autograd.apply(call, operands)
-                return call.forward(operands)[0]
+        run = None if observed else prepared(operands, options, process_group)
+        if run is not None:
+            return run(operands)
     check_arguments(operands, options.training)
     # Dynamo of 2.8 cannot slice a named tuple.
     scale_value, training, momentum, eps, activation, strategy, _, keep = options
     y: Tensor = forward_op(*operands, scale_value, training, momentum, eps, activation, strategy, False, keep)[0]
     return y
+
+
+def prepared(operands: Operands, options: Options, process_group: Any | None) -> Callable[[Operands], Tensor] | None:
+    """What computes y of a matrix x in eager mode, where nothing observes the call: ways 2 and 4. Else None."""
+    x = operands.x
+    if _synchronises(options, process_group):
+        return sync.prepared(operands, options, process_group) if _are_plain(operands) else None
+    if x.is_meta or _runs_plain_ops(x, options.strategy):
+        return None
+    call = runtime.find(operands, options, _autocast_dtype(x), "eager")
+    if call is None or not call.kernels:
+        return None
+    return functools.partial(autograd.apply, call) if call.options.save else call.result
+
+
+class Known(NamedTuple):
+    """What was prepared for a call, kept for later ones of the same `surroundings`, options and process group.
+
+    Attributes:
+        alike: whether operands are like that call's. It asks which dispatch keys PyTorch would look at, and so finds a
+            function transform, a trace, inference mode, and autocast switched on or off as well.
+        autocast, arithmetic: what else that call's operands were multiplied by.
+        run: y of operands that it `serves`.
+    """
+
+    alike: Likeness
+    autocast: torch.dtype | None
+    arithmetic: str
+    run: Callable[[Operands], Tensor]
+
+    def serves(self, operands: Operands) -> bool:
+        """A call of these operands is one like that."""
+        return (
+            self.alike(operands)
+            and (self.autocast is None or self.autocast == _autocast_dtype(operands.x))
+            and (self.arithmetic == "native" or self.arithmetic == arithmetic(operands.x.dtype))
+        )
+
+
+def known(operands: Operands, options: Options, process_group: Any | None) -> Known | None:
+    """`prepared`, to be kept."""
+    run, x = prepared(operands, options, process_group), operands.x
+    return None if run is None else Known(Likeness(operands), _autocast_dtype(x), arithmetic(x.dtype), run)
+
+
+def surroundings(x: Tensor) -> tuple[Any, ...] | None:
+    """What decides, besides its arguments, how a call goes. None where no kernels serve it or something observes it."""
+    if _runs_plain_ops(x, None) or profiled() or has_modes():
+        return None
+    try:
+        if forward_ad._current_level >= 0:
+            return None
+    except AttributeError:  # private names: docs/private_api.md
+        return None
+    return (runtime.generation(), torch.is_grad_enabled(), runtime.unobserved(), *settings())
+
+
+def profiled() -> bool:
+    """A profiler of PyTorch's is running."""
+    return getattr(torch.autograd.profiler, "_is_profiler_enabled", True)  # docs/private_api.md
+
+
+def _synchronises(options: Options, process_group: Any | None) -> bool:
+    return process_group is not None and options.training and sync.world_size(process_group) > 1
+
+
+def _are_plain(operands: Operands) -> bool:
+    """No operand is of a subclass of Tensor, which would have to see the operator."""
+    return all(t is None or type(t) in runtime.PLAIN for t in operands)
+
+
+def _runs_plain_ops(x: Tensor, strategy: str | None) -> bool:
+    return not x.is_cuda and runtime.unobserved() and plan.check_strategy(strategy) is None
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device = "cuda" if x.is_cuda else x.device.type  # the second takes 0.3 µs
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 _asked = getattr(torch.compiler, "is_exporting", None)  # from PyTorch 2.7 on

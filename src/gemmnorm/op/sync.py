@@ -15,7 +15,7 @@ which is what DistributedDataParallel and FSDP expect of it. The bias's is zero 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -282,15 +282,13 @@ class LinearScaleSyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         needs = list(ctx.needs_input_grad[3:])
         operands, kept = Differentiable(*ctx.saved_tensors[:6]), ctx.saved_tensors[6:]
-        with torch.no_grad():
-            of_vectors, sums = ctx.parts.sums(needs, grad, operands, kept)
-            of_matrices: list[Tensor | None] = [None, None]
-            if any(needs[:2]):
-                of_matrices = ctx.parts.gradient(needs, grad, operands, kept, ctx.group.add_up(sums))
-        found: Sequence[Tensor | None] = [*of_matrices, *of_vectors]
-        found = [g if needed else None for g, needed in zip(found, needs, strict=True)]
+        found: Sequence[Tensor | None]
         if torch.is_grad_enabled():
+            with torch.no_grad():
+                found = _backward(ctx.parts, ctx.group, needs, grad, operands, kept)
             found = autograd.not_twice(found, (grad, *operands))
+        else:
+            found = _backward(ctx.parts, ctx.group, needs, grad, operands, kept)
         return None, None, None, *found
 
 
@@ -298,6 +296,20 @@ def _forward(parts: Parts, group: Group, operands: Operands) -> tuple[Tensor, Ke
     product, offset, row = parts.statistics(operands)
     y, statistics = parts.normalize(operands, product, offset, group.gather(row))
     return y, (product, offset, statistics)
+
+
+def _backward(
+    parts: Parts, group: Group, needs: Sequence[bool], grad: Tensor, operands: Differentiable, kept: Kept
+) -> list[Tensor | None]:
+    """Gradients of `operands`, None where `needs` is False."""
+    of_vectors, sums = parts.sums(needs, grad, operands, kept)
+    of_matrices: list[Tensor | None] = [None, None]
+    if any(needs[:2]):
+        of_matrices = parts.gradient(needs, grad, operands, kept, group.add_up(sums))
+    return [g if needed else None for g, needed in zip([*of_matrices, *of_vectors], needs, strict=True)]
+
+
+_apply_directly = autograd.directly(LinearScaleSyncBatchNorm)
 
 
 def apply(parts: Parts, group: Group, multiplied: Operands, differentiable: Differentiable) -> Tensor:
@@ -308,31 +320,41 @@ def apply(parts: Parts, group: Group, multiplied: Operands, differentiable: Diff
         return _forward(parts, group, multiplied)[0]
 
 
-def linear_scale_sync_batch_norm(operands: Operands, options: Options, handle: Any, observed: bool) -> Tensor:
+def by_operators(operands: Operands, options: Options, handle: Any) -> Tensor:
+    """The training-mode chain with statistics over all ranks, where a trace or a mode has to see operators."""
+    check_arguments(operands, True, synchronised=True)
+    scale_value, training, momentum, eps, activation, strategy, save, _ = options
+    found: Tensor = torch.ops.gemmnorm.linear_scale_sync_batch_norm(
+        *operands, scale_value, training, momentum, eps, activation, strategy, save, True,  # the product is kept
+        handle.group_name, world_size(handle),
+    )  # fmt: skip
+    return found
+
+
+def prepared(operands: Operands, options: Options, handle: Any) -> Callable[[Operands], Tensor]:
     """The training-mode chain with statistics over all ranks of a process group: one collective each way.
 
-    `observed`: a trace or a mode has to see operators. Raises what `check_arguments` and `check_agreement` raise.
+    What computes y of operands like these. Raises what `check_arguments` and `check_agreement` raise.
     """
     group = Group(handle, world_size(handle))
-    if observed:
-        check_arguments(operands, True, synchronised=True)
-        scale_value, training, momentum, eps, activation, strategy, save, _ = options
-        found: Tensor = torch.ops.gemmnorm.linear_scale_sync_batch_norm(
-            *operands, scale_value, training, momentum, eps, activation, strategy, save, True,  # the product is kept
-            handle.group_name, group.ranks,
-        )  # fmt: skip
-        return found
     check_agreement(operands.weight, group)
-    differentiable, dtypes = operands.differentiable, (operands.x.dtype, operands.weight.dtype)
-    options = options._replace(save=options.save and operands.require_gradients)
+    dtypes = (operands.x.dtype, operands.weight.dtype)
+    save = options.save and operands.require_gradients
+    options = options._replace(save=save)
     device = operands.x.device.type
-    autocast = torch.is_autocast_enabled(device)
-    if autocast:
+    if torch.is_autocast_enabled(device):
         check_arguments(operands, True, synchronised=True)
-        with torch.no_grad():
-            operands = cast_operands(operands, torch.get_autocast_dtype(device))
+        dtype = torch.get_autocast_dtype(device)
+
+        def cast_first(operands: Operands) -> Tensor:
+            with torch.no_grad():
+                multiplied = cast_operands(operands, dtype)
+            parts: Parts = ranks.find(multiplied, options, group.ranks, dtypes) or PlainParts(options, dtypes)
+            with torch.autocast(device, enabled=False):
+                return apply(parts, group, multiplied, operands.differentiable)
+
+        return cast_first
     parts: Parts = ranks.find(operands, options, group.ranks, dtypes) or PlainParts(options, dtypes)
-    if not autocast:
-        return apply(parts, group, operands, differentiable)
-    with torch.autocast(device, enabled=False):
-        return apply(parts, group, operands, differentiable)
+    if not save:
+        return lambda operands: _forward(parts, group, operands)[0]
+    return lambda operands: _apply_directly(parts, group, operands, *operands.differentiable)  # type: ignore[no-any-return]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 import torch
 
 from ..errors import GemmNormValueError
+from .settings import variable
 from .traced import traced_as_constant
 
 ARITHMETICS = ("float32", "ieee")
@@ -84,7 +84,7 @@ def arithmetic(dtype: torch.dtype) -> str:
         return "native"
     if tf32_allowed():
         return "tf32"
-    found = _requested or os.environ.get(VARIABLE)
+    found = _requested or variable(VARIABLE)
     return _checked(found, VARIABLE) if found else "float32"
 
 
@@ -96,5 +96,5 @@ def float32_reason() -> str:
     by = f'set_float32_arithmetic("{_requested}")' if _requested else f"{VARIABLE}={found}"
     if found == "ieee":
         return f"float32 products run in float32 arithmetic: {by} asks for it"
-    asked = by if _requested or os.environ.get(VARIABLE) else "PyTorch's switches do not allow TF32"
+    asked = by if _requested or variable(VARIABLE) else "PyTorch's switches do not allow TF32"
     return f"float32 products have float32's accuracy by the fastest arithmetic: {asked}"

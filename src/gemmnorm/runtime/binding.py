@@ -228,6 +228,9 @@ class Bound:
 
     `packed`: product and statistics are one tensor `kept` (`unpacked`), an allocation less. Only where no library's
     product has to see the product by itself.
+
+    Attributes:
+        outputs, kinds: role of each output; shape and dtype.
     """
 
     def __init__(self, chosen: Plan, packed: bool = False) -> None:
@@ -235,9 +238,11 @@ class Bound:
         if packed and chosen.phase == "backward":
             inputs = (*inputs[:-2], "kept")
         memory = _Memory(chosen, inputs, packed)
+        made = memory.tensors[: memory.outputs]
         self._borrowed, self._inputs, self._made = memory.borrowed, len(inputs), len(memory.tensors)
         self._places = len(memory.parts)
-        self.outputs = tuple(t.role for t in memory.tensors[: memory.outputs])
+        self.outputs = tuple(t.role for t in made)
+        self.kinds = tuple((t.shape, t.dtype) for t in made)
         names = [*inputs, *(t.role for t in memory.tensors), *(["scratch"] if self._borrowed else [])]
         slots = {role: i for i, role in enumerate([*names, *(role for role, _, _ in memory.parts), *SCALARS])}
         slots |= {alias: slots[role] for alias, role in chosen.aliases}

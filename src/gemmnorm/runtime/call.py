@@ -266,6 +266,10 @@ class Call:
             kept = kept[:-count]
         return outputs[0], kept, multiplied  # type: ignore[return-value]
 
+    def result(self, operands: Operands) -> Tensor:
+        """y alone."""
+        return self.forward(operands)[0]
+
     def backward(
         self, needs: list[bool], grad: Tensor, operands: Differentiable, kept: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
@@ -329,6 +333,9 @@ class BackwardCall:
         self._bound = binding.bind(chosen, packed)
         self._scalars = binding.scalars(problem, scale, options.scale_value, 0.0, options.eps)
         self._mapped = any("x" in launch.params or launch.maps for launch in chosen.launches)
+        self._as_they_are = all_served_as_they_are(forward)
+        given = zip(operands[2:], self._bound.kinds[2:], strict=True)
+        self._in_shape = all(t is None or (tuple(t.shape), t.dtype) == kind for t, kind in given)
 
     def run(
         self, needs: list[bool], grad: Tensor, operands: Differentiable, kept: Sequence[Tensor | None]
@@ -337,14 +344,15 @@ class BackwardCall:
         wanted = tuple(need and t is not None for need, t in zip(needs, operands, strict=True))
         x, weight, bias, scale, bn_weight, bn_bias = operands
         assert x is not None and weight is not None
-        bias, scale = vectors(bias, scale, x.device)
-        bn_weight, bn_bias = unified(bn_weight, bn_bias)
+        if not self._as_they_are:
+            bias, scale = vectors(bias, scale, x.device)
+            bn_weight, bn_bias = unified(bn_weight, bn_bias)
         if self._mapped:
             x, weight = dense(x), dense(weight)
         if self._multiplies_again:
             kept = (None, kept[-1])
         grads = self._bound((dense(grad), x, weight, bias, scale, bn_weight, bn_bias, *kept), self._scalars, wanted)
-        return [*grads[:2], *in_the_shapes_of(operands[2:], grads[2:])]
+        return grads if self._in_shape else [*grads[:2], *in_the_shapes_of(operands[2:], grads[2:])]
 
 
 # --- the cache of prepared calls --------------------------------------------------------------------------------------
@@ -430,8 +438,18 @@ def prepared_like(make: Any, operands: Operands | Differentiable, *rest: Any) ->
     return found
 
 
+_generation = 0
+
+
+def generation() -> int:
+    """How often everything was forgotten: who keeps a prepared call compares it with the one that it was made in."""
+    return _generation
+
+
 def forget() -> None:
     """Forget every prepared call, as where the machine has changed (tests do that)."""
+    global _generation
+    _generation += 1
     _calls.clear()
     _latest.clear()
     _resolved.cache_clear()

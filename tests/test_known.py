@@ -1,0 +1,220 @@
+"""A chain's call that is like an earlier one takes what was prepared for that: when it does, and when it must not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gemmnorm
+from gemmnorm import chain
+from gemmnorm.op import route
+from gemmnorm.runtime import call as runtime
+
+BATCH, INNER, FEATURES = 6, 4, 8
+
+
+class Primed:
+    """A module that has been called: `is_known(run)` says whether all calls in `run` took what was prepared then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, training: bool = True, **options: Any) -> None:
+        gemmnorm.set_strategy("reference")  # for this test (conftest): where none is asked for, the CPU keeps nothing
+        self.taken, self.made = 0, 0
+        monkeypatch.setattr(chain, "known", self._known)
+        self.module = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, **options).train(training)
+        self.x = torch.randn(BATCH, INNER)
+
+    def _known(self, operands: Any, options: Any, group: Any) -> route.Known:
+        def run(operands: Any) -> Tensor:
+            self.taken += 1
+            return operands.x.new_zeros(len(operands.x), FEATURES)
+
+        self.made += 1
+        plain = route.Known(runtime.Likeness(operands), route._autocast_dtype(operands.x), "native", run)
+        return plain._replace(arithmetic=route.arithmetic(operands.x.dtype))
+
+    def __call__(self) -> Tensor:
+        y: Tensor = self.module(self.x)
+        return y
+
+    def is_known(self, run: Callable[[], Any]) -> bool:
+        taken, made = self.taken, self.made
+        run()
+        return self.taken > taken and self.made == made
+
+
+def test_a_call_like_an_earlier_one_is_known(monkeypatch):
+    primed = Primed(monkeypatch)
+    assert not primed.is_known(primed)
+    assert primed.is_known(primed)
+    primed.x = torch.randn(BATCH, INNER)  # other numbers
+    assert primed.is_known(primed)
+    primed.module.gemm.weight = nn.Parameter(torch.randn(FEATURES, INNER))  # another parameter of the same kind
+    assert primed.is_known(primed)
+    for other in (lambda: primed.module.eval(), lambda: primed.module.train()):
+        other()
+        primed()
+        assert primed.is_known(primed)
+    with torch.no_grad():
+        assert not primed.is_known(primed)
+        assert primed.is_known(primed)
+    assert primed.is_known(primed)  # as before it
+    assert primed.module._call.fused == primed.taken  # every call counts
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "rows": lambda p: setattr(p, "x", torch.randn(BATCH + 1, INNER)),
+    "strides": lambda p: setattr(p, "x", torch.randn(INNER, BATCH).t()),
+    "x requires a gradient": lambda p: p.x.requires_grad_(),
+    "no bias": lambda p: setattr(p.module.gemm, "bias", None),
+    "frozen": lambda p: p.module.requires_grad_(False),
+    "frozen in part": lambda p: p.module.bn.weight.requires_grad_(False),
+    "evaluation": lambda p: p.module.eval(),
+    "the BatchNorm alone": lambda p: p.module.bn.eval(),
+    "eps": lambda p: setattr(p.module.bn, "eps", 0.5),
+    "momentum": lambda p: setattr(p.module.bn, "momentum", None),
+    "running statistics": lambda p: setattr(p.module.bn, "track_running_stats", False),
+    "none of them": lambda p: (setattr(p.module.bn, "running_mean", None), setattr(p.module.bn, "running_var", None)),
+    "activation": lambda p: setattr(p.module, "activation", "relu"),
+    "the product kept": lambda p: setattr(p.module, "keep_product", False),
+    "a hook of the Linear": lambda p: p.module.gemm.register_forward_hook(lambda *_: None),
+    "a hook before the BatchNorm": lambda p: p.module.bn.register_forward_pre_hook(lambda *_: None),
+    "a forward of its own": lambda p: setattr(p.module.gemm, "forward", p.module.gemm.forward),
+    "a class derived later": lambda p: setattr(p.module.gemm, "__class__", type("Derived", (nn.Linear,), {})),
+    "a strategy": lambda p: gemmnorm.set_strategy("cublas_bn"),
+    "whether products are kept": lambda p: gemmnorm.set_keep_product(True),
+    "everything forgotten": lambda p: runtime.forget(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_has_changed_is_looked_at_anew(name, monkeypatch):
+    primed = Primed(monkeypatch)
+    primed()
+    assert primed.is_known(primed)
+    CHANGES[name](primed)
+    with contextlib.suppress(ValueError, RuntimeError, AttributeError):  # what cannot run says so
+        assert not primed.is_known(primed)
+    assert primed.made + primed.taken
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def _traced(primed: Primed) -> None:
+    torch.jit.trace(primed.module, (primed.x,), check_trace=False)
+
+
+def _with(*contexts: Callable[[], Any]) -> Callable[[Primed], None]:
+    def run(primed: Primed) -> None:
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            primed()
+
+    return run
+
+
+def _fake(primed: Primed) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        primed.module(mode.from_tensor(primed.x))
+
+
+AROUND: dict[str, Callable[[Primed], Any]] = {
+    "vmap": lambda p: torch.vmap(p.module)(p.x.expand(3, *p.x.shape)),
+    "vmap over something else": lambda p: torch.vmap(lambda t: p.module(p.x) * t)(torch.randn(3)),
+    "gradient": lambda p: torch.func.grad(lambda x: p.module(x).sum())(p.x),
+    "jvp": lambda p: torch.func.jvp(p.module, (p.x,), (p.x,)),
+    "functionalize": lambda p: torch.func.functionalize(p.module)(p.x),
+    "forward mode": _with(forward_ad.dual_level),
+    "torch.jit.trace": _traced,
+    "make_fx": lambda p: make_fx(p.module)(p.x),
+    "fake tensors": _fake,
+    "a mode": _with(_Mode),
+    "a profiler": _with(lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])),
+    "autocast": _with(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "no_grad": _with(torch.no_grad),
+    "inference": _with(torch.inference_mode),
+    "switched off": _with(lambda: gemmnorm.set_fusion(False)),
+    "float32 arithmetic": _with(lambda: gemmnorm.set_float32_arithmetic("ieee")),
+    "plans recorded": _with(runtime.recording),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_who_looks_on_or_asks_for_something_else_is_heard(name, monkeypatch):
+    primed = Primed(monkeypatch, training=False)
+    primed()
+    assert primed.is_known(primed)
+    assert not primed.is_known(lambda: AROUND[name](primed))
+    primed()
+    assert primed.is_known(primed)  # again as before
+
+
+def test_autocast_to_another_dtype(monkeypatch):
+    primed = Primed(monkeypatch)
+    with torch.autocast("cpu", torch.bfloat16):
+        primed()
+        assert primed.is_known(primed)
+    assert not primed.is_known(primed)
+    with torch.autocast("cpu", torch.float16):
+        assert not primed.is_known(primed)
+
+
+@pytest.mark.parametrize("variable", ["GEMMNORM_STRATEGY", "GEMMNORM_KEEP_PRODUCT", "GEMMNORM_FLOAT32"])
+def test_environment_variables(variable, monkeypatch):
+    primed = Primed(monkeypatch)
+    primed()
+    monkeypatch.setenv(variable, {"GEMMNORM_KEEP_PRODUCT": "1", "GEMMNORM_FLOAT32": "ieee"}.get(variable, "one_kernel"))
+    assert not primed.is_known(primed)
+    assert primed.is_known(primed)
+    monkeypatch.delenv(variable)
+    assert not primed.is_known(primed) or variable != "GEMMNORM_FLOAT32"  # two of the three are part of the state
+
+
+def test_a_global_hook(monkeypatch):
+    primed = Primed(monkeypatch)
+    primed()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        known = primed.is_known(primed)
+    finally:
+        handle.remove()
+    assert not known or not hasattr(nn.modules.module, "_has_any_global_hook")  # PyTorch 2.4
+
+
+def test_an_activation_child_is_asked_each_time(monkeypatch):
+    primed = Primed(monkeypatch)
+    model = nn.Sequential(nn.Linear(INNER, FEATURES), nn.BatchNorm1d(FEATURES), nn.LeakyReLU(0.2))
+    primed.module = gemmnorm.fuse(model)
+    primed()
+    assert primed.is_known(primed)
+    model[2].negative_slope = 0.3
+    assert not primed.is_known(primed)
+    model[2].register_forward_hook(lambda *_: None)
+    assert not primed.is_known(primed)
+
+
+def test_not_many_are_kept(monkeypatch):
+    primed = Primed(monkeypatch)
+    for rows in range(2, 60):
+        primed.x = torch.randn(rows, INNER)
+        primed()
+        assert len(primed.module._call._known) <= 16
+    assert primed.is_known(primed)
+
+
+def test_nothing_is_kept_on_the_cpu():
+    module = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES)
+    module(torch.randn(BATCH, INNER))
+    assert not module._call._known
