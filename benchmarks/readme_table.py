@@ -1,6 +1,7 @@
-"""Writes the README's table of figures from a result file.
+"""Writes the table of figures of the README, or of another page, from a result file.
 
     python benchmarks/readme_table.py [--check] [RESULT.json [README.md]]
+    python benchmarks/readme_table.py benchmarks/results/h200-x2.json docs/ranks.md
 
 The block between `<!-- table:NAME -->` and `<!-- /table:NAME -->` is replaced, where NAME is the result file's name
 without its ending (benchmarks/results/h200.json → h200). With --check nothing is written, and the exit code is 1 where
@@ -65,13 +66,30 @@ def line(row: Row) -> str:
     return f"| {size} | {precision_of(row)} | {times} | **{milliseconds(row.get('ms'))}** | {ratio} |"
 
 
+def ranks_table(document: dict[str, Any]) -> str:
+    """Of a result of benchmarks/ranks.py: ours, ours without synchronisation, and SyncBatchNorm."""
+    lines = [
+        "| rows a GPU, layer | | device | alone | SyncBatchNorm | wall clock | alone | SyncBatchNorm | CUDA graph |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        keys = ("ms", "alone_ms", "eager_ms", "wall_ms", "alone_wall_ms", "eager_wall_ms", "graph_ms")
+        times = [milliseconds(row.get(key)) for key in keys]
+        times[0], times[3] = f"**{times[0]}**", f"**{times[3]}**"
+        what = f"step, {row['wrapper']}" if "wrapper" in row else "step" if row["grad"] else "forward"
+        size = f"{row['batch']}, {row['in_features']} → {row['out_features']}"
+        lines.append(f"| {size} | {what} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
 def table(document: dict[str, Any] | None, name: str) -> str:
     """The text between the markers."""
     if document is None:
         return UNMEASURED
-    parts = []
+    of_ranks = document.get("kind") == "ranks"
+    parts = [ranks_table(document)] if of_ranks else []
     for phase, title in PHASES.items():
-        lines = [line(row) for row in chosen_rows(document, phase)]
+        lines = [] if of_ranks else [line(row) for row in chosen_rows(document, phase)]
         if not lines:
             continue
         body = "\n".join([_HEAD, *lines])
@@ -85,7 +103,8 @@ def table(document: dict[str, Any] | None, name: str) -> str:
     source = (
         f"{machine.get('gpu', name)}, {versions}; {document['created'][:10]}, `{document['command']}`; every row in"
     )
-    parts.append(f"{source} [{name}.json](benchmarks/results/{name}.json).{since(document)}")
+    folder = "../benchmarks/results" if of_ranks else "benchmarks/results"  # the page is docs/ranks.md
+    parts.append(f"{source} [{name}.json]({folder}/{name}.json).{since(document)}")
     return "\n\n".join(parts)
 
 
@@ -99,7 +118,7 @@ def replaced(text: str, name: str, block: str) -> str:
     """`text` with the block of `name` replaced."""
     pattern = re.compile(rf"(<!-- table:{re.escape(name)} -->\n).*?(\n<!-- /table:{re.escape(name)} -->)", re.S)
     if not pattern.search(text):
-        raise SystemExit(f"the README has no block <!-- table:{name} -->")
+        raise SystemExit(f"the page has no block <!-- table:{name} -->")
     return pattern.sub(lambda match: match.group(1) + block + match.group(2), text)
 
 

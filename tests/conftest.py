@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 import gemmnorm
-from gemmnorm import chain, plan
+from gemmnorm import chain, functional, plan
 from gemmnorm.plan import gradient, small
 from gemmnorm.plan.candidates import Candidate, Gradient
 from gemmnorm.plan.gemm import Gemm
 from gemmnorm.runtime import call as runtime
 from gemmnorm.runtime import measured
+from gemmnorm.runtime.operands import Operands, Options
 
 
 @pytest.fixture(autouse=True)
@@ -54,14 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keyword arguments of every call of the operator that a fused model or module makes."""
+    """The options of every call of the operator that a fused model or module makes, where it makes it anew."""
     made: list[dict[str, Any]] = []
 
-    def spy(*args: Any, **kwargs: Any) -> Tensor:
-        made.append(kwargs)
-        return gemmnorm.linear_scale_batch_norm(*args, **kwargs)
+    def spy(operands: Operands, options: Options, process_group: Any | None) -> Tensor:
+        made.append(options._asdict())
+        return functional.call(operands, options, process_group)
 
-    monkeypatch.setattr(chain, "linear_scale_batch_norm", spy)
+    monkeypatch.setattr(chain, "call", spy)
     return made
 
 

@@ -24,7 +24,7 @@ ALLOWED = {
     "op": {"activations", "errors", "plan", "runtime"},
     "functional": {"activations", "errors", "op", "plan", "runtime"},
     "children": set(),
-    "chain": {"activations", "children", "errors", "functional", "op", "runtime"},
+    "chain": {"activations", "children", "errors", "functional", "op", "plan", "runtime"},
     "module": {"activations", "chain", "errors", "plan"},
 }
 TOOLS = {"userfiles", "fuse", "export", "verify", "bench", "cli"}

@@ -73,3 +73,11 @@ def test_writing_and_checking(tmp_path):
 
 def test_the_readme_shows_the_figures_that_are_there():
     assert readme_table.main(["--check"]) == 0, "run: python benchmarks/readme_table.py"
+
+
+def test_so_does_the_page_of_several_ranks():
+    result = ROOT / "benchmarks" / "results" / "h200-x2.json"
+    rows = json.loads(result.read_text(encoding="utf-8"))["rows"]
+    text = (ROOT / "docs" / "ranks.md").read_text(encoding="utf-8")
+    assert rows and all(readme_table.milliseconds(row["wall_ms"]) in text for row in rows)
+    assert readme_table.main([str(result), str(ROOT / "docs" / "ranks.md"), "--check"]) == 0

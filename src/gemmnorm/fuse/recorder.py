@@ -29,7 +29,7 @@ from .outside import (
     path_of,
 )
 from .scanning import CONTAINERS, Scan, Untraceable, content
-from .stand_ins import IN_PLACE
+from .stand_ins import IN_PLACE, LOST, refusing
 
 PLAIN = (bool, int, float, str, type(None))
 _WRITTEN = (complex, range, torch.dtype, torch.device)  # whose `literal` is theirs too
@@ -71,6 +71,7 @@ class Recorder:
         self.surroundings: dict[str, Any] = {}
         self.namespaces: dict[str, Any] = {}
         self.containers = {id(container): (container, copy.copy(container)) for container in held}
+        self.replaced: list[tuple[dict[str, Any], str, Any]] = []  # globals that `forward` must not call
         self.called = ""  # a method that stayed a call: what attributes are after it, nobody knows
         self.thread = threading.get_ident()
         self.take_up()
@@ -226,7 +227,18 @@ class Recorder:
             self.watch((function.__defaults__, function.__kwdefaults__))
         for definition in (*filter(is_of_users, self.scan.classes), *self.scan.functions):
             self.definitions.setdefault(definition, _attributes(definition))
+        self.replace_lost()
         self.note_globals()
+
+    def replace_lost(self) -> None:
+        """`from time import perf_counter`: as `stand_ins.honest` does for `time.perf_counter`."""
+        for holder, name in self.scan.globals:
+            if isinstance(holder, types.CellType):
+                continue
+            reason = _lost(holder.get(name))
+            if reason is not None:
+                self.replaced.append((holder, name, holder[name]))
+                holder[name] = refusing(holder[name], reason)
 
     def note_globals(self) -> None:
         """What `forward`, and what it calls, may read of modules' globals, closures and the owner's class."""
@@ -234,8 +246,9 @@ class Recorder:
             for text, part in self.parts("__class__", self.scan.owner, defined=True):
                 self.note_value("", text, part)
         decorated = [vars(function).get("__wrapped__") for function in self.scan.functions]
+        replaced = [(id(holder), name) for holder, name, _ in self.replaced]
         for holder, name in self.scan.globals:
-            if name.startswith("__"):
+            if name.startswith("__") or (id(holder), name) in replaced:
                 continue
             if isinstance(holder, types.CellType):
                 place, (known, namespace), value = "cell_contents", (known_as(holder, name), holder), content(holder)
@@ -261,6 +274,8 @@ class Recorder:
     def restore(self) -> str | None:
         """Change what `forward` has changed of lists, dictionaries, objects and classes back; what it was."""
         found = None
+        for holder, name, value in self.replaced:
+            holder[name] = value
         for container, before in self.containers.values():
             pairs = [(list(_items(c))) for c in (container, before)]
             if len(pairs[0]) != len(pairs[1]) or any(a is not b for a, b in zip(*pairs, strict=True)):
@@ -284,6 +299,11 @@ def _is_known(value: Any) -> bool:
     if type(value) in (tuple, torch.Size, list, set, dict):
         return all(map(_is_known, _items(value)))
     return type(value) in (*PLAIN, *_WRITTEN) or path_of(value) is not None
+
+
+def _lost(value: Any) -> str | None:
+    """Why code that is recorded must not call `value`; None where it may."""
+    return next((why for _, function, why in LOST if value is function), None)
 
 
 def _is_named(value: Any, name: str) -> bool:

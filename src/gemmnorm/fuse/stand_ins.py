@@ -13,8 +13,10 @@ import operator
 import os
 import sys
 import threading
+import time
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -40,6 +42,14 @@ _ENTERED = {  # context managers whose effect a recording would lose
 _SURROUNDINGS = (
     *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "compiler.is_compiling"),
     *("distributed.is_initialized", "distributed.get_rank", "distributed.get_world_size"),
+)
+# What a recording would lose, or ask once for all calls: module, function, what a `forward` does that calls it.
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+LOST: tuple[tuple[types.ModuleType, Callable[..., Any], str], ...] = (
+    *((time, getattr(time, f"{name}{unit}"), "asks for the time") for name in _CLOCKS for unit in ("", "_ns")),
+    (time, time.sleep, "sleeps"),
+    (warnings, warnings.warn, "warns"),
+    (warnings, warnings.warn_explicit, "warns"),
 )
 # Tensors made from no tensor: each call makes a new one.
 _FACTORIES = (
@@ -235,6 +245,19 @@ def _would_log(answers: dict[str, Any]) -> Callable[..., bool]:
     return ask
 
 
+def refusing(plain: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """`plain`, which the code that is recorded must not call: it would be called once, and then never again."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        file = caller.f_code.co_filename
+        if getattr(_here, "records", False) and not (file.startswith(_INSIDE) or is_of_python(file)):
+            raise Untraceable(f"{reason} (line {caller.f_lineno})")
+        return plain(*args, **kwargs)
+
+    return call
+
+
 def _making(tracer: fx.Tracer, plain: Callable[..., Any]) -> Callable[..., Any]:
     """A call of `plain` is recorded; the tensor that it would make now would be the same for ever."""
 
@@ -280,6 +303,8 @@ def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
         for name in ("__getitem__", "__setitem__", "__delitem__", "__iter__"):
             stack.enter_context(_replaced(type(os.environ), name, _environment(name, answers)))
         stack.enter_context(_replaced(logging.Logger, "isEnabledFor", _would_log(answers)))
+        for owner, function, reason in LOST:
+            stack.enter_context(_replaced(owner, function.__name__, refusing(function, reason)))
         for cls, reason in _ENTERED.items():
             stack.enter_context(_replaced(cls, "__enter__", enter(vars(cls)["__enter__"], reason)))
         stack.enter_context(_replaced(base, "apply", classmethod(apply)))
