@@ -3,7 +3,8 @@ kernels' launches are replaced by nothing, and what the driver costs (a launch, 
 
     PYTHONPATH=src python lab/host.py [--profile] [--rounds N] [--only NAME]
 
-Each figure is the least of the rounds' means: other programs only ever add.
+Each figure is the least of the rounds' means: other programs only ever add. Without a GPU "synchronised" has two ranks,
+whose collectives do nothing.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from contextlib import ExitStack
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gemmnorm
@@ -24,7 +26,7 @@ from gemmnorm.runtime import driver
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 BATCH, INNER, FEATURES = (128, 1024, 512) if GPU else (8, 64, 64)
-CALLS = 40 if GPU else 400  # the driver takes about a thousand launches in flight
+CALLS = 40 if GPU else 50  # the driver takes about a thousand launches in flight
 
 
 class NoLaunch:
@@ -48,6 +50,14 @@ def pretend_hopper(stack):
         (driver, "capturing", lambda: False),
     ):
         stack.enter_context(mock.patch.object(target, name, value))
+
+
+def two_ranks():
+    """A process group whose collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    return dist.group.WORLD
 
 
 class Chain(nn.Module):
@@ -91,6 +101,11 @@ def cases(dtype):
     for name, call in (("function", function), ("module", lambda: m(x)), ("fused", lambda: fused(x))):
         yield f"{name}, no_grad", False, call
         yield f"{name}, gradients on", True, call
+    if not GPU:
+        together = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, dtype=dtype, process_group=two_ranks())
+        yield "module synchronised, no_grad", False, lambda: together(x)
+        yield "module synchronised, gradients on", True, lambda: together(x)
+        yield "module synchronised, forward and backward", True, lambda: together(x).backward(grad)
     yield "module in evaluation, no_grad", False, lambda: frozen(x)
     yield "module, forward and backward", True, lambda: m(x).backward(grad)
     wide, its = (make().to(DEVICE) for make in (lambda: gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES), Chain))
@@ -110,7 +125,7 @@ def cases(dtype):
 def main():
     options = argparse.ArgumentParser()
     options.add_argument("--profile", action="store_true")
-    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--rounds", type=int, default=15 if GPU else 300)
     options.add_argument("--only", default="")
     options = options.parse_args()
     torch.set_num_threads(1)
@@ -122,7 +137,7 @@ def main():
                 if options.only not in name:
                     continue
                 with torch.set_grad_enabled(grad):
-                    print(f"{name:36} {least(f, options.rounds):6.1f}", flush=True)
+                    print(f"{name:41} {least(f, options.rounds):6.1f}", flush=True)
                     if options.profile:
                         profile = cProfile.Profile()
                         profile.enable()

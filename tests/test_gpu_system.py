@@ -234,6 +234,26 @@ def test_compiled_into_one_graph(training, amp):
         assert_same(got, expected, 5e-2 if amp else 1e-4, 5e-1 if amp else 1e-3)
 
 
+@pytest.mark.parametrize("amp", [False, True])
+def test_compiled_with_cuda_graphs(amp):
+    """`mode="reduce-overhead"`: a replayed graph updates the running statistics and counts, as a call does."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    eager = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 64), nn.BatchNorm1d(64))
+    eager = eager.cuda()
+    fused_model = gemmnorm.fuse(twin(eager))
+    run = torch.compile(fused_model, mode="reduce-overhead")
+    for _ in range(5):  # it is recorded in the second or third
+        x, grad = tensors(150, 64, 64)
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):
+            got, expected = step(fused_model, run, x, grad), step(eager, eager, x, grad)
+        assert_same(got, expected, 5e-2 if amp else 1e-4, 5e-1 if amp else 1e-3)
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    report = gemmnorm.fuse_report(fused_model, calls=True)
+    assert [m.calls.compiled for m in report.matches] == ["fused"] * 2
+
+
 def test_warmup_compiles_ahead_and_changes_nothing():
     module = LinearScaleBatchNorm1d(48, 80, activation="silu").cuda()
     before = {k: v.clone() for k, v in module.state_dict().items()}

@@ -39,6 +39,7 @@ from .runtime.operands import CASTABLE, Operands, Options
 # Activation classes that are one function whatever their attributes: found without asking each row of the table.
 _NAME_OF = {row.module: row.name for row in activations.TABLE if not row.parameters and not row.matches}
 View = Callable[[Tensor], Tensor]
+_KEPT = 16  # calls that a chain remembers: batch sizes, training and evaluation, with gradients and without
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm)
 _global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)  # PyTorch 2.4 has none
 
@@ -144,15 +145,11 @@ class ChainCall:
         operands = _operands(x, tensors, bn, scale)
         if not is_matrix:
             operands = operands._replace(x=rows_of(x, product), weight=matrix(operands.weight))
-        options = Options(
-            as_number(scale), bn.training or operands.running_mean is None,
-            as_factor(bn.momentum, operands.num_batches_tracked), bn.eps, name, None,
-            torch.is_grad_enabled(), plan.parse_keep_product(keep_product),
-        )  # fmt: skip
+        options = _options(operands, bn, scale, name, keep_product)
         group = process_group or (_group_of(bn) if bn.training else None)
         found = known(operands, options, group) if state is not None and is_matrix else None
         if found is not None:
-            if len(self._known) >= 16:
+            if len(self._known) >= _KEPT:
                 self._known.clear()
             self._known[state] = found
             return found.run(operands)
@@ -221,6 +218,16 @@ def _operands(x: Tensor, tensors: tuple[Any, ...], bn: Any, scale: Tensor | floa
         if bn.training:  # as in nn.BatchNorm1d: the running statistics are left out of it
             running_mean = running_var = None
     return Operands(x, weight, bias, as_vector(scale), running_mean, running_var, counter, bn_weight, bn_bias)
+
+
+def _options(
+    operands: Operands, bn: Any, scale: Tensor | float | None, activation: str | None, keep_product: bool | str
+) -> Options:
+    """What a call of `operands` is told besides."""
+    momentum = as_factor(bn.momentum, operands.num_batches_tracked)
+    training = bn.training or operands.running_mean is None
+    keep = plan.parse_keep_product(keep_product)
+    return Options(as_number(scale), training, momentum, bn.eps, activation, None, torch.is_grad_enabled(), keep)
 
 
 def tensors_of(linear: nn.Linear, bn: nn.BatchNorm1d | nn.SyncBatchNorm) -> tuple[Any, ...]:
