@@ -6,6 +6,7 @@ tiles that are not filled. Speed and races are the GPU suite's business.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import gram_families
@@ -371,6 +372,28 @@ def test_captured_calls_have_counters_of_their_own():
         assert len({first, shared, inside, other}) == 4
         outside = [b for b in memory._blocks if not b.data_ptr() <= shared < b.data_ptr() + 4 * b.numel()]
         assert [b.data_ptr() for b in outside] == [first]
+
+
+def test_what_is_kept_is_allocated_by_another_thread(monkeypatch):
+    """A thread's allocations may go to a pool in which nothing may be kept, as of `torch.compile`'s CUDA graphs."""
+    module = stir(Chain(32, 24)).bfloat16().requires_grad_(False)
+    x = torch.randn(70, 32, dtype=torch.bfloat16)
+    here = []
+    with emulated(SMALL_HOPPER):
+        binding.scratch.cache_clear()
+        for target, name in ((driver, "empty"), (torch, "zeros")):
+            plain = getattr(target, name)
+            monkeypatch.setattr(
+                target, name, lambda *a, plain=plain, **k: here.append((plain(*a, **k), threading.get_ident()))
+                or here[-1][0]
+            )  # fmt: skip
+        run(module, x, "one_kernel")
+        memory = binding.Counters(torch.device("cpu"))
+        memory.take(0, 100, False)
+        kept = [binding.scratch(None, 0), *memory._blocks]
+    threads = {id(t): thread for t, thread in here}
+    assert len(kept) == 2 and threading.get_ident() not in {threads[id(t)] for t in kept}
+    assert threading.get_ident() in threads.values()  # what dies with the call
 
 
 def test_a_stream_lends_its_scratch_to_calls_that_are_not_captured(monkeypatch):

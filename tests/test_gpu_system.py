@@ -239,12 +239,12 @@ def test_compiled_with_cuda_graphs(amp):
     """`mode="reduce-overhead"`: a replayed graph updates the running statistics and counts, as a call does."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    eager = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 64), nn.BatchNorm1d(64))
+    eager = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.SiLU(), nn.Linear(512, 64), nn.BatchNorm1d(64))
     eager = eager.cuda()
     fused_model = gemmnorm.fuse(twin(eager))
     run = torch.compile(fused_model, mode="reduce-overhead")
     for _ in range(5):  # it is recorded in the second or third
-        x, grad = tensors(150, 64, 64)
+        x, grad = tensors(300, 64, 64)
         torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):
             got, expected = step(fused_model, run, x, grad), step(eager, eager, x, grad)

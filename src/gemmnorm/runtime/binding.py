@@ -358,8 +358,8 @@ def bind(chosen: Plan, packed: bool = False) -> Bound:
 
 @functools.lru_cache(maxsize=256)
 def scratch(index: int | None, stream: int) -> Tensor:
-    """Memory for kernels that keep nothing in it, on the current stream of the current device; one after the other."""
-    return driver.empty((BORROWED,), (1,), torch.uint8)
+    """Memory for kernels that keep nothing in it, on one stream of a device; one after the other."""
+    return driver.outside_pools(_device(index), lambda: driver.empty((BORROWED,), (1,), torch.uint8))
 
 
 class Counters:
@@ -395,8 +395,12 @@ class Counters:
             if capturing:  # set to zero by the graph, at each replay: nobody else may have a part of it
                 self._blocks.append(torch.zeros(size, dtype=torch.int32, device=self._device))
                 return self._blocks[-1].data_ptr()
-            self._blocks.append(torch.zeros(max(size, 1 << 16), dtype=torch.int32, device=self._device))
-            torch.cuda.current_stream(self._device).synchronize()  # other streams will use the rest of it
+            numbers = max(size, 1 << 16)
+            self._blocks.append(
+                driver.outside_pools(
+                    self._device, lambda: torch.zeros(numbers, dtype=torch.int32, device=self._device)
+                )
+            )
             self._next = self._blocks[-1].data_ptr()
             self._end = self._next + 4 * self._blocks[-1].numel()
         found, self._next = self._next, self._next + 4 * size
@@ -408,4 +412,8 @@ class Counters:
 @functools.lru_cache(maxsize=64)
 def counters(index: int | None) -> Counters:
     """The counters of the GPU of this index."""
-    return Counters(torch.device("cpu") if index is None else torch.device("cuda", index))
+    return Counters(_device(index))
+
+
+def _device(index: int | None) -> torch.device:
+    return torch.device("cpu") if index is None else torch.device("cuda", index)

@@ -6,6 +6,7 @@ Built on `cuda.core`, NVIDIA's Python package, which is optional: where it, a dr
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
@@ -352,6 +353,25 @@ def _empty(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) 
 empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", _empty
 )
+
+
+def outside_pools(device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What `make` allocates on a device, to be kept; any stream may use it at once.
+
+    By another thread: while `torch.compile(mode="reduce-overhead")` warms up, all that its thread allocates lies in the
+    graph's own pool, where nothing may stay but the graph's results.
+    """
+
+    def run() -> torch.Tensor:
+        if device.type != "cuda":
+            return make()
+        with torch.cuda.device(device):
+            made = make()
+            torch.cuda.current_stream().synchronize()  # of this thread: what was done before in that memory is over
+        return made
+
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        return other.submit(run).result()
 
 
 def current_device() -> int:
