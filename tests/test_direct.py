@@ -14,7 +14,7 @@ from gemmnorm import linear_scale_batch_norm, plan
 from gemmnorm.errors import GemmNormRuntimeError, GemmNormTypeError
 from gemmnorm.op import autograd
 from gemmnorm.runtime import call as runtime
-from gemmnorm.runtime.operands import Likeness
+from gemmnorm.runtime.operands import Likeness, Operands, Options
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
@@ -76,6 +76,28 @@ def test_a_call_is_recognised(monkeypatch):
         with torch.no_grad():
             call(module, x), call(module, other)
     assert len(looked) == 2
+
+
+def test_so_is_an_operator_whose_weight_is_another_tensor_each_time(monkeypatch):
+    """Under autocast the weight of a compiled graph's operator is a copy that is made anew."""
+    looked = []
+    monkeypatch.setattr(
+        runtime, "prepared_like", lambda *c, original=runtime.prepared_like: looked.append(1) or original(*c)
+    )
+    options = Options(save=True, strategy="cublas_folded_bn", keep_product=True)
+    with emulated(CHIP), torch.no_grad():
+        for out_features, bias in (
+            (FEATURES, False),
+            (FEATURES, False),
+            (FEATURES, True),
+            (8, False),
+            (FEATURES, False),
+        ):
+            x, weight = torch.randn(BATCH, INNER), torch.randn(out_features, INNER)
+            operands = Operands(x, weight, torch.randn(out_features) if bias else None)
+            runtime.find(operands, options)
+            runtime.find_backward(operands.differentiable, options)
+    assert len(looked) == 2 * 3
 
 
 def test_where_pytorch_has_no_such_guards(monkeypatch):

@@ -109,7 +109,8 @@ def _backward_impl(*args: Any) -> tuple[Tensor, ...]:
     if options.strategy == "reference" or grad.shape[0] == 0:
         found = reference.backward(grad, operands, kept, options, needs)
     else:
-        options = options._replace(keep_product=kept[0].shape[0] > 0)
+        keep = kept[0].shape[0] > 0
+        options = options if options.keep_product is keep else options._replace(keep_product=keep)
         found = runtime.find_backward(operands, options).run(needs, grad, operands, kept)
     return tuple(grad.new_empty(0) if g is None else g for g in found)
 

@@ -397,9 +397,7 @@ class Counters:
                 return self._blocks[-1].data_ptr()
             numbers = max(size, 1 << 16)
             self._blocks.append(
-                driver.outside_pools(
-                    self._device, lambda: torch.zeros(numbers, dtype=torch.int32, device=self._device)
-                )
+                driver.outside_pools(self._device, lambda: torch.zeros(numbers, dtype=torch.int32, device=self._device))
             )
             self._next = self._blocks[-1].data_ptr()
             self._end = self._next + 4 * self._blocks[-1].numel()

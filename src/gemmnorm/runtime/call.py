@@ -359,7 +359,7 @@ class BackwardCall:
 
 # Every prepared call, by all that tells it from others.
 _calls: dict[tuple[Any, ...], Any] = {}
-# In front of it, for forward calls: the last one with a weight and a batch size. To compare the tensors with those that
+# In front of it: the last one with a weight, or of some sizes, and a batch size. To compare the tensors with those that
 # it was made with takes one call of C++, where the whole key takes ten microseconds.
 _latest: dict[tuple[Any, ...], tuple[Likeness, Any]] = {}
 
@@ -378,7 +378,8 @@ def find(
     x = operands.x
     strategy = plan.check_strategy(options.strategy)
     keep = plan.check_keep_product(options.keep_product) if options.save else None
-    key = (id(operands.weight), x.numel(), options, strategy, keep, autocast, place, arithmetic(x.dtype))
+    which = id(operands.weight) if place == "eager" else sizes(operands)
+    key = (which, x.numel(), options, strategy, keep, autocast, place, arithmetic(x.dtype))
     latest: Call | None = remembered(key, operands)
     if latest is not None:
         return latest
@@ -392,13 +393,20 @@ def find(
     return call
 
 
-def remembered(key: tuple[Any, ...], operands: Operands) -> Any:
+def sizes(operands: Operands | Differentiable) -> tuple[Any, ...]:
+    """What tells the operators of a graph apart, whose weights may be other tensors at each call, as cast ones are."""
+    weight = operands.weight
+    assert weight is not None
+    return (weight.shape, *[t is None for t in operands])
+
+
+def remembered(key: tuple[Any, ...], operands: Operands | Differentiable) -> Any:
     """What was remembered last under `key`, if it was for tensors like these; else None."""
     latest = _latest.get(key)
     return latest[1] if latest is not None and latest[0](operands) else None
 
 
-def remember(key: tuple[Any, ...], operands: Operands, call: Any) -> None:
+def remember(key: tuple[Any, ...], operands: Operands | Differentiable, call: Any) -> None:
     """Keep `call` for the next one with this key and such tensors."""
     if len(_latest) >= 4096:
         _latest.clear()
@@ -421,7 +429,13 @@ def resolved(operands: Operands, options: Options) -> Options:
 
 def find_backward(operands: Differentiable, options: Options) -> BackwardCall:
     """The prepared backward of the operator's forward, by kernels."""
-    found: BackwardCall = prepared_like(BackwardCall, operands, options)
+    x = operands.x
+    assert x is not None
+    key = ("backward", sizes(operands), x.numel(), options, arithmetic(x.dtype))
+    found: BackwardCall | None = remembered(key, operands)
+    if found is None:
+        found = prepared_like(BackwardCall, operands, options)
+        remember(key, operands, found)
     return found
 
 

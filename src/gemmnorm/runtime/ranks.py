@@ -21,7 +21,7 @@ from ..plan import ranks as plans
 from . import binding
 from .arguments import check_arguments
 from .arithmetic import arithmetic
-from .call import describe, prepared_like, record, remember, remembered, warn_once
+from .call import describe, prepared_like, record, remember, remembered, sizes, warn_once
 from .operands import (
     Differentiable,
     Operands,
@@ -170,7 +170,7 @@ def find(operands: Operands, options: Options, ranks: int, dtypes: tuple[torch.d
     Raises what `check_arguments` raises, the first time that such a call is made.
     """
     options = options._replace(strategy=plan.check_strategy(options.strategy))
-    key = ("ranks", id(operands.weight), operands.x.numel(), options, ranks, dtypes, arithmetic(operands.x.dtype))
+    key = ("ranks", sizes(operands), operands.x.numel(), options, ranks, dtypes, arithmetic(operands.x.dtype))
     found: Call | None = remembered(key, operands)
     if found is not None:
         return found
