@@ -240,8 +240,8 @@ def test_compiled_with_cuda_graphs(amp):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     eager = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.SiLU(), nn.Linear(512, 64), nn.BatchNorm1d(64))
-    eager = eager.cuda()
-    fused_model = gemmnorm.fuse(twin(eager))
+    eager = gemmnorm.fuse(eager.cuda())
+    fused_model = twin(eager)
     run = torch.compile(fused_model, mode="reduce-overhead")
     for _ in range(5):  # it is recorded in the second or third
         x, grad = tensors(300, 64, 64)
