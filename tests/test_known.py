@@ -205,6 +205,14 @@ def test_an_activation_child_is_asked_each_time(monkeypatch):
     assert not primed.is_known(primed)
 
 
+@pytest.mark.parametrize("given", [None, [1.0], 3])
+def test_what_is_no_tensor_gets_the_error_of_the_modules(given, monkeypatch):
+    primed = Primed(monkeypatch)
+    primed()
+    with pytest.raises(TypeError, match="linear"):
+        primed.module(given)
+
+
 def test_not_many_are_kept(monkeypatch):
     primed = Primed(monkeypatch)
     for rows in range(2, 60):

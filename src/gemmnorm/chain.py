@@ -122,7 +122,7 @@ class ChainCall:
             GemmNormRuntimeError: `process_group` is to synchronise the statistics and the modules must run one by one.
         """
         state = None
-        if view is None and not torch.compiler.is_compiling():
+        if view is None and is_plain_tensor(x) and not torch.compiler.is_compiling():
             state = self._state(x, linear, bn, scale, activation, process_group, keep_product)
             found = self._known.get(state)
             if found is not None and found.serves(operands := _operands(x, tensors_of(linear, bn), bn, scale)):

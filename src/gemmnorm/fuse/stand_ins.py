@@ -30,6 +30,7 @@ IN_PLACE = {
     getattr(operator, name)
     for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
 }
+MAPPING = "mapping"  # the key under which a node says that it stands for the keyword arguments of a call
 _INSIDE = (TORCH, HERE)  # code that knows stand-ins
 _here = threading.local()  # `records`: this thread does
 _TYPE = "asks for the type of a value"
@@ -161,6 +162,8 @@ def _is_tensor(value: Any, plain: Callable[[Any], bool] = torch.is_tensor) -> bo
 def _length(value: Any) -> Any:
     if not _asked(value):
         return guards.LENGTH(value)
+    if value.node.meta.get(MAPPING):
+        raise Untraceable("asks how many arguments it is given")
     return value.tracer.create_proxy("call_function", guards.LENGTH, (value,), {})
 
 

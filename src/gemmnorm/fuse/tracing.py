@@ -30,7 +30,7 @@ from . import guards, held
 from .outside import known_as, path_of
 from .recorder import PLAIN, Absent, Recorder
 from .scanning import ANY, Raised, Scan, Untraceable
-from .stand_ins import StandIn, honest
+from .stand_ins import MAPPING, StandIn, honest
 
 _WRITTEN = "_gemmnorm_written"  # the original `forward` under the name that a fused class keeps it by
 _NUMBERS = (int, float)
@@ -85,7 +85,7 @@ class Trace:
         found += [
             f"len({p.name}) != 1" if _is_input(p, self.parameters) else p.name
             for p in self.parameters
-            if p.kind in _VARIADIC
+            if p.kind in _VARIADIC and not _is_mapping(p, self.parameters)
         ]
         found += [_differs(expression, value) for expression, value in self.surroundings]
         return found + [_differs(f"{render(path)}.{name}", value) for path, name, value in self.attributes]
@@ -312,7 +312,11 @@ class _OwnerTracer(fx.Tracer):
         keywords: dict[str, Any] = {}
         for p in self.parameters:
             value: Any
-            if _is_input(p, self.parameters):
+            if _is_mapping(p, self.parameters):
+                root_fn = _by_position(root_fn)
+                positional.append(self.create_proxy("placeholder", p.name, (), {}))
+                positional[-1].node.meta[MAPPING] = True
+            elif _is_input(p, self.parameters):
                 given = self.create_proxy("placeholder", p.name, (), {})
                 positional.append(self.create_proxy("call_function", operator.getitem, (given, 0), {}))
             if p.kind in _VARIADIC:
@@ -412,6 +416,20 @@ _PLAIN_CONTAINERS = (dict, list, tuple, torch.Size)
 def _is_input(p: inspect.Parameter, parameters: tuple[inspect.Parameter, ...]) -> bool:
     """`forward(self, *args)`: it is recorded with one."""
     return p.kind is p.VAR_POSITIONAL and p is parameters[0]
+
+
+def _is_mapping(p: inspect.Parameter, parameters: tuple[inspect.Parameter, ...]) -> bool:
+    """`forward(self, **batch)`: a dictionary of inputs."""
+    return p.kind is p.VAR_KEYWORD and p is parameters[0]
+
+
+def _by_position(forward: Any) -> types.FunctionType:
+    """`forward(self, **batch)` as `forward(self, batch)`, so that a stand-in can take the dictionary's place."""
+    code = getattr(forward, "__code__", None)
+    if code is None or code.co_argcount != 1 or not code.co_flags & inspect.CO_VARKEYWORDS:
+        raise Untraceable("takes keyword arguments alone, by way of another function")
+    code = code.replace(co_flags=code.co_flags & ~inspect.CO_VARKEYWORDS, co_argcount=2)
+    return types.FunctionType(code, forward.__globals__, forward.__name__, None, forward.__closure__)
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
