@@ -58,6 +58,20 @@ def test_refused(forward: Callable[..., Any]) -> None:
     assert lost_functions() == before
 
 
+VALUES = iter([1, 2])
+
+
+def refused_for_another_reason(self: Any, x: Tensor) -> Tensor:
+    return normed(self, x) * next(VALUES) * perf_counter_ns()
+
+
+def test_what_is_refused_otherwise_leaves_no_trace() -> None:
+    before = lost_functions()
+    report = gemmnorm.fuse_report(Written(refused_for_another_reason))
+    assert not report.matches and "takes values one after the other from" in report.refusals[0].reason
+    assert lost_functions() == before
+
+
 def asked_to(self: Any, x: Tensor) -> Tensor:
     if self.verbose:
         warnings.warn(f"{time.time()} {perf_counter_ns()}", stacklevel=2)

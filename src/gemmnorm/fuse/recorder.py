@@ -93,6 +93,7 @@ class Recorder:
                 recorder.scan.follow(value)
                 if len(recorder.scan.seen) > known:
                     recorder.take_up()
+                    recorder.replace_lost()
                 recorder.note(module, name, value)
             return value
 
@@ -108,11 +109,14 @@ class Recorder:
         self.plain_setattr = plain_setattr
         nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = setattribute  # type: ignore[method-assign, assignment]
+        self.replace_lost()
         return self
 
     def __exit__(self, *_: object) -> None:
         del nn.Module.__getattribute__
         nn.Module.__setattr__ = self.plain_setattr  # type: ignore[method-assign]
+        for holder, name, value in self.replaced:
+            holder[name] = value
 
     def watches(self, module: nn.Module) -> bool:
         return id(module) in self.paths and threading.get_ident() == self.thread
@@ -227,7 +231,6 @@ class Recorder:
             self.watch((function.__defaults__, function.__kwdefaults__))
         for definition in (*filter(is_of_users, self.scan.classes), *self.scan.functions):
             self.definitions.setdefault(definition, _attributes(definition))
-        self.replace_lost()
         self.note_globals()
 
     def replace_lost(self) -> None:
@@ -274,8 +277,6 @@ class Recorder:
     def restore(self) -> str | None:
         """Change what `forward` has changed of lists, dictionaries, objects and classes back; what it was."""
         found = None
-        for holder, name, value in self.replaced:
-            holder[name] = value
         for container, before in self.containers.values():
             pairs = [(list(_items(c))) for c in (container, before)]
             if len(pairs[0]) != len(pairs[1]) or any(a is not b for a, b in zip(*pairs, strict=True)):
