@@ -329,7 +329,7 @@ class Bound:
         pool += scalars
         pool += self._constants
         if self._counters:
-            address = counters(index).take(handle, self._counters, capturing)
+            address, _held = counters(index).take(handle, self._counters, capturing)  # held until the last launch
             pool += (address, address + 4 * (self._counters - 4))
         end = before + len(self.outputs)
         for step in self._steps:
@@ -366,7 +366,7 @@ class Counters:
     """Device memory that is zero whenever no kernel runs on it: the kernels leave it as they found it.
 
     Calls on one stream follow each other and share their numbers; a captured call may be replayed at any time, beside
-    anything, so it gets numbers of its own for good.
+    anything, so it gets numbers of its own for good, or zeros of the graph's where none are left.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -376,25 +376,28 @@ class Counters:
         self._next, self._end = 0, 0  # addresses: what is left of the newest block
         self._lock = threading.Lock()
 
-    def take(self, stream: int, count: int, capturing: bool) -> int:
-        """The address of at least `count` numbers for a call on `stream`, the current one."""
+    def take(self, stream: int, count: int, capturing: bool) -> tuple[int, Tensor | None]:
+        """The address of at least `count` numbers for a call on `stream`, the current one; what to hold meanwhile."""
         found = None if capturing else self._by_stream.get((stream, count))
-        if found is None:
-            with self._lock:
-                found = self._find(stream, 1 << max(count - 1, 31).bit_length(), capturing)
-                if not capturing:
-                    self._by_stream[stream, count] = found
-        return found
+        if found is not None:
+            return found, None
+        with self._lock:
+            found, held = self._find(stream, 1 << max(count - 1, 31).bit_length(), capturing)
+            if not capturing:
+                self._by_stream[stream, count] = found
+        return found, held
 
-    def _find(self, stream: int, size: int, capturing: bool) -> int:
+    def _find(self, stream: int, size: int, capturing: bool) -> tuple[int, Tensor | None]:
         """`take`, where `size` is a power of two: counts up to the same one share their numbers."""
         found = None if capturing else self._by_stream.get((stream, size))
         if found is not None:
-            return found
+            return found, None
         if self._end - self._next < 4 * size:
-            if capturing:  # set to zero by the graph, at each replay: nobody else may have a part of it
-                self._blocks.append(torch.zeros(size, dtype=torch.int32, device=self._device))
-                return self._blocks[-1].data_ptr()
+            if (
+                capturing
+            ):  # the graph's own memory, which it sets to zero at each replay, and may use again after the call
+                held = torch.zeros(size, dtype=torch.int32, device=self._device)
+                return held.data_ptr(), held
             numbers = max(size, 1 << 16)
             self._blocks.append(
                 driver.outside_pools(self._device, lambda: torch.zeros(numbers, dtype=torch.int32, device=self._device))
@@ -404,7 +407,7 @@ class Counters:
         found, self._next = self._next, self._next + 4 * size
         if not capturing:
             self._by_stream[stream, size] = found
-        return found
+        return found, None
 
 
 @functools.lru_cache(maxsize=64)
