@@ -32,7 +32,7 @@ from .children import (
 from .errors import GemmNormRuntimeError, GemmNormWarning
 from .functional import as_factor, as_number, as_vector, call, synchronises
 from .op import column_parallel
-from .op.route import UNKNOWN, Known, is_exporting, known, surroundings, why_plain_ops
+from .op.route import UNKNOWN, CachedCall, cached_call, is_exporting, surroundings, why_plain_ops
 from .runtime.arithmetic import convolutions_differ
 from .runtime.operands import CASTABLE, Operands, Options
 
@@ -91,7 +91,7 @@ class ChainCall:
         self.fused = 0
         self.unfused: Counter[str] = Counter()
         self.compiled = ""
-        self._known: dict[tuple[Any, ...] | None, Known] = {}  # by `_state`
+        self._cached: dict[tuple[Any, ...] | None, CachedCall] = {}  # by `_state`
 
     def __call__(
         self,
@@ -124,7 +124,7 @@ class ChainCall:
         state = None
         if view is None and is_plain_tensor(x) and not torch.compiler.is_compiling():
             state = self._state(x, linear, bn, scale, activation, process_group, keep_product)
-            found = self._known.get(state)
+            found = self._cached.get(state)
             if found is not None and found.serves(operands := _operands(x, tensors_of(linear, bn), bn, scale)):
                 self.fused += 1
                 return found.run(operands)
@@ -147,11 +147,11 @@ class ChainCall:
             operands = operands._replace(x=rows_of(x, product), weight=matrix(operands.weight))
         options = _options(operands, bn, scale, name, keep_product)
         group = process_group or (_group_of(bn) if bn.training else None)
-        found = known(operands, options, group) if state is not None and is_matrix else None
+        found = cached_call(operands, options, group) if state is not None and is_matrix else None
         if found is not None:
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            self._known[state] = found
+            if len(self._cached) >= _KEPT:
+                self._cached.clear()
+            self._cached[state] = found
             return found.run(operands)
         y = call(operands, options, group)
         if not is_matrix:

@@ -75,7 +75,7 @@ def prepared(operands: Operands, options: Options, process_group: Any | None) ->
     return functools.partial(autograd.apply, call) if call.options.save else call.result
 
 
-class Known(NamedTuple):
+class CachedCall(NamedTuple):
     """What was prepared for a call, kept for later ones of the same `surroundings`, options and process group.
 
     Attributes:
@@ -99,10 +99,10 @@ class Known(NamedTuple):
         )
 
 
-def known(operands: Operands, options: Options, process_group: Any | None) -> Known | None:
+def cached_call(operands: Operands, options: Options, process_group: Any | None) -> CachedCall | None:
     """`prepared`, to be kept."""
     run, x = prepared(operands, options, process_group), operands.x
-    return None if run is None else Known(Likeness(operands), _autocast_dtype(x), arithmetic(x.dtype), run)
+    return None if run is None else CachedCall(Likeness(operands), _autocast_dtype(x), arithmetic(x.dtype), run)
 
 
 def surroundings(x: Tensor) -> tuple[Any, ...] | None:

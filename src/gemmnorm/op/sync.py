@@ -334,10 +334,10 @@ def by_operators(operands: Operands, options: Options, handle: Any) -> Tensor:
 def prepared(operands: Operands, options: Options, handle: Any) -> Callable[[Operands], Tensor]:
     """The training-mode chain with statistics over all ranks of a process group: one collective each way.
 
-    What computes y of operands like these. Raises what `check_arguments` and `check_agreement` raise.
+    What computes y of operands like these. It asks at each call whether the ranks agree about the weight, because they
+    must ask together. Raises what `check_arguments` raises; the result what `check_agreement` raises.
     """
     group = Group(handle, world_size(handle))
-    check_agreement(operands.weight, group)
     dtypes = (operands.x.dtype, operands.weight.dtype)
     save = options.save and operands.require_gradients
     options = options._replace(save=save)
@@ -347,6 +347,7 @@ def prepared(operands: Operands, options: Options, handle: Any) -> Callable[[Ope
         dtype = torch.get_autocast_dtype(device)
 
         def cast_first(operands: Operands) -> Tensor:
+            check_agreement(operands.weight, group)
             with torch.no_grad():
                 multiplied = cast_operands(operands, dtype)
             parts: Parts = ranks.find(multiplied, options, group.ranks, dtypes) or PlainParts(options, dtypes)
@@ -355,6 +356,11 @@ def prepared(operands: Operands, options: Options, handle: Any) -> Callable[[Ope
 
         return cast_first
     parts: Parts = ranks.find(operands, options, group.ranks, dtypes) or PlainParts(options, dtypes)
-    if not save:
-        return lambda operands: _forward(parts, group, operands)[0]
-    return lambda operands: _apply_directly(parts, group, operands, *operands.differentiable)  # type: ignore[no-any-return]
+
+    def run(operands: Operands) -> Tensor:
+        check_agreement(operands.weight, group)
+        if not save:
+            return _forward(parts, group, operands)[0]
+        return _apply_directly(parts, group, operands, *operands.differentiable)  # type: ignore[no-any-return]
+
+    return run

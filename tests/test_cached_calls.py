@@ -1,4 +1,4 @@
-"""A chain's call that is like an earlier one takes what was prepared for that: when it does, and when it must not."""
+"""A chain's call that is like an earlier one takes what was cached for that: when it does, and when it must not."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmnorm
 from gemmnorm import chain
-from gemmnorm.op import route
+from gemmnorm.op import route, sync
 from gemmnorm.runtime import call as runtime
 
 BATCH, INNER, FEATURES = 6, 4, 8
 
 
 class Primed:
-    """A module that has been called: `is_known(run)` says whether all calls in `run` took what was prepared then."""
+    """A module that has been called: `is_cached(run)` says whether all calls in `run` took what was prepared then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, training: bool = True, **options: Any) -> None:
         gemmnorm.set_strategy("reference")  # for this test (conftest): where none is asked for, the CPU keeps nothing
         self.taken, self.made = 0, 0
-        monkeypatch.setattr(chain, "known", self._known)
+        monkeypatch.setattr(chain, "cached_call", self._cached_call)
         self.module = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, **options).train(training)
         self.x = torch.randn(BATCH, INNER)
 
-    def _known(self, operands: Any, options: Any, group: Any) -> route.Known:
+    def _cached_call(self, operands: Any, options: Any, group: Any) -> route.CachedCall:
         def run(operands: Any) -> Tensor:
             self.taken += 1
             return operands.x.new_zeros(len(operands.x), FEATURES)
 
         self.made += 1
-        plain = route.Known(runtime.Likeness(operands), route._autocast_dtype(operands.x), "native", run)
+        plain = route.CachedCall(runtime.Likeness(operands), route._autocast_dtype(operands.x), "native", run)
         return plain._replace(arithmetic=route.arithmetic(operands.x.dtype))
 
     def __call__(self) -> Tensor:
         y: Tensor = self.module(self.x)
         return y
 
-    def is_known(self, run: Callable[[], Any]) -> bool:
+    def is_cached(self, run: Callable[[], Any]) -> bool:
         taken, made = self.taken, self.made
         run()
         return self.taken > taken and self.made == made
 
 
-def test_a_call_like_an_earlier_one_is_known(monkeypatch):
+def test_a_call_like_an_earlier_one_is_cached(monkeypatch):
     primed = Primed(monkeypatch)
-    assert not primed.is_known(primed)
-    assert primed.is_known(primed)
+    assert not primed.is_cached(primed)
+    assert primed.is_cached(primed)
     primed.x = torch.randn(BATCH, INNER)  # other numbers
-    assert primed.is_known(primed)
+    assert primed.is_cached(primed)
     primed.module.gemm.weight = nn.Parameter(torch.randn(FEATURES, INNER))  # another parameter of the same kind
-    assert primed.is_known(primed)
+    assert primed.is_cached(primed)
     for other in (lambda: primed.module.eval(), lambda: primed.module.train()):
         other()
         primed()
-        assert primed.is_known(primed)
+        assert primed.is_cached(primed)
     with torch.no_grad():
-        assert not primed.is_known(primed)
-        assert primed.is_known(primed)
-    assert primed.is_known(primed)  # as before it
+        assert not primed.is_cached(primed)
+        assert primed.is_cached(primed)
+    assert primed.is_cached(primed)  # as before it
     assert primed.module._call.fused == primed.taken  # every call counts
 
 
@@ -99,10 +99,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_what_has_changed_is_looked_at_anew(name, monkeypatch):
     primed = Primed(monkeypatch)
     primed()
-    assert primed.is_known(primed)
+    assert primed.is_cached(primed)
     CHANGES[name](primed)
     with contextlib.suppress(ValueError, RuntimeError, AttributeError):  # what cannot run says so
-        assert not primed.is_known(primed)
+        assert not primed.is_cached(primed)
     assert primed.made + primed.taken
 
 
@@ -155,20 +155,20 @@ AROUND: dict[str, Callable[[Primed], Any]] = {
 def test_who_looks_on_or_asks_for_something_else_is_heard(name, monkeypatch):
     primed = Primed(monkeypatch, training=False)
     primed()
-    assert primed.is_known(primed)
-    assert not primed.is_known(lambda: AROUND[name](primed))
+    assert primed.is_cached(primed)
+    assert not primed.is_cached(lambda: AROUND[name](primed))
     primed()
-    assert primed.is_known(primed)  # again as before
+    assert primed.is_cached(primed)  # again as before
 
 
 def test_autocast_to_another_dtype(monkeypatch):
     primed = Primed(monkeypatch)
     with torch.autocast("cpu", torch.bfloat16):
         primed()
-        assert primed.is_known(primed)
-    assert not primed.is_known(primed)
+        assert primed.is_cached(primed)
+    assert not primed.is_cached(primed)
     with torch.autocast("cpu", torch.float16):
-        assert not primed.is_known(primed)
+        assert not primed.is_cached(primed)
 
 
 @pytest.mark.parametrize("variable", ["GEMMNORM_STRATEGY", "GEMMNORM_KEEP_PRODUCT", "GEMMNORM_FLOAT32"])
@@ -176,10 +176,10 @@ def test_environment_variables(variable, monkeypatch):
     primed = Primed(monkeypatch)
     primed()
     monkeypatch.setenv(variable, {"GEMMNORM_KEEP_PRODUCT": "1", "GEMMNORM_FLOAT32": "ieee"}.get(variable, "one_kernel"))
-    assert not primed.is_known(primed)
-    assert primed.is_known(primed)
+    assert not primed.is_cached(primed)
+    assert primed.is_cached(primed)
     monkeypatch.delenv(variable)
-    assert not primed.is_known(primed) or variable != "GEMMNORM_FLOAT32"  # two of the three are part of the state
+    assert not primed.is_cached(primed) or variable != "GEMMNORM_FLOAT32"  # two of the three are part of the state
 
 
 def test_a_global_hook(monkeypatch):
@@ -187,7 +187,7 @@ def test_a_global_hook(monkeypatch):
     primed()
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        known = primed.is_known(primed)
+        known = primed.is_cached(primed)
     finally:
         handle.remove()
     assert not known or not hasattr(nn.modules.module, "_has_any_global_hook")  # PyTorch 2.4
@@ -198,11 +198,11 @@ def test_an_activation_child_is_asked_each_time(monkeypatch):
     model = nn.Sequential(nn.Linear(INNER, FEATURES), nn.BatchNorm1d(FEATURES), nn.LeakyReLU(0.2))
     primed.module = gemmnorm.fuse(model)
     primed()
-    assert primed.is_known(primed)
+    assert primed.is_cached(primed)
     model[2].negative_slope = 0.3
-    assert not primed.is_known(primed)
+    assert not primed.is_cached(primed)
     model[2].register_forward_hook(lambda *_: None)
-    assert not primed.is_known(primed)
+    assert not primed.is_cached(primed)
 
 
 @pytest.mark.parametrize("given", [None, [1.0], 3])
@@ -218,11 +218,26 @@ def test_not_many_are_kept(monkeypatch):
     for rows in range(2, 60):
         primed.x = torch.randn(rows, INNER)
         primed()
-        assert len(primed.module._call._known) <= chain._KEPT
-    assert primed.is_known(primed)
+        assert len(primed.module._call._cached) <= chain._KEPT
+    assert primed.is_cached(primed)
+
+
+def test_ranks_are_asked_whether_they_agree_at_each_call(monkeypatch):
+    """A rank whose call is cached and one whose call is not, as with another batch, must ask together."""
+    asked = []
+    monkeypatch.setattr(sync, "world_size", lambda group: 2)
+    monkeypatch.setattr(sync, "check_agreement", lambda weight, group: asked.append(weight))
+    monkeypatch.setattr(sync.Group, "gather", lambda self, row: row.expand(self.ranks, -1).contiguous())
+    gemmnorm.set_strategy("reference")
+    module = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, process_group=object())
+    for i in range(3):
+        if i == 2:
+            module.gemm.weight = nn.Parameter(torch.randn(FEATURES, INNER))
+        module(torch.randn(BATCH, INNER))
+        assert len(module._call._cached) == 1 and len(asked) == i + 1 and asked[-1] is module.gemm.weight
 
 
 def test_nothing_is_kept_on_the_cpu():
     module = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES)
     module(torch.randn(BATCH, INNER))
-    assert not module._call._known
+    assert not module._call._cached
