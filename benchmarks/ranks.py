@@ -109,7 +109,7 @@ def prepare(precision: str, case: Case, save: bool, ranks: int) -> None:
         runtime_ranks.find(multiplied, options, ranks, (dtype, dtype))
         if case.name == CHECK.name or precision != "bf16":
             return
-        call = runtime.find(operands, options, None, "eager")
+        call = runtime.find(operands, options, "eager")
         if save and call is not None:
             with torch.no_grad():
                 _, kept, _ = call.forward(operands)

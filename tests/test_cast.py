@@ -8,10 +8,13 @@ import pytest
 import torch
 import ways
 from emulator import COMPILER, emulated
+from functorch.compile import make_boxed_func
 from gpu_support import poisoned_memory
+from support import Chain, arguments, step, stir, twin
 from test_emulated import SMALL_HOPPER
 from test_emulated import check as check_accuracy
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from gemmnorm import linear_scale_batch_norm, plan
 from gemmnorm.plan import Plan, Problem, cast, gemm
@@ -269,3 +272,31 @@ def test_on_a_gpu(
     with poisoned_memory():
         for training in (True, False):
             check(operands, strategy, training, autocast, wide)
+
+
+@needs_compiler
+@pytest.mark.parametrize("inner", [torch.float32, torch.bfloat16])
+def test_a_compiled_graph_casts_nothing_for_autocast(inner):
+    """The operator does, and so do its kernels: what is stored, read and given as a gradient is as in eager mode."""
+    torch._dynamo.reset()
+    module, names = stir(Chain(64, 72, scale_shape=(72,), activation="silu")), []
+    x, grad = torch.randn(200, 64, dtype=inner), torch.randn(200, 72)
+
+    def call(m, x):
+        positional, keywords = arguments(m, strategy="one_kernel")
+        with torch.autocast("cpu", torch.bfloat16):
+            return linear_scale_batch_norm(x, *positional, **keywords)
+
+    def record(graph, inputs):
+        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=record, bw_compiler=record))
+    direct, traced = twin(module), twin(module)
+    with emulated(SMALL_HOPPER), poisoned_memory(), runtime.recording() as plans:
+        want = step(direct, lambda x: call(direct, x), x, grad)
+        got = step(traced, lambda x: compiled(traced, x), x, grad)
+    assert all(torch.equal(got[key], want[key]) and got[key].dtype == want[key].dtype for key in want)
+    assert any("linear_scale_batch_norm_backward" in name for name in names)
+    assert not [name for name in names if "_to_copy" in name or "convert_element_type" in name]
+    assert [plan.problem.cast for plan in plans] == [("x", "weight") if inner == torch.float32 else ("weight",)] * 2

@@ -79,7 +79,7 @@ def test_a_call_is_recognised(monkeypatch):
 
 
 def test_so_is_an_operator_whose_weight_is_another_tensor_each_time(monkeypatch):
-    """Under autocast the weight of a compiled graph's operator is a copy that is made anew."""
+    """In a compiled graph a parametrized weight is made anew at each call."""
     looked = []
     monkeypatch.setattr(
         runtime, "prepared_like", lambda *c, original=runtime.prepared_like: looked.append(1) or original(*c)
@@ -96,7 +96,7 @@ def test_so_is_an_operator_whose_weight_is_another_tensor_each_time(monkeypatch)
             x, weight = torch.randn(BATCH, INNER), torch.randn(out_features, INNER)
             operands = Operands(x, weight, torch.randn(out_features) if bias else None)
             runtime.find(operands, options)
-            runtime.find_backward(operands.differentiable, options)
+            runtime.find_backward(operands.differentiable, options, (x.dtype, weight.dtype))
     assert len(looked) == 2 * 3
 
 

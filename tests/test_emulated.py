@@ -446,14 +446,14 @@ def test_the_registered_operator_and_its_fake_agree(strategy):
     running = (bn.running_mean, bn.running_var, bn.num_batches_tracked)
     forward = torch.ops.gemmnorm.linear_scale_batch_norm.default
     backward = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default
-    options = (1.0, True, 0.1, 1e-5, "relu", strategy, True, None)
+    options = (1.0, True, 0.1, 1e-5, "relu", strategy, True, None, None)
     checks = ("test_schema", "test_faketensor")
     with emulated(SMALL_HOPPER):
         arguments_ = (*linear, *running, bn.weight, bn.bias, *options)
         torch.library.opcheck(forward, arguments_, test_utils=checks)
-        _, product, statistics = forward(*arguments_)
+        _, product, statistics, *_ = forward(*arguments_)
         arguments_ = (
-            grad, *linear, bn.weight, bn.bias, product, statistics, *options, [True] * 6,
+            grad, *linear, bn.weight, bn.bias, product, statistics, *options, x.dtype, x.dtype, [True] * 6,
         )  # fmt: skip
         torch.library.opcheck(backward, arguments_, test_utils=checks)
 

@@ -210,7 +210,7 @@ def test_opcheck(strategy, training, grad):
     bn = module.bn
     arguments = (
         x, module.gemm.weight, module.gemm.bias, module.scale, bn.running_mean, bn.running_var,
-        bn.num_batches_tracked, bn.weight, bn.bias, 1.0, training, 0.1, 1e-5, "relu", strategy, False, None,
+        bn.num_batches_tracked, bn.weight, bn.bias, 1.0, training, 0.1, 1e-5, "relu", strategy, False, None, None,
     )  # fmt: skip
     # Tracing compares gradients at float32's tolerance; the compiled graphs below are compared at bf16's.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -165,14 +165,14 @@ def test_the_registered_operator_and_its_fake_agree():
     running = (bn.running_mean, bn.running_var, bn.num_batches_tracked)
     forward = torch.ops.gemmnorm.linear_scale_batch_norm.default
     backward = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default
-    options = (1.0, True, 0.1, 1e-5, "relu", "one_kernel", True, False)
+    options = (1.0, True, 0.1, 1e-5, "relu", "one_kernel", True, False, None)
     checks = ("test_schema", "test_faketensor")
     with emulated(SMALL_HOPPER):
         of_forward = (*linear, *running, bn.weight, bn.bias, *options)
         torch.library.opcheck(forward, of_forward, test_utils=checks)
-        _, product, statistics = forward(*of_forward)
+        _, product, statistics, *_ = forward(*of_forward)
         assert product.shape == (0, 24) and statistics.shape == (2, 24)
-        of_backward = (grad, *linear, bn.weight, bn.bias, product, statistics, *options, [True] * 6)
+        of_backward = (grad, *linear, bn.weight, bn.bias, product, statistics, *options, x.dtype, x.dtype, [True] * 6)
         torch.library.opcheck(backward, of_backward, test_utils=checks)
 
 

@@ -57,7 +57,7 @@ counts_ours = pytest.mark.skipif(
 def test_flops_of_a_synchronised_product() -> None:
     operands, options = (
         (torch.randn(5, 6), torch.randn(4, 6), *[None] * 7),
-        (1.0, True, 0.1, 1e-5, None, None, True, None),
+        (1.0, True, 0.1, 1e-5, None, None, True, None, None),
     )
     with FlopCounterMode(display=False) as counter:
         torch.ops.gemmnorm.sync_statistics(*operands, *options, 2)

@@ -18,22 +18,22 @@ Gradients = Sequence[Tensor | None]
 class Operator:
     """The registered operator in the place of a prepared call: what a trace or a mode gets to see."""
 
-    def __init__(self, options: Options, dtypes: Sequence[torch.dtype] = ()) -> None:
-        """`dtypes`: of the gradients of x and weight, where autocast's copies of those were multiplied."""
+    def __init__(self, options: Options, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+        """`dtypes`: of x and weight as they are handed in, and of their gradients."""
         self.options, self.dtypes = options, dtypes
 
     def forward(self, operands: Operands) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]]:
-        """y; product and statistics; x and weight."""
+        """y; product, statistics and the copies that were cast; x and weight as they were multiplied."""
         with torch._C._AutoDispatchBelowAutograd():
             y, *kept = torch.ops.gemmnorm.linear_scale_batch_norm.default(*operands, *self.options)
-        return y, kept, operands[:2]
+        x, weight = (copy if copy.dim() == 2 else t for copy, t in zip(kept[2:], operands[:2], strict=True))
+        return y, kept, (x, weight)
 
     def backward(self, needs: list[bool], grad: Tensor, operands: Differentiable, kept: Sequence[Tensor]) -> Gradients:
         """Gradients of `operands`, None where `needs` is False."""
         found = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default(
-            grad, *operands, *kept, *self.options, needs
+            grad, *operands, *kept, *self.options, *self.dtypes, needs
         )
-        found = (*(g.to(dtype) for g, dtype in zip(found, self.dtypes, strict=False)), *found[len(self.dtypes) :])
         return [g if needed else None for g, needed in zip(found, needs, strict=True)]
 
 
@@ -49,7 +49,7 @@ class LinearScaleBatchNorm(torch.autograd.Function):
     def forward(ctx: Any, call: Call | Operator, operands: Operands, *_: Tensor | None) -> Any:
         y, kept, (x, weight) = call.forward(operands)
         ctx.save_for_backward(
-            x, weight, operands.bias, operands.scale, operands.bn_weight, operands.bn_bias, *kept
+            x, weight, operands.bias, operands.scale, operands.bn_weight, operands.bn_bias, *kept[:2]
         )  # fmt: skip
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -86,7 +86,7 @@ _apply_directly = directly(LinearScaleBatchNorm)
 
 
 def apply(call: Call | Operator, operands: Operands) -> Any:
-    """`call.forward(operands)`, differentiable: y, and of an `Operator` all three outputs."""
+    """`call.forward(operands)`, differentiable: y, and of an `Operator` all five outputs."""
     x, weight, bias, scale, _, _, _, bn_weight, bn_bias = operands
     function = _apply_directly if isinstance(call, Call) else LinearScaleBatchNorm.apply
     return function(call, operands, x, weight, bias, scale, bn_weight, bn_bias)

@@ -71,7 +71,7 @@ def forward(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Tenso
     incremented.
     """
     x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias = operands
-    _, training, _, eps, activation, _, save, _ = options
+    _, training, _, eps, activation, _, save, *_ = options
     product = F.linear(x, weight, None if bias is None else bias.to(x.dtype))  # under autocast the bias is float32
     in_place = scale is not None and not save
     z = _scaled_in_place(product, scale) if in_place else scaled(product, scale, options.scale_value)  # type: ignore[arg-type]

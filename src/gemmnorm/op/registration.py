@@ -1,13 +1,15 @@
 """Registration of the operator with PyTorch: schemas, fakes, autograd, autocast. Nothing else registers anything.
 
 `gemmnorm::linear_scale_batch_norm` is functional but for the running statistics and the counter, which it updates in
-place. Besides y it returns what its backward needs (empty tensors when nobody asked for gradients). The backward is an
-operator of its own, so that `torch.compile` sees two nodes and no Python. Arguments are the fields of `Operands` (the
-backward's: of `Differentiable`) and of `Options`, in their order.
+place. Besides y it returns what its backward needs (empty tensors when nobody asked for gradients), under autocast with
+the copies of x and weight that it has cast. The backward is an operator of its own, so that `torch.compile` sees two
+nodes and no Python. Arguments are the fields of `Operands` (the backward's: of `Differentiable`) and of `Options`, in
+their order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +19,12 @@ from torch.utils.flop_counter import register_flop_formula
 from .. import plan
 from ..runtime import call as runtime
 from ..runtime import ranks
-from ..runtime.operands import Differentiable, Operands, Options, cast_operands
+from ..runtime.operands import Differentiable, Operands, Options, cast_operands, multiplied_dtype
 from . import autograd, reference, sync
 
 _OPTIONS = (
     "float scale_value, bool training, float momentum, float eps, str? activation, str? strategy, bool save,"
-    " bool? keep_product"
+    " bool? keep_product, ScalarType? cast"
 )  # fmt: skip
 _library = torch.library.Library("gemmnorm", "DEF")
 _OPERANDS = (
@@ -32,11 +34,11 @@ _OPERANDS = (
 _DIFFERENTIABLE = "Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? bn_weight, Tensor? bn_bias"
 _library.define(
     f"linear_scale_batch_norm({_OPERANDS.format('(a!)', '(b!)', '(c!)')}, {_OPTIONS})"
-    " -> (Tensor y, Tensor product, Tensor statistics)"
+    " -> (Tensor y, Tensor product, Tensor statistics, Tensor cast_x, Tensor cast_weight)"
 )
 _library.define(
     f"linear_scale_batch_norm_backward(Tensor grad, {_DIFFERENTIABLE},"
-    f" Tensor product, Tensor statistics, {_OPTIONS}, bool[6] needs)"
+    f" Tensor product, Tensor statistics, {_OPTIONS}, ScalarType x_dtype, ScalarType weight_dtype, bool[6] needs)"
     " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_scale, Tensor grad_bn_weight,"
     " Tensor grad_bn_bias)"
 )
@@ -79,10 +81,10 @@ def _options_at(first: int, args: tuple[Any, ...]) -> tuple[Options, tuple[Any, 
 
 def _backward_arguments(
     grad: Tensor, *args: Any
-) -> tuple[Tensor, Differentiable, tuple[Tensor, Tensor], Options, list[bool]]:
-    """grad, the differentiable operands, (product, statistics), options, needs."""
-    options, (needs,) = _options_at(8, args)
-    return grad, Differentiable(*args[:6]), args[6:8], options, needs
+) -> tuple[Tensor, Differentiable, tuple[Tensor, Tensor], Options, tuple[torch.dtype, torch.dtype], list[bool]]:
+    """grad, the differentiable operands, (product, statistics), options, dtypes of two gradients, needs."""
+    options, (*dtypes, needs) = _options_at(8, args)
+    return grad, Differentiable(*args[:6]), args[6:8], options, tuple(dtypes), needs
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------
@@ -92,26 +94,36 @@ def _forward_impl(*args: Any) -> tuple[Tensor, ...]:
     operands, options = _forward_arguments(args)
     call = runtime.find(operands, options)
     assert call is not None
-    kept: list[Tensor]
+    kept: Sequence[Tensor]
     if call.kernels:
-        y, kept, _ = call.forward(operands)
+        y, kept, multiplied = call.forward(operands)
+        kept = call.unpacked(kept) if options.save else ()
     else:
         runtime.record(call.plan)
-        y, *kept = reference.forward(operands, options)
-    if options.save:
-        return (y, *(call.unpacked(kept) if call.kernels else kept))
-    return y, y.new_empty(0, dtype=operands.x.dtype), y.new_empty(0, dtype=reference.statistics_dtype(y.dtype))
+        multiplied = cast_operands(operands, options.cast)[:2]
+        y, *kept = reference.forward(operands._replace(x=multiplied[0], weight=multiplied[1]), options)
+    if not options.save:
+        return _without_kept(y, operands, options)
+    copies = (made.new_empty(0) if made is t else made for made, t in zip(multiplied, operands[:2], strict=True))
+    return (y, *kept, *copies)
+
+
+def _without_kept(y: Tensor, operands: Operands, options: Options) -> tuple[Tensor, ...]:
+    """The outputs where nobody asked for gradients."""
+    dtypes = [multiplied_dtype(t, options.cast) for t in operands[:2]]
+    return y, *(y.new_empty(0, dtype=d) for d in (dtypes[0], reference.statistics_dtype(y.dtype), *dtypes))
 
 
 def _backward_impl(*args: Any) -> tuple[Tensor, ...]:
-    grad, operands, kept, options, needs = _backward_arguments(*args)
+    grad, operands, kept, options, dtypes, needs = _backward_arguments(*args)
     found: autograd.Gradients
     if options.strategy == "reference" or grad.shape[0] == 0:
         found = reference.backward(grad, operands, kept, options, needs)
+        found = *(None if g is None else g.to(dtype) for g, dtype in zip(found, dtypes, strict=False)), *found[2:]
     else:
         keep = kept[0].shape[0] > 0
         options = options if options.keep_product is keep else options._replace(keep_product=keep)
-        found = runtime.find_backward(operands, options).run(needs, grad, operands, kept)
+        found = runtime.find_backward(operands, options, dtypes).run(needs, grad, operands, kept)
     return tuple(grad.new_empty(0) if g is None else g for g in found)
 
 
@@ -126,23 +138,29 @@ _library.impl("linear_scale_batch_norm_backward", _backward_impl, "CompositeExpl
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     (x, weight, _, scale, *_), options = _forward_arguments(args)
     batch, features = x.shape[0], weight.shape[0]
-    out = runtime.output_dtype(x, scale)
+    out = runtime.output_dtype(x, scale, options.cast)
+    dtypes = [multiplied_dtype(t, options.cast) for t in (x, weight)]
     keeps = options.keep_product is not False
     own = options.strategy in plan.OWN_GEMM and options.training and keeps
     rows = 2 + (-(-batch // plan.GROUP_ROWS) if own else 0)
     return (
         x.new_empty((batch, features), dtype=out),
-        x.new_empty((batch if keeps else 0, features) if options.save else (0,)),
+        x.new_empty((batch if keeps else 0, features) if options.save else (0,), dtype=dtypes[0]),
         x.new_empty((rows, features) if options.save else (0,), dtype=reference.statistics_dtype(out)),
+        *(
+            x.new_empty(t.shape if options.save and dtype != t.dtype else (0,), dtype=dtype)
+            for t, dtype in zip((x, weight), dtypes, strict=True)
+        ),
     )
 
 
 @torch.library.register_fake("gemmnorm::linear_scale_batch_norm_backward", lib=_library)
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    grad, operands, _, _, needs = _backward_arguments(*args)
+    grad, operands, _, _, dtypes, needs = _backward_arguments(*args)
+    all_dtypes = (*dtypes, *(None if t is None else t.dtype for t in operands[2:]))
     return tuple(
-        grad.new_empty(0) if t is None or not needed else t.new_empty(t.shape)
-        for t, needed in zip(operands, needs, strict=True)
+        grad.new_empty(0) if t is None or not needed else t.new_empty(t.shape, dtype=dtype)
+        for t, needed, dtype in zip(operands, needs, all_dtypes, strict=True)
     )
 
 
@@ -187,15 +205,15 @@ def _can_run_here(tensor: Tensor) -> bool:
 def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:
     operands = Operands(*args[:9])
     if not _can_redispatch():
-        y = reference.chain(operands, Options(*args[9:]))
-        return y, y.new_empty(0, dtype=operands.x.dtype), y.new_empty(0, dtype=reference.statistics_dtype(y.dtype))
+        options = Options(*args[9:])
+        return _without_kept(reference.chain(cast_operands(operands, options.cast), options), operands, options)
     differentiable = torch.is_grad_enabled() and operands.require_gradients
     if not differentiable and _can_run_here(operands.x):
         return _forward_impl(*args)
     options = Options(*args[9:])
     options = options._replace(save=differentiable or options.save)  # a traced graph asks for it with gradients off
     # The backward has to know which strategy has run, and what it has kept.
-    operator = autograd.Operator(runtime.resolved(operands, options))
+    operator = autograd.Operator(runtime.resolved(operands, options), (operands.x.dtype, operands.weight.dtype))
     if differentiable:
         found: tuple[Tensor, ...] = autograd.apply(operator, operands)
         return found
@@ -218,18 +236,25 @@ _library.impl("linear_scale_batch_norm", _forward_autograd, "Autograd")
 _library.impl("linear_scale_batch_norm_backward", _backward_autograd, "Autograd")
 
 
-def _autocast(device: str, key: str, name: str, op: Any) -> None:
-    def impl(*args: Any) -> Any:
+def _register_autocast(device: str, key: str) -> None:
+    def whole(*args: Any) -> Any:
+        operands, options = _forward_arguments(args)
+        dtype = torch.get_autocast_dtype(device)
+        cast = dtype if any(multiplied_dtype(t, dtype) != t.dtype for t in operands[:2]) else None
+        with torch.autocast(device, enabled=False):
+            return forward_op(*operands, *options._replace(cast=cast))
+
+    def synchronised(*args: Any) -> Any:
         operands = cast_operands(Operands(*args[:9]), torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
-            return op(*operands, *args[9:])
+            return torch.ops.gemmnorm.linear_scale_sync_batch_norm.default(*operands, *args[9:])
 
-    _library.impl(name, impl, key)
+    _library.impl("linear_scale_batch_norm", whole, key)
+    _library.impl("linear_scale_sync_batch_norm", synchronised, key)
 
 
 for _device, _key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
-    _autocast(_device, _key, "linear_scale_batch_norm", forward_op)
-    _autocast(_device, _key, "linear_scale_sync_batch_norm", torch.ops.gemmnorm.linear_scale_sync_batch_norm.default)
+    _register_autocast(_device, _key)
 
 
 # --- with statistics over the ranks of a process group ----------------------------------------------------------------

@@ -57,8 +57,8 @@ def linear_scale_batch_norm(operands: Operands, options: Options, process_group:
             return run(operands)
     check_arguments(operands, options.training)
     # Dynamo of 2.8 cannot slice a named tuple.
-    scale_value, training, momentum, eps, activation, strategy, _, keep = options
-    y: Tensor = forward_op(*operands, scale_value, training, momentum, eps, activation, strategy, False, keep)[0]
+    scale_value, training, momentum, eps, activation, strategy, _, keep, _ = options
+    y: Tensor = forward_op(*operands, scale_value, training, momentum, eps, activation, strategy, False, keep, None)[0]
     return y
 
 
@@ -69,7 +69,7 @@ def prepared(operands: Operands, options: Options, process_group: Any | None) ->
         return sync.prepared(operands, options, process_group) if _are_plain(operands) else None
     if x.is_meta or _runs_plain_ops(x, options.strategy):
         return None
-    call = runtime.find(operands, options, _autocast_dtype(x), "eager")
+    call = runtime.find(operands, options._replace(cast=_autocast_dtype(x)), "eager")
     if call is None or not call.kernels:
         return None
     return functools.partial(autograd.apply, call) if call.options.save else call.result

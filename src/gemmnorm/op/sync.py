@@ -323,9 +323,9 @@ def apply(parts: Parts, group: Group, multiplied: Operands, differentiable: Diff
 def by_operators(operands: Operands, options: Options, handle: Any) -> Tensor:
     """The training-mode chain with statistics over all ranks, where a trace or a mode has to see operators."""
     check_arguments(operands, True, synchronised=True)
-    scale_value, training, momentum, eps, activation, strategy, save, _ = options
+    scale_value, training, momentum, eps, activation, strategy, save, *_ = options
     found: Tensor = torch.ops.gemmnorm.linear_scale_sync_batch_norm(
-        *operands, scale_value, training, momentum, eps, activation, strategy, save, True,  # the product is kept
+        *operands, scale_value, training, momentum, eps, activation, strategy, save, True, None,  # kept product
         handle.group_name, world_size(handle),
     )  # fmt: skip
     return found

@@ -10,10 +10,11 @@ from .operands import CASTABLE, Operands
 _VECTORS = ("bias", "running_mean", "running_var", "bn_weight", "bn_bias")
 
 
-def check_arguments(operands: Operands, training: bool, synchronised: bool = False) -> None:
+def check_arguments(operands: Operands, training: bool, synchronised: bool = False, cast: bool = False) -> None:
     """Raise for arguments that do not fit together, naming the argument, what was expected and what came.
 
     One row in training mode is refused, as in BatchNorm1d, unless the statistics are `synchronised` over other ranks.
+    x and weight may differ in dtype where autocast, or the call itself, will `cast` them.
     """
     x, weight, scale, counter = operands.x, operands.weight, operands.scale, operands.num_batches_tracked
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
@@ -32,7 +33,8 @@ def check_arguments(operands: Operands, training: bool, synchronised: bool = Fal
     device = x.device
     if not x.is_floating_point():
         raise GemmNormProductTypeError(f"input: expected a floating-point tensor; got {x.dtype}")
-    if weight.dtype != x.dtype and not ({x.dtype, weight.dtype} <= CASTABLE and torch.is_autocast_enabled(device.type)):
+    cast = (cast or torch.is_autocast_enabled(device.type)) and {x.dtype, weight.dtype} <= CASTABLE
+    if weight.dtype != x.dtype and not cast:
         raise GemmNormProductTypeError(f"weight: expected the dtype of input, {x.dtype}; got {weight.dtype}")
     if weight.device != device:
         raise GemmNormProductTypeError(f"weight: expected a tensor on {device}, as input is; got {weight.device}")

@@ -28,13 +28,13 @@ from .operands import (
     Operands,
     Options,
     all_served_as_they_are,
-    as_if_cast,
     as_served,
     cast_operands,
     dense,
     first,
     in_the_shapes_of,
     kind,
+    multiplied_dtype,
     unified,
     vectors,
 )  # fmt: skip
@@ -58,9 +58,10 @@ def chip(device: torch.device) -> Chip | None:
     return measured.described(device).chip
 
 
-def output_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
+def output_dtype(x: Tensor, scale: Tensor | None, cast: torch.dtype | None = None) -> torch.dtype:
     """The dtype that the chain of PyTorch ops returns: a scale with dimensions takes part in type promotion."""
-    return x.dtype if scale is None or scale.dim() == 0 else torch.promote_types(x.dtype, scale.dtype)
+    dtype = multiplied_dtype(x, cast)
+    return dtype if scale is None or scale.dim() == 0 else torch.promote_types(dtype, scale.dtype)
 
 
 def _size(size: int | torch.SymInt) -> int:
@@ -84,17 +85,31 @@ def describe(operands: Operands, options: Options) -> Problem:
         batch=_size(x.shape[0]),
         in_features=_size(x.shape[1]),
         out_features=_size(weight.shape[0]),
-        dtype=_name(x.dtype),
-        out_dtype=_name(output_dtype(x, scale)),
+        dtype=_name(multiplied_dtype(x, options.cast)),
+        out_dtype=_name(output_dtype(x, scale, options.cast)),
         linear_dtype="float32" if linear is None or mixed else _name(linear.dtype),
         norm_dtype="float32" if norm is None else _name(norm.dtype),
-        arithmetic=arithmetic(x.dtype),
+        arithmetic=arithmetic(multiplied_dtype(x, options.cast)),
         activation=options.activation,
         training=options.training,
         save=options.save,
         scaled=scale is not None or options.scale_value != 1.0,
         chip=chip(x.device),
+        cast=() if options.cast is None else _cast_by_kernels(operands, options.cast),
     )
+
+
+def _cast_by_kernels(operands: Operands, dtype: torch.dtype) -> tuple[str, ...]:
+    """Which of x and weight are float32 for the kernels to cast; none where PyTorch has to cast either."""
+    both = (("x", operands.x), ("weight", operands.weight))
+    if not all(t.dtype == dtype or (t.dtype == torch.float32 and _is_contiguous(t)) for _, t in both):
+        return ()
+    return tuple(name for name, t in both if t.dtype != dtype)
+
+
+def _is_contiguous(t: Tensor) -> bool:
+    """Taken for granted in a trace, where to ask would install a guard."""
+    return type(t) not in PLAIN or t.is_contiguous()
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -199,16 +214,10 @@ class Call:
         dtypes: of x and weight as they are handed in, and of their gradients.
     """
 
-    def __init__(
-        self, operands: Operands, options: Options, autocast: torch.dtype | None = None, direct: bool = False
-    ) -> None:
-        """`autocast`: the dtype to which x and weight are cast. `direct`: what is kept need not be two tensors."""
-        check_arguments(operands, options.training)
-        multiplied = operands if autocast is None else as_if_cast(operands, autocast)
-        problem = describe(multiplied, options)
-        if autocast is not None:
-            problem = replace(problem, cast=_cast_by_kernels(operands, autocast))
-        problem = _decided(problem, options)
+    def __init__(self, operands: Operands, options: Options, direct: bool = False) -> None:
+        """`direct`: what is kept need not be two tensors."""
+        check_arguments(operands, options.training, cast=options.cast is not None)
+        problem = _decided(describe(operands, options), options)
         name = resolve(problem, options.strategy)
         self.plan = plan.cached_plan(problem, name, "forward")
         self.options = options._replace(strategy=name, keep_product=problem.keep_product or name == "reference")
@@ -216,7 +225,7 @@ class Call:
         self.kernels = name != "reference"
         if not self.kernels:
             return
-        self._cast_before = None if problem.cast else autocast
+        self._cast_before = None if problem.cast else options.cast
         self._cast_and_kept = problem.cast if options.save else ()
         self._packed = direct and options.save and self.plan.keeps_offsets
         self._bound = binding.bind(self.plan, self._packed)
@@ -299,14 +308,6 @@ class Call:
         return found
 
 
-def _cast_by_kernels(operands: Operands, dtype: torch.dtype) -> tuple[str, ...]:
-    """Which of x and weight are float32 for the kernels to cast; none where PyTorch has to cast either."""
-    both = (("x", operands.x), ("weight", operands.weight))
-    if not all(t.dtype == dtype or (t.dtype == torch.float32 and t.is_contiguous()) for _, t in both):
-        return ()
-    return tuple(name for name, t in both if t.dtype != dtype)
-
-
 class BackwardCall:
     """One kind of backward call, prepared."""
 
@@ -314,14 +315,13 @@ class BackwardCall:
         self,
         operands: Differentiable,
         options: Options,
-        dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+        dtypes: tuple[torch.dtype, torch.dtype],
         packed: bool = False,
     ) -> None:
-        """`dtypes`: of the gradients of x and weight, where not theirs. `packed`: the forward kept one tensor."""
+        """`dtypes`: of the gradients of x and weight. `packed`: the forward kept one tensor."""
         x, weight, bias, scale, bn_weight, bn_bias = operands
         assert x is not None and weight is not None
         forward = Operands(x, weight, bias, scale, bn_weight=bn_weight, bn_bias=bn_bias)
-        dtypes = dtypes or (x.dtype, weight.dtype)
         self._multiplies_again = options.keep_product is False
         problem = replace(
             describe(forward, options),
@@ -364,9 +364,7 @@ _calls: dict[tuple[Any, ...], Any] = {}
 _latest: dict[tuple[Any, ...], tuple[Likeness, Any]] = {}
 
 
-def find(
-    operands: Operands, options: Options, autocast: torch.dtype | None = None, place: str = "operator"
-) -> Call | None:
+def find(operands: Operands, options: Options, place: str = "operator") -> Call | None:
     """The prepared call for these tensors and options, made if need be.
 
     `place`: who asks. "eager" goes past the dispatcher: its call saves only where an operand requires a gradient, may
@@ -379,7 +377,7 @@ def find(
     strategy = plan.check_strategy(options.strategy)
     keep = plan.check_keep_product(options.keep_product) if options.save else None
     which = id(operands.weight) if place == "eager" else sizes(operands)
-    key = (which, x.numel(), options, strategy, keep, autocast, place, arithmetic(x.dtype))
+    key = (which, x.numel(), options, strategy, keep, place, arithmetic(x.dtype))
     latest: Call | None = remembered(key, operands)
     if latest is not None:
         return latest
@@ -388,7 +386,7 @@ def find(
             return None
         options = options._replace(save=options.save and operands.require_gradients)
     options = options._replace(strategy=strategy, keep_product=keep)
-    call: Call = prepared_like(Call, operands, options, autocast, place == "eager")
+    call: Call = prepared_like(Call, operands, options, place == "eager")
     remember(key, operands, call)
     return call
 
@@ -427,14 +425,14 @@ def resolved(operands: Operands, options: Options) -> Options:
     return options._replace(strategy=name, keep_product=problem.keep_product or name == "reference")
 
 
-def find_backward(operands: Differentiable, options: Options) -> BackwardCall:
-    """The prepared backward of the operator's forward, by kernels."""
+def find_backward(operands: Differentiable, options: Options, dtypes: tuple[torch.dtype, torch.dtype]) -> BackwardCall:
+    """The prepared backward of the operator's forward, by kernels. `dtypes`: of the gradients of x and weight."""
     x = operands.x
     assert x is not None
-    key = ("backward", sizes(operands), x.numel(), options, arithmetic(x.dtype))
+    key = ("backward", sizes(operands), x.numel(), options, dtypes, arithmetic(x.dtype))
     found: BackwardCall | None = remembered(key, operands)
     if found is None:
-        found = prepared_like(BackwardCall, operands, options)
+        found = prepared_like(BackwardCall, operands, options, dtypes)
         remember(key, operands, found)
     return found
 

@@ -64,6 +64,7 @@ class Options(NamedTuple):
         save: keep what a backward needs. (On the way to a prepared call: where an operand requires a gradient.)
         keep_product: the product is part of that; False: the backward multiplies again; None leaves it to the planner.
             Of a prepared call never None, and True where it cannot be multiplied again.
+        cast: autocast's dtype, to which the call casts x and weight; None multiplies them as they are.
     """
 
     scale_value: float = 1.0
@@ -74,20 +75,19 @@ class Options(NamedTuple):
     strategy: str | None = None
     save: bool = False
     keep_product: bool | None = None
+    cast: torch.dtype | None = None
 
 
-def cast_operands(operands: Operands, dtype: torch.dtype) -> Operands:
-    """x and weight in autocast's `dtype`; statistics and BatchNorm's parameters stay as they are."""
-    x, weight = (t.to(dtype) if t.dtype in CASTABLE else t for t in operands[:2])
-    return operands._replace(x=x, weight=weight)
+def multiplied_dtype(t: Tensor, cast: torch.dtype | None) -> torch.dtype:
+    """The dtype in which x or the weight is multiplied, by `Options.cast`. Autocast leaves float64 alone."""
+    return t.dtype if cast is None or t.dtype not in CASTABLE else cast
 
 
-def as_if_cast(operands: Operands, dtype: torch.dtype) -> Operands:
-    """`cast_operands` without the numbers: what the planner asks."""
-    x, weight = (
-        t.new_empty((), dtype=dtype).expand(t.shape) if t.dtype in CASTABLE and t.dtype != dtype else t
-        for t in operands[:2]
-    )
+def cast_operands(operands: Operands, cast: torch.dtype | None) -> Operands:
+    """x and weight as they are multiplied; statistics and BatchNorm's parameters stay as they are."""
+    if cast is None:
+        return operands
+    x, weight = (t.to(multiplied_dtype(t, cast)) for t in operands[:2])
     return operands._replace(x=x, weight=weight)
 
 
