@@ -391,7 +391,7 @@ class _Body:
         rows, columns = map(self.extent, buffers[role].shape)
         dtype = buffers[role].dtype
         kind = "CU_TENSOR_MAP_DATA_TYPE_" + ("FLOAT32" if found.exact and dtype == "float32" else _MAP_TYPES[dtype])
-        box_rows = f"std::min<int64_t>({found.rows}, ({rows} + 7) / 8 * 8)" if found.fits else found.rows
+        box_rows = f"(({rows} - 1) % {found.rows} + 8) / 8 * 8" if found.last else found.rows
         sizes = [rows, columns, str(box_rows), str(found.columns)]
         sizes += [f"{buffers[role].pitch} /* pitch */"] if buffers[role].pitch else []
         return f"tensor_map({self.argument(role)}, {kind}, {', '.join(sizes)})"

@@ -49,7 +49,6 @@ class Constants:
     tensor_ns: float = 0.6  # of a stage of K, for each column in 128 rows, where tensor cores are what limits it
     load_ns: float = 0.5  # of a stage of K, for each row and column that is loaded
     misaligned: float = 0.3  # share by which a stage takes longer, where rows are no multiple of 128 bytes
-    overhang_ns: float = 0.5  # of a stage of K, for each row of its box of x beyond the last
     stage_ns: float = 50.0  # of a stage of K, whatever the tile
     prologue: float = 2.0  # launch, barriers, filling of the ring
     tile: float = 0.5  # of every tile, whatever its size
@@ -258,7 +257,6 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
         "waves": waves,
         "stages": waves * steps,
         "trained": waves * problem.training,
-        "overhanging": steps * max(1.0, waves / rows) * problem.training * (-problem.batch % tile.rows),
         "statistics": waves * of_tile * problem.training,
         "staged": (waves - 1) * of_tile * staged,
         "swapped": float(waves * (tile.rows < 128)),
@@ -397,7 +395,7 @@ def library_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     stage = overlapped(c.tensor_ns * n["products"] * n["width"], c.load_ns * n["loaded"])
     stage = stage * (1 + c.misaligned * n["misaligned"]) + c.stage_ns
-    main = _throttled((n["stages"] * stage + n["overhanging"] * c.overhang_ns) / 1e3, c)
+    main = _throttled(n["stages"] * stage / 1e3, c)
     main = overlapped(main, n["inside_bytes"] / c.inside / 1e6 + n["inside_rows"] * c.inside_row_ns / 1e3)
     main = overlapped(main, n["staged"] * c.staged_ns / 1e3)
     main = overlapped(main, n["normalized"] * c.normalize_ns / 1e3)

@@ -9,7 +9,7 @@ from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .panels import SHARED
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .split import ALL_ROWS, PREPARED, ROW_BYTES, counters_to_recompute, recompute, split_operands, split_rows
-from .steps import Buffer, Extent, Launch, Map, Plan, Step
+from .steps import OPERAND_MAPS, Buffer, Extent, Launch, Map, Plan, Step, operand_maps
 
 WIDE, TALL = 128, 256  # columns, or rows, of a tile that is multiplied as W·xᵀ
 # Bytes of an element, its planes, rows and columns of the tile → stages of the ring.
@@ -46,7 +46,6 @@ EPILOGUES = {
     # Tiles are stored, and normalised out of the L2 when their panel is complete.
     "persistent": ("PersistentEpilogue", "persistent"),
 }
-KNOWN = ("evaluate", "normalize")  # schedules whose statistics are known
 TWICE = ("two-pass", "gram")  # schedules that launch "exact-statistics" and "normalize"
 UNSTORED = (*TWICE, "exact-statistics", "normalize")  # schedules that have no use for a product
 ONE_LAUNCH = ("single-tile", "single-wave", "persistent")  # training schedules that are one
@@ -224,7 +223,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
             ("Conversion<>", f"gemmnorm::{conversion}"),
             ("Activation", "Activation"),
         ),
-        ("map_x", "map_weight", *(m.role for m in stored), "stored_product", "y", *VECTORS, "running_mean",
+        (*OPERAND_MAPS, *(m.role for m in stored), "stored_product", "y", *VECTORS, "running_mean",
          "running_var", "inexact" if unless_exact else "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps",
          "group_mean", "group_m2", "mean", "rstd", "merged_slope", "merged_shift", "counters", *dict(made), *own,
          "x_rows", "weight_rows", "chunks_converted", "group_panels", "in_registers", "stream_x", "keep_product",
@@ -236,8 +235,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
         cluster=gemm.cluster,
         cooperative=left or schedule == "persistent" or (schedule == "single-wave" and gemm.cluster == 1),
         maps=(
-            Map("map_x", operands[0], tile.rows, tile.k, fits=schedule in KNOWN),
-            Map("map_weight", operands[1], tile.columns, tile.k),
+            *operand_maps(operands[0], operands[1], (tile.rows, tile.columns), tile.k),
             *stored,
         ),
         numbers=(

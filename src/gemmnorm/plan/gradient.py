@@ -14,7 +14,7 @@ from .library import GROUP_ROWS, ROWS, VECTORS, form, merge_columns, merge_grid,
 from .panels import WARPS, WIDE, Shape
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .split import ROW_BYTES
-from .steps import Buffer, Extent, Launch, Map, Plan, Product
+from .steps import OPERAND_MAPS, Buffer, Extent, Launch, Map, Plan, Product, operand_maps
 
 ROWS_OF_A_WARP = (16, 32, 64)
 # Bytes of the product and y's gradient: read between the sums of some rows and their gradients, while sums are merged;
@@ -76,8 +76,7 @@ def _recomputed(problem: Problem, found: Gemm, epilogue: str) -> Launch:
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
     made = ("group_sum", "group_dot") if sums else ("map_grad_product", "mean_grad", "slope_grad")
     maps = (
-        Map("map_x", "x", tile.rows, tile.k),
-        Map("map_weight", "weight", tile.columns, tile.k),
+        *operand_maps("x", "weight", (tile.rows, tile.columns), tile.k),
         Map("map_grad_y", "grad_y", GROUP_ROWS, boxes_y, exact=True),
         Map("map_grad_product", "grad_product", GROUP_ROWS, boxes, exact=True),
     )
@@ -91,13 +90,13 @@ def _recomputed(problem: Problem, found: Gemm, epilogue: str) -> Launch:
             ("Conversion<>", "gemmnorm::NoConversion"),
             ("Activation", "Activation"),
         ),
-        ("map_x", "map_weight", "map_grad_y", *made, *VECTORS, "bn_weight", "bn_bias", "mean", "rstd", "counters",
+        (*OPERAND_MAPS, "map_grad_y", *made, *VECTORS, "bn_weight", "bn_bias", "mean", "rstd", "counters",
          "group_panels", "stream_x", "keep_product", "batch", "in_features", "features"),
         Extent(found.panels, tile.rows, chip.multiprocessors),
         block=384,
         resident=1,
         shared=shared,
-        maps=maps[:3] if sums else maps,
+        maps=maps[:-1] if sums else maps,
         numbers=(
             ("group_panels", found.group_panels),
             ("stream_x", int(gemm.streams_x(problem, found.schedule))),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import DTYPE_BYTES, Problem, type_members
 from .split import ROW_BYTES
-from .steps import Buffer, Extent, Launch, Map, Plan
+from .steps import OPERAND_MAPS, Buffer, Extent, Launch, Plan, operand_maps
 
 TILE_ROWS = 2 * GROUP_ROWS
 NEIGHBOURS = 18  # multiprocessors among which a cluster of more than two has to find room
@@ -92,17 +92,14 @@ def small_plan(problem: Problem, strategy: str, found: Shape) -> Plan:
             ("kTraining", str(problem.training).lower()),
             ("Activation", "Activation"),
         ),
-        ("map_x", "map_weight", *operands, *(results if problem.training else ()), "y", *VECTORS, "running_mean",
+        (*OPERAND_MAPS, *operands, *(results if problem.training else ()), "y", *VECTORS, "running_mean",
          "running_var", "bn_weight", "bn_bias", "momentum", "eps", "keep_product", "batch", "in_features", "features"),
         Extent(-(-problem.out_features // found.columns) * found.blocks, TILE_ROWS),
         block=288,
         resident=found.resident,
         shared=shared,
         cluster=found.cluster_size(problem),
-        maps=(
-            Map("map_x", "x", TILE_ROWS, ROW_BYTES // size, problem.split, fits=True),
-            Map("map_weight", "weight", found.columns, ROW_BYTES // size, problem.split),
-        ),
+        maps=operand_maps("x", "weight", (TILE_ROWS, found.columns), ROW_BYTES // size, problem.split),
         numbers=(("keep_product", int(problem.saves_product)),),
         absent=absent,
     )  # fmt: skip

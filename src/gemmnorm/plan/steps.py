@@ -67,8 +67,8 @@ class Product:
 class Map:
     """A TMA descriptor: argument role, the tensor's role, box rows and columns; 128-byte swizzle.
 
-    Of float32 it rounds to TF32 on the way in, where the tensor cores would truncate, unless it is `exact`. Boxes that
-    hang over the last row are slow: one that `fits` has no more rows than the matrix, in eights.
+    Of float32 it rounds to TF32 on the way in, where the tensor cores would truncate, unless it is `exact`. Rows of a
+    box beyond the matrix are slow: that of the `last` tile has the rows that are left for it, in eights.
     """
 
     role: str
@@ -76,11 +76,23 @@ class Map:
     rows: int
     columns: int
     exact: bool = False
-    fits: bool = False
+    last: bool = False
 
     def box(self, rows: int) -> tuple[int, int]:
         """Rows and columns of a box, for a matrix of so many rows."""
-        return min(self.rows, -(-rows // 8) * 8) if self.fits else self.rows, self.columns
+        return ((rows - 1) % self.rows + 8) // 8 * 8 if self.last else self.rows, self.columns
+
+
+OPERAND_MAPS = ("map_x", "map_last_x", "map_weight", "map_last_weight")
+
+
+def operand_maps(x: str, weight: str, tile: tuple[int, int], columns: int, exact: bool = False) -> tuple[Map, ...]:
+    """Of `OPERAND_MAPS`: the tensors' roles, rows of both in a tile, and columns of a box."""
+    both = zip((x, x, weight, weight), (tile[0], tile[0], tile[1], tile[1]), (False, True) * 2, strict=True)
+    return tuple(
+        Map(role, tensor, rows, columns, exact, last)
+        for role, (tensor, rows, last) in zip(OPERAND_MAPS, both, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -171,7 +183,9 @@ ROLES: dict[str, tuple[str, str]] = {
     "batch": ("int", ""),
     "features": ("int", ""),
     "map_x": ("gemmnorm::TensorMap", "[batch, in_features]"),
+    "map_last_x": ("gemmnorm::TensorMap", "[batch, in_features], boxes of the last tile"),
     "map_weight": ("gemmnorm::TensorMap", "[features, in_features]"),
+    "map_last_weight": ("gemmnorm::TensorMap", "[features, in_features], boxes of the last tile"),
     "map_product": ("gemmnorm::TensorMap", "[batch, features]"),
     "map_y": ("gemmnorm::TensorMap", "[batch, features]"),
     "map_grad_y": ("gemmnorm::TensorMap", "[batch, features]"),

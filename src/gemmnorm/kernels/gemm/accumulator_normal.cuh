@@ -37,9 +37,10 @@ struct AccumulatorNormal {
       store_pair<G::kSplit>(to + static_cast<i64>(group) * f.p.features + j, v, j, f.p.features);
   }
 
-  // The mean of the group. Out-of-bounds rows are zero in the accumulators.
+  // The mean of the group.
   template <bool KEEP, bool ROUNDS, class Shared, class Params>
-  __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, const Accumulators& acc) {
+  __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc) {
+    fill_beyond(f.p.batch, tile, [](int) { return make_float2(0.0f, 0.0f); }, acc);
     const int rows = max(f.rows(2 * tile.m + consumer), 1);
     mean = column_sums<TN>(shared.sums[consumer], consumer,
                            [&](int i) { return acc[i / 2 * 4 + i % 2] + acc[i / 2 * 4 + 2 + i % 2]; });
@@ -55,7 +56,6 @@ struct AccumulatorNormal {
   template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_squares(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
-    const int rows = f.p.batch - (2 * tile.m + consumer) * kGroupRows;  // or more than the group has, or none
 #pragma unroll
     for (int i = 0; i < TN / 8; ++i) {
       const float2 m = *reinterpret_cast<const float2*>(&shared.slope[consumer][i * 8 + (lane % 4) * 2]);
@@ -63,13 +63,7 @@ struct AccumulatorNormal {
       rounded_pair<ROUNDS>(acc[4 * i + 2], acc[4 * i + 3], m, T{});
       if (i % 8 == 7) compiler_barrier();
     }
-    if (rows < kGroupRows) {  // out-of-bounds rows count for nothing
-#pragma unroll
-      for (int i = 0; i < TN / 8; ++i) {
-        if (own >= rows) acc[4 * i] = acc[4 * i + 1] = 0.0f;
-        if (own + 8 >= rows) acc[4 * i + 2] = acc[4 * i + 3] = 0.0f;
-      }
-    }
+    fill_beyond(f.p.batch, tile, [](int) { return make_float2(0.0f, 0.0f); }, acc);
     const float2 m2 = column_sums<TN>(shared.sums[consumer], consumer, [&](int i) {
       const float a = acc[i / 2 * 4 + i % 2], b = acc[i / 2 * 4 + 2 + i % 2];
       return a * a + b * b;
@@ -194,17 +188,24 @@ struct AccumulatorNormal {
       stage_pairs<V>(part, own, 2 * k + i, make_float2(v[4 * i], v[4 * i + 1]), make_float2(v[4 * i + 2], v[4 * i + 3]));
   }
 
-  // A feature's number in place of its rows beyond the batch.
-  __device__ __forceinline__ void fill_beyond(int batch, Tile tile, const float* columns, Accumulators& acc) const {
+  // In place of rows beyond the batch, which hold anything: for the i-th pair of columns what `value(i)` gives.
+  template <class Value>
+  __device__ __forceinline__ void fill_beyond(int batch, Tile tile, const Value& value, Accumulators& acc) const {
     const int rows = batch - (2 * tile.m + consumer) * kGroupRows;
     if (rows >= kGroupRows) return;
 #pragma unroll
     for (int i = 0; i < TN / 8; ++i) {
-      const float2 v = *reinterpret_cast<const float2*>(columns + i * 8 + (lane % 4) * 2);
+      const float2 v = value(i);
 #pragma unroll
       for (int q = 0; q < 4; ++q)
         if (own + q / 2 * 8 >= rows) acc[4 * i + q] = q % 2 ? v.y : v.x;
     }
+  }
+
+  // A feature's number there, of `columns`.
+  __device__ __forceinline__ void copy_beyond(int batch, Tile tile, const float* columns, Accumulators& acc) const {
+    const auto value = [&](int i) { return *reinterpret_cast<const float2*>(columns + i * 8 + (lane % 4) * 2); };
+    fill_beyond(batch, tile, value, acc);
   }
 
   // Sums over rows of two numbers for each accumulator. A thread's two rows of both take the accumulators' place: of a pair of

@@ -66,9 +66,10 @@ struct AccumulatorSwapAB {
     }
   }
 
-  // The means of the tile's rows. Out-of-bounds rows are zero in the accumulators. KEEP: in shared memory too.
+  // The means of the tile's rows. KEEP: in shared memory too.
   template <bool KEEP, bool ROUNDS, class Shared, class Params>
-  __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, const Accumulators& acc) {
+  __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc) {
+    fill_beyond(f.p.batch, tile, [](int) { return 0.0f; }, acc);
     const int rows = max(f.p.batch - first_row(tile), 1);  // or more than there are
     float sum[2] = {};
 #pragma unroll
@@ -96,12 +97,8 @@ struct AccumulatorSwapAB {
   template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_squares(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
-    const int rows = f.p.batch - first_row(tile), at = staged_at<T>();
-    if (rows < kRows) {  // out-of-bounds rows count for nothing
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i)
-        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[i] = mean[i / 2 % 2];
-    }
+    const int at = staged_at<T>();
+    fill_beyond(f.p.batch, tile, [&](int c) { return mean[c]; }, acc);  // they count for nothing
     float m2[2] = {};
 #pragma unroll
     for (int i = 0; i < kRows / 8; i += kOctets) {
@@ -256,14 +253,18 @@ struct AccumulatorSwapAB {
     stage_octets<V>(v, part + k * 16 * kRowBytes, staged_at<V, 1>());
   }
 
-  // A feature's number in place of its rows beyond the batch.
-  __device__ __forceinline__ void fill_beyond(int batch, Tile tile, const float* columns, Accumulators& acc) const {
+  // In place of rows beyond the batch, which hold anything: what `value` gives for the first or the second feature.
+  template <class Value>
+  __device__ __forceinline__ void fill_beyond(int batch, Tile tile, const Value& value, Accumulators& acc) const {
     const int rows = batch - first_row(tile);
     if (rows >= kRows) return;
-    const float v[2] = {columns[feature], columns[feature + 8]};
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i)
-      if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[i] = v[i / 2 % 2];
+      if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[i] = value(i / 2 % 2);
+  }
+  // A feature's number there, of `columns`.
+  __device__ __forceinline__ void copy_beyond(int batch, Tile tile, const float* columns, Accumulators& acc) const {
+    fill_beyond(batch, tile, [&](int c) { return columns[feature + 8 * c]; }, acc);
   }
 
   // Sums over rows of two numbers for each accumulator.

@@ -40,7 +40,7 @@ struct RecomputedGradient {
     }
   };
   static constexpr bool kStores = true;      // or reads
-  static constexpr bool kEvaluates = false;  // rows beyond the batch are zero
+  static constexpr bool kEvaluates = false;
   static constexpr bool kTrains = false;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
@@ -138,7 +138,7 @@ struct RecomputedGradient {
       auto& s = shared.epilogue;
       mbarrier_wait(&s.known[numbers.stage], numbers.phase);
       Columns columns(tile_of_accumulators, s.numbers[numbers.stage]);
-      if (SUMS) tile_of_accumulators.fill_beyond(f.p.batch, tile, s.numbers[numbers.stage][0], acc);
+      if (SUMS) tile_of_accumulators.copy_beyond(f.p.batch, tile, s.numbers[numbers.stage][0], acc);
       typename G::AccumulatorTile::ColumnSums sums;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {

@@ -41,20 +41,21 @@ __device__ __forceinline__ void signal_warp_done(u64& warps_done) {
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler& scheduler, Shared& shared,
                                            const typename G::Conversion& conversion) {
-  // Rows of a box of x. In training out-of-bounds rows have to be zero; else nobody reads them.
-  const int rows = G::kEvaluates ? min(G::TM, (p.batch + 7) / 8 * 8) : G::TM;
   const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
   PipelineState<G::kStages> state(1);
 #pragma unroll 1
   for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
     const Tile tile = scheduler.at(t);
-    produce(shared.ring, state, 0, G::steps(p), G::kPlanes * (rows + G::TN) * kRowBytes, [&](int k, int stage, u64* full) {
+    const OperandBox x = operand_box<G::TM>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
+    const OperandBox weight = operand_box<G::TN>(p.map_weight, p.map_last_weight, tile.n * G::TN, p.features);
+    const int bytes = G::kPlanes * (x.rows + weight.rows) * kRowBytes;
+    produce(shared.ring, state, 0, G::steps(p), bytes, [&](int k, int stage, u64* full) {
       conversion.wait_for(tile, k);
 #pragma unroll
       for (int plane = 0; plane < G::kPlanes; ++plane) {
         const int column = (k * G::kPlanes + plane) * G::kTileK;
-        tma_load(shared.x[stage][plane], p.map_x, full, column, tile.m * G::TM, x_policy);
-        tma_load(shared.weight[stage][plane], p.map_weight, full, column, tile.n * G::TN, kEvictNormal);
+        tma_load(shared.x[stage][plane], *x.map, full, column, tile.m * G::TM, x_policy);
+        tma_load(shared.weight[stage][plane], *weight.map, full, column, tile.n * G::TN, kEvictNormal);
       }
     });
   }
@@ -120,7 +121,9 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 
   if (threadIdx.x == 0) {
     prefetch_tensormap(p.map_x);
+    prefetch_tensormap(p.map_last_x);
     prefetch_tensormap(p.map_weight);
+    prefetch_tensormap(p.map_last_weight);
     shared.ring.init(2);
     shared.epilogue.init();
     shared.conversion.init();

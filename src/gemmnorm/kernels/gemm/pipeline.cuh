@@ -34,6 +34,19 @@ struct PipelineState {
   }
 };
 
+// What TMA loads of a tile's rows of an operand: all ROWS of them, or of the last tile those that exist, in eights, by a map of
+// its own. Rows of a box beyond the matrix would be filled with zeros, slowly. What a stage holds in their place nobody may read.
+struct OperandBox {
+  const TensorMap* map;
+  int rows;
+};
+template <int ROWS>
+__device__ __forceinline__ OperandBox operand_box(const TensorMap& map, const TensorMap& last, int first_row, int rows) {
+  const int left = rows - first_row;
+  if (left > ROWS) return {&map, ROWS};
+  return {&last, (left + 7) / 8 * 8};
+}
+
 // The producer: as one thread, fills a stage of `bytes` for each k in [begin, end). `load(k, stage, barrier)` asks TMA for it.
 template <int STAGES, class Load>
 __device__ __forceinline__ void produce(Pipeline<STAGES>& ring, PipelineState<STAGES>& state, int begin, int end, u32 bytes,

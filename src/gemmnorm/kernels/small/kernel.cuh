@@ -104,7 +104,9 @@ __device__ __forceinline__ void small_panel(const Params& p) {
 
   if (warp == kConsumerWarps && lane == 0) {
     prefetch_tensormap(p.map_x);
+    prefetch_tensormap(p.map_last_x);
     prefetch_tensormap(p.map_weight);
+    prefetch_tensormap(p.map_last_weight);
     shared.ring.init(G::kSplit ? kConsumerWarps : 2);  // which nobody but this thread waits for before the cluster does
     fence_mbarrier_init();
     fence_proxy_async_shared();
@@ -122,14 +124,15 @@ __device__ __forceinline__ void small_panel(const Params& p) {
 
   if (warp == kConsumerWarps) {
     if (lane == 0) {
-      const int x_rows = min(kTileRows, (p.batch + 7) / 8 * 8);  // of a box; nobody reads the others
+      const OperandBox x = operand_box<kTileRows>(p.map_x, p.map_last_x, tile * kTileRows, p.batch);
+      const OperandBox weight = operand_box<BN>(p.map_weight, p.map_last_weight, panel * BN, p.features);
       PipelineState<G::kStages> state(1);
-      produce(shared.ring, state, begin, end, G::kBoxes * (x_rows + BN) * kRowBytes, [&](int k, int stage, u64* full) {
+      produce(shared.ring, state, begin, end, G::kBoxes * (x.rows + weight.rows) * kRowBytes, [&](int k, int stage, u64* full) {
 #pragma unroll
         for (int box = 0; box < G::kBoxes; ++box) {
           const int column = k * G::kTileK + box * G::kBoxK;
-          tma_load(shared.x[stage][box], p.map_x, full, column, tile * kTileRows, kEvictNormal);
-          tma_load(shared.weight[stage][box], p.map_weight, full, column, panel * BN, kEvictNormal);
+          tma_load(shared.x[stage][box], *x.map, full, column, tile * kTileRows, kEvictNormal);
+          tma_load(shared.weight[stage][box], *weight.map, full, column, panel * BN, kEvictNormal);
         }
       });
     }
