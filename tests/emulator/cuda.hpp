@@ -2,6 +2,7 @@
 // hardware leaves open is decided at random from a seed: which warp runs next, when a copy or a multiplication that runs
 // on its own takes place. A kernel that waits for what never comes is reported, not endured.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -58,7 +59,9 @@ struct Warp : Gate {
 
 struct Block;
 struct Fiber {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf context;  // where it goes on, once it has begun
+  bool begun = false;
   Index thread;
   Block* block = nullptr;
   bool done = false;
@@ -93,7 +96,7 @@ struct Machine {
   Index grid, block;
   unsigned cluster = 1;  // blocks in one
   bool lazy;  // multiplications take place when they are waited for, else at once
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   std::function<void()> kernel;
   std::vector<std::function<void()>> pending;  // copies on their way
   std::string fault;
@@ -108,7 +111,7 @@ extern Fiber* current;
 inline void pause(const char* what, const std::function<bool()>& ready) {
   current->ready = &ready;
   current->what = what;
-  swapcontext(&current->context, &machine.scheduler);
+  if (!_setjmp(current->context)) _longjmp(machine.scheduler, 1);
 }
 template <class Ready>
 void wait(const char* what, const Ready& ready) {

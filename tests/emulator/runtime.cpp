@@ -17,7 +17,15 @@ static void enter() {
   machine.kernel();
   current->done = true;
   --current->block->alive;
-  swapcontext(&current->context, &machine.scheduler);
+  _longjmp(machine.scheduler, 1);
+}
+
+// Lets the current fiber run until it waits. Not by `swapcontext`, whose system call takes most of the time.
+static void go_on() {
+  if (_setjmp(machine.scheduler)) return;
+  if (current->begun) _longjmp(current->context, 1);
+  current->begun = true;
+  setcontext(&current->start);
 }
 
 constexpr size_t kStack = 96 * 1024;
@@ -37,11 +45,11 @@ static std::unique_ptr<Block> start_block(unsigned index, unsigned threads, unsi
     Fiber& fiber = block->fibers[t];
     fiber.thread.x = t;
     fiber.block = block.get();
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = block->stacks.get() + t * kStack;
-    fiber.context.uc_stack.ss_size = kStack;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = block->stacks.get() + t * kStack;
+    fiber.start.uc_stack.ss_size = kStack;
+    fiber.start.uc_link = nullptr;
+    makecontext(&fiber.start, enter, 0);
   }
   return block;
 }
@@ -84,7 +92,7 @@ const char* run(unsigned grid, unsigned cluster, unsigned threads, unsigned shar
         fiber.ready = nullptr;
         current = &fiber;
         if (++turns > kMostTurns) machine.fault = "it goes on and on";
-        swapcontext(&machine.scheduler, &fiber.context);
+        go_on();
         progress = true;
         if (!machine.fault.empty()) break;
       }

@@ -183,12 +183,11 @@ def compile_one(kernel: Kernel) -> Outcome:
 
 
 def together(chosen: Sequence[Kernel], most: int = 16) -> list[list[Kernel]]:
-    """Kernels that can share the reading of one source file; those of the own products, where that is little, alone."""
+    """Kernels that can share the reading of the same source files."""
     groups: dict[tuple[object, ...], list[Kernel]] = {}
-    for number, kernel in enumerate(chosen):
-        activation = kernel.problem.activation if kernel.launch.activates else None
-        alone = number if kernel.launch.source.endswith("gemm.cuh") else None
-        groups.setdefault((kernel.arch, kernel.launch.source, activation, alone), []).append(kernel)
+    for kernel in chosen:
+        launch, activation = kernel.launch, kernel.problem.activation if kernel.launch.activates else None
+        groups.setdefault((kernel.arch, launch.source, launch.parts, activation), []).append(kernel)
     return [group[i : i + most] for group in groups.values() for i in range(0, len(group), most)]
 
 
