@@ -76,7 +76,8 @@ def _rank(rank: int, port: int, ranks: int, work: Callable[..., Any], arguments:
 
 def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `work(rank, *arguments)` returns on each rank of a gloo group. Tensors go as numpy arrays."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch._dynamo"])  # once for all ranks
     answers, port = context.Queue(), _free_port()
     processes = [context.Process(target=_rank, args=(r, port, ranks, work, arguments, answers)) for r in range(ranks)]
     for p in processes:

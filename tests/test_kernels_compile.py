@@ -70,7 +70,7 @@ def test_a_sample_compiles_without_a_spill(arch):
 
 
 def test_kernels_compiled_together_are_told_apart():
-    kernels = [k for k in compile_all.kernels(80, quick=True) if k.launch.source == "memory_bound/statistics.cuh"][:6]
+    kernels = [k for k in compile_all.kernels(80) if k.launch.source == "memory_bound/statistics.cuh"][:6]
     assert compile_all.together(kernels, most=4) == [kernels[:4], kernels[4:]]
     alone = [compile_all.compile_one(kernel).report for kernel in kernels]
     assert len({report["registers"] for report in alone}) > 1
