@@ -64,6 +64,13 @@ void read_row(u64 descriptor, int row, float* out) {
   }
 }
 
+inline double two_to_the(int exponent) {
+  const u64 bits = static_cast<u64>(1023 + exponent) << 52;
+  double d;
+  std::memcpy(&d, &bits, 8);
+  return d;
+}
+
 // One instruction's sum as Hopper forms it: products and accumulator aligned to the largest exponent among them, cut off
 // 25 bits below its leading one, added exactly, cut off to float32. A model: it gives the errors that were measured on an
 // H200 for float32 by three products (docs/float32.md), and was not compared with one bit by bit.
@@ -80,7 +87,7 @@ inline float tensor_core_sum(const float* a, const float* b, int count, float ac
   u64 bits;
   std::memcpy(&bits, &largest, 8);
   const int exponent = static_cast<int>(bits >> 52 & 0x7FF) - 1023;
-  const double up = std::ldexp(1.0, 25 - exponent), down = std::ldexp(1.0, exponent - 25);
+  const double up = two_to_the(25 - exponent), down = two_to_the(exponent - 25);  // of float32, far from the ends
   i64 sum = 0;
   for (int k = 0; k <= count; ++k) sum += static_cast<i64>(terms[k] * up);
   const double exact = static_cast<double>(sum) * down;
