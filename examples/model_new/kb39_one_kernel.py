@@ -1035,9 +1035,10 @@ struct AccumulatorSwapAB {
     }
   }
 
-  // The means of the tile's rows. Out-of-bounds rows are zero in the accumulators. KEEP: in shared memory too.
+  // The means of the tile's rows. KEEP: in shared memory too.
   template <bool KEEP, bool ROUNDS, class Shared, class Params>
-  __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, const Accumulators& acc) {
+  __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc) {
+    fill_beyond(f.p.batch, tile, [](int) { return 0.0f; }, acc);
     const int rows = max(f.p.batch - first_row(tile), 1);  // or more than there are
     float sum[2] = {};
 #pragma unroll
@@ -1065,12 +1066,8 @@ struct AccumulatorSwapAB {
   template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_squares(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc,
                                                unsigned char* staging) const {
-    const int rows = f.p.batch - first_row(tile), at = staged_at<T>();
-    if (rows < kRows) {  // out-of-bounds rows count for nothing
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i)
-        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[i] = mean[i / 2 % 2];
-    }
+    const int at = staged_at<T>();
+    fill_beyond(f.p.batch, tile, [&](int c) { return mean[c]; }, acc);  // they count for nothing
     float m2[2] = {};
 #pragma unroll
     for (int i = 0; i < kRows / 8; i += kOctets) {
@@ -1158,6 +1155,16 @@ struct AccumulatorSwapAB {
       store_octets(v, i, y, tile, batch, features);
     }
   }
+
+  // In place of rows beyond the batch, which hold anything: what `value` gives for the first or the second feature.
+  template <class Value>
+  __device__ __forceinline__ void fill_beyond(int batch, Tile tile, const Value& value, Accumulators& acc) const {
+    const int rows = batch - first_row(tile);
+    if (rows >= kRows) return;
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i)
+      if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) acc[i] = value(i / 2 % 2);
+  }
 };
 
 // --- gemm/conversion.cuh -------------------------------------------------------------------------------------------
@@ -1244,6 +1251,19 @@ struct PipelineState {
     }
   }
 };
+
+// What TMA loads of a tile's rows of an operand: all ROWS of them, or of the last tile those that exist, in eights, by a map of
+// its own. Rows of a box beyond the matrix would be filled with zeros, slowly. What a stage holds in their place nobody may read.
+struct OperandBox {
+  const TensorMap* map;
+  int rows;
+};
+template <int ROWS>
+__device__ __forceinline__ OperandBox operand_box(const TensorMap& map, const TensorMap& last, int first_row, int rows) {
+  const int left = rows - first_row;
+  if (left > ROWS) return {&map, ROWS};
+  return {&last, (left + 7) / 8 * 8};
+}
 
 // The producer: as one thread, fills a stage of `bytes` for each k in [begin, end). `load(k, stage, barrier)` asks TMA for it.
 template <int STAGES, class Load>
@@ -1484,20 +1504,21 @@ __device__ __forceinline__ void signal_warp_done(u64& warps_done) {
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler& scheduler, Shared& shared,
                                            const typename G::Conversion& conversion) {
-  // Rows of a box of x. In training out-of-bounds rows have to be zero; else nobody reads them.
-  const int rows = G::kEvaluates ? min(G::TM, (p.batch + 7) / 8 * 8) : G::TM;
   const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
   PipelineState<G::kStages> state(1);
 #pragma unroll 1
   for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
     const Tile tile = scheduler.at(t);
-    produce(shared.ring, state, 0, G::steps(p), G::kPlanes * (rows + G::TN) * kRowBytes, [&](int k, int stage, u64* full) {
+    const OperandBox x = operand_box<G::TM>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
+    const OperandBox weight = operand_box<G::TN>(p.map_weight, p.map_last_weight, tile.n * G::TN, p.features);
+    const int bytes = G::kPlanes * (x.rows + weight.rows) * kRowBytes;
+    produce(shared.ring, state, 0, G::steps(p), bytes, [&](int k, int stage, u64* full) {
       conversion.wait_for(tile, k);
 #pragma unroll
       for (int plane = 0; plane < G::kPlanes; ++plane) {
         const int column = (k * G::kPlanes + plane) * G::kTileK;
-        tma_load(shared.x[stage][plane], p.map_x, full, column, tile.m * G::TM, x_policy);
-        tma_load(shared.weight[stage][plane], p.map_weight, full, column, tile.n * G::TN, kEvictNormal);
+        tma_load(shared.x[stage][plane], *x.map, full, column, tile.m * G::TM, x_policy);
+        tma_load(shared.weight[stage][plane], *weight.map, full, column, tile.n * G::TN, kEvictNormal);
       }
     });
   }
@@ -1558,7 +1579,9 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 
   if (threadIdx.x == 0) {
     prefetch_tensormap(p.map_x);
+    prefetch_tensormap(p.map_last_x);
     prefetch_tensormap(p.map_weight);
+    prefetch_tensormap(p.map_last_weight);
     shared.ring.init(2);
     shared.epilogue.init();
     shared.conversion.init();
@@ -3030,13 +3053,18 @@ struct FusedGemmFields {
 };
 struct FusedGemmParams : FusedGemmFields {
   gemmnorm::TensorMap map_x;  // [batch, in_features]
+  gemmnorm::TensorMap map_last_x;  // [batch, in_features], boxes of the last tile
   gemmnorm::TensorMap map_weight;  // [features, in_features]
+  gemmnorm::TensorMap map_last_weight;  // [features, in_features], boxes of the last tile
 };
 struct FusedGemmView : FusedGemmFields {  // what the kernel works with: copies, and references to the maps
   const gemmnorm::TensorMap& map_x;
+  const gemmnorm::TensorMap& map_last_x;
   const gemmnorm::TensorMap& map_weight;
+  const gemmnorm::TensorMap& map_last_weight;
   __device__ __forceinline__ explicit FusedGemmView(const FusedGemmParams& p)
-      : FusedGemmFields(p), map_x(p.map_x), map_weight(p.map_weight) {}
+      : FusedGemmFields(p), map_x(p.map_x), map_last_x(p.map_last_x), map_weight(p.map_weight),
+        map_last_weight(p.map_last_weight) {}
 };
 
 struct FusedGemmScaleBnConfig {
@@ -3556,7 +3584,9 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
   {
     FusedGemmParams p;
     p.map_x = tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64);
+    p.map_last_x = tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, ((batch - 1) % 128 + 8) / 8 * 8, 64);
     p.map_weight = tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64);
+    p.map_last_weight = tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, ((4096 - 1) % 128 + 8) / 8 * 8, 64);
     p.stored_product = pointer<float>(product); p.y = pointer<float>(y); p.bias = pointer<float>(bias);
     p.scale = pointer<float>(scale); p.running_mean = pointer<float>(running_mean);
     p.running_var = pointer<float>(running_var); p.num_batches_tracked = pointer<long long>(num_batches_tracked);
@@ -3626,8 +3656,10 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
   }
   {
     FusedGemmParams p;
-    p.map_x = tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, std::min<int64_t>(128, (batch + 7) / 8 * 8), 64);
+    p.map_x = tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, 128, 64);
+    p.map_last_x = tensor_map(split_x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, batch, 8192, ((batch - 1) % 128 + 8) / 8 * 8, 64);
     p.map_weight = tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, 128, 64);
+    p.map_last_weight = tensor_map(split_weight, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4096, 8192, ((4096 - 1) % 128 + 8) / 8 * 8, 64);
     p.stored_product = pointer<float>(product); p.y = pointer<float>(y); p.bias = pointer<float>(bias);
     p.scale = pointer<float>(scale); p.running_mean = pointer<float>(running_mean);
     p.running_var = pointer<float>(running_var); p.num_batches_tracked = pointer<long long>(num_batches_tracked);

@@ -33,8 +33,9 @@ def check_arguments(operands: Operands, training: bool, synchronised: bool = Fal
     device = x.device
     if not x.is_floating_point():
         raise GemmNormProductTypeError(f"input: expected a floating-point tensor; got {x.dtype}")
-    cast = (cast or torch.is_autocast_enabled(device.type)) and {x.dtype, weight.dtype} <= CASTABLE
-    if weight.dtype != x.dtype and not cast:
+    if weight.dtype != x.dtype and not (
+        {x.dtype, weight.dtype} <= CASTABLE and (cast or torch.is_autocast_enabled(device.type))
+    ):
         raise GemmNormProductTypeError(f"weight: expected the dtype of input, {x.dtype}; got {weight.dtype}")
     if weight.device != device:
         raise GemmNormProductTypeError(f"weight: expected a tensor on {device}, as input is; got {weight.device}")
