@@ -325,7 +325,7 @@ def by_operators(operands: Operands, options: Options, handle: Any) -> Tensor:
     check_arguments(operands, True, synchronised=True)
     scale_value, training, momentum, eps, activation, strategy, save, *_ = options
     found: Tensor = torch.ops.gemmnorm.linear_scale_sync_batch_norm(
-        *operands, scale_value, training, momentum, eps, activation, strategy, save, True, None,  # kept product
+        *operands, scale_value, training, momentum, eps, activation, strategy, save, True, None,  # the product kept
         handle.group_name, world_size(handle),
     )  # fmt: skip
     return found

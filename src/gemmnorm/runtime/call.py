@@ -108,7 +108,7 @@ def _cast_by_kernels(operands: Operands, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def _is_contiguous(t: Tensor) -> bool:
-    """Taken for granted in a trace, where to ask would install a guard."""
+    """Taken for granted in a trace, where to ask could install a guard."""
     return type(t) not in PLAIN or t.is_contiguous()
 
 
