@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/candidates.py --out candidates.json.gz --budget 400
 
 `--add FILE` keeps the rows of an earlier run, and measures the problems again that have candidates which it lacks; with
-`--again` all problems, where a kernel has changed.
+`--again` all problems, where a kernel has changed; with `--near gram` those where candidates of that name compete.
 `--list` prints the problems and how many kernels they need, without a GPU. Problems come in the order of their value:
 those that TARGETS holds, random ones, then a grid; `--budget` seconds stop the run cleanly and keep what is there.
 
@@ -256,6 +256,12 @@ def earlier(path: str) -> list[dict[str, Any]]:
     return [{"sources": document["sources"], **row} for row in document["rows"]]
 
 
+def near(name: str, us: dict[str, float]) -> bool:
+    """Whether candidates of this name were within a quarter of the fastest."""
+    times = {candidate: time for candidate, time in us.items() if candidate != "GEMM"}
+    return any(name in candidate and time < 1.25 * min(times.values()) for candidate, time in times.items())
+
+
 def write(path: str, rows: list[dict[str, Any]]) -> None:
     document = {
         "schema": "gemmnorm candidates 1",
@@ -280,6 +286,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1 << 30, help="likewise")
     parser.add_argument("--add", help="an earlier run's file: measure those of its problems that have new candidates")
     parser.add_argument("--again", action="store_true", help="with --add, problems too that lack no candidate")
+    parser.add_argument("--near", help="with --add, those whose candidates of this name were within a quarter of the best")
     parser.add_argument("--sizes", nargs="*", default=[], help="16384x4096x4096 …: these alone, forward and backward")
     parser.add_argument("--list", action="store_true", help="print the problems, run nothing")
     options = parser.parse_args()
@@ -297,8 +304,10 @@ def main() -> None:
     chosen = [c for c in chosen if c.problem.out_features <= options.features and c.problem.batch <= options.rows]
     chosen = [c for c in chosen if "training" not in words or (c.phase == "forward" and c.problem.training)]
     rows = earlier(options.add) if options.add else []
-    if options.add and not options.again:
-        known = {described(row): row["us"] for row in rows}
+    known = {described(row): row["us"] for row in rows}
+    if options.near:
+        chosen = [c for c in chosen if near(options.near, known.get(described(c.row), {}))]
+    elif options.add and not options.again:
         chosen = [c for c in chosen if any(f.name not in known.get(described(c.row), {f.name: 0}) for f in found(c))]
     if options.list:
         for one in chosen:

@@ -5,7 +5,7 @@
 #
 #   tests     pytest -m gpu, with its counts for the result file
 #   sanitize  every kernel at small sizes under memcheck, synccheck, racecheck and initcheck
-#   candidates  every candidate of the planner's, at SIZES or all that CANDIDATES seconds allow; with ADD=FILE what that lacks, and all again with AGAIN=--again
+#   candidates  every candidate of the planner's, at SIZES or all that CANDIDATES seconds allow; with ADD=FILE what that lacks, and all again with AGAIN=--again, or those where NEAR=gram competes
 #   split     float32 by split operands beside the library's float32, errors and times
 #   cases     every strategy at every case, errors and times
 #   random    problems of the seeds RANDOM_SEEDS (0,1,2,3,4), COUNT of each (12), in PRECISIONS (bf16)
@@ -49,7 +49,7 @@ for stage in "${@:-tests}"; do
       ;;
     candidates)
       logged candidates 25 python3 benchmarks/candidates.py --out "$out/candidates.json.gz" --budget "${CANDIDATES:-300}" \
-        ${SIZES:+--sizes $SIZES} ${ADD:+--add $ADD} ${AGAIN:-} ${ONLY:+--only $ONLY}
+        ${SIZES:+--sizes $SIZES} ${ADD:+--add $ADD} ${AGAIN:-} ${NEAR:+--near $NEAR} ${ONLY:+--only $ONLY}
       ;;
     split) logged split 30 python3 lab/device_check.py --precision fp32 --case kb33 kb39 projector odd --strategy one_kernel cublas_folded_bn ;;
     cases) logged cases 80 python3 lab/device_check.py --precision bf16 tf32 ;;

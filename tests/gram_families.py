@@ -36,6 +36,15 @@ def far_from_zero(batch: int, wide: int, out: int) -> tuple[Tensor, Tensor]:
     return 20 + torch.randn(batch, wide), torch.randn(out, wide)
 
 
+def rows_of_many_sizes(batch: int, wide: int, out: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, wide) * torch.exp(2 * torch.randn(batch, 1)), torch.randn(out, wide)
+
+
+def alike_beside_zero(batch: int, wide: int, out: int) -> tuple[Tensor, Tensor]:
+    """Columns of x that are nearly the same, and whose mean is several deviations."""
+    return 5 + torch.randn(batch, 1) + 0.05 * torch.randn(batch, wide), torch.randn(out, wide)
+
+
 def constant_features(batch: int, wide: int, out: int) -> tuple[Tensor, Tensor]:
     x, weight = torch.randn(batch, wide), torch.randn(out, wide)
     x[:, :4], weight[::2, 4:] = 0.7, 0
@@ -48,7 +57,10 @@ def infinities(batch: int, wide: int, out: int) -> tuple[Tensor, Tensor]:
     return x, weight
 
 
-ALL: tuple[Family, ...] = (ordinary, features_alike, rows_far_out, far_from_zero, constant_features, infinities)
+ALL: tuple[Family, ...] = (
+    ordinary, features_alike, rows_far_out, far_from_zero, rows_of_many_sizes, alike_beside_zero, constant_features,
+    infinities,
+)  # fmt: skip
 
 
 def check(family: Family, batch: int, wide: int, out: int, device: str) -> None:
@@ -58,13 +70,21 @@ def check(family: Family, batch: int, wide: int, out: int, device: str) -> None:
     with torch.no_grad():
         module.gemm.weight.copy_(weight)
         a = x.double() @ module.gemm.weight.double().t()
-        want, eager = twin(module).double()(x.double()), twin(module)(x)
+        exact = twin(module).double()
+        want, eager = exact(x.double()), twin(module)(x)
         found = []
         for _ in range(2):
-            positional, keywords = arguments(twin(module), strategy="gemm_stats_apply")
+            ours = twin(module)
+            positional, keywords = arguments(ours, strategy="gemm_stats_apply")
             with poisoned_memory(), runtime.recording() as plans:
                 found.append(linear_scale_batch_norm(x, *positional, **keywords))
             assert plans[0].launches[0].function == "gram_statistics"
+    for name, buffer in exact.bn.named_buffers():  # each feature's once, whoever finds its statistics
+        finite = buffer.isfinite()
+        updated = getattr(ours.bn, name)[finite].double()
+        torch.testing.assert_close(
+            updated, buffer[finite].double(), rtol=2**-6, atol=1e-2, msg=lambda m, n=name: f"{n}: {m}"
+        )
     y, again = found
     assert torch.equal(y.nan_to_num(), again.nan_to_num()), "the same bits"
     assert torch.equal(y.isnan(), eager.isnan()), "as eager has it"

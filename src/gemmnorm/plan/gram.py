@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import cast
+from .library import VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .steps import Buffer, Extent, Launch, Map
 
@@ -51,7 +52,7 @@ def workspace(problem: Problem) -> tuple[Buffer, ...]:
 
 
 def launch(problem: Problem) -> Launch:
-    """Mean and M2 of every feature, as those of one group of rows."""
+    """Mean and rstd of every feature, and its running statistics, where the matrix has the digits."""
     x, weight = (cast.operand(problem, name) for name in cast.OPERANDS)
     pitches = {buffer.role: buffer.pitch for buffer in cast.operands(problem)}
     columns = ROW_BYTES // DTYPE_BYTES[problem.dtype]
@@ -66,8 +67,8 @@ def launch(problem: Problem) -> Launch:
             ("kSharedBytes", SHARED),
         ),
         ("map_x", "map_weight", "map_gram", "x", "gram_partial", "gram_sum", "gram", "gram_columns", "gram_scalars",
-         "group_mean", "group_m2", "inexact", "num_batches_tracked", "counters", "x_pitch", "batch", "in_features",
-         "features"),
+         *VECTORS, "running_mean", "running_var", "num_batches_tracked", "momentum", "eps", "mean", "rstd", "inexact",
+         "counters", "x_pitch", "batch", "in_features", "features"),
         Extent((problem.chip or CHIPS[90]).multiprocessors),
         block=32 * (WARPS + 1),
         resident=1,

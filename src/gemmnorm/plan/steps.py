@@ -88,11 +88,11 @@ OPERAND_MAPS = ("map_x", "map_last_x", "map_weight", "map_last_weight")
 
 def operand_maps(x: str, weight: str, tile: tuple[int, int], columns: int, exact: bool = False) -> tuple[Map, ...]:
     """Of `OPERAND_MAPS`: the tensors' roles, rows of both in a tile, and columns of a box."""
-    both = zip((x, x, weight, weight), (tile[0], tile[0], tile[1], tile[1]), (False, True) * 2, strict=True)
-    return tuple(
-        Map(role, tensor, rows, columns, exact, last)
-        for role, (tensor, rows, last) in zip(OPERAND_MAPS, both, strict=True)
-    )
+    maps: list[Map] = []
+    for name, tensor, rows in (("x", x, tile[0]), ("weight", weight, tile[1])):
+        maps.append(Map(f"map_{name}", tensor, rows, columns, exact))
+        maps.append(Map(f"map_last_{name}", tensor, rows, columns, exact, last=True))
+    return tuple(maps)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "gram_columns": ("float*", "[3, columns]: pivots, about the mean of x; sums of x - pivot; the diagonal"),
     "gram_scalars": ("float*", "[columns / 128, features / 128, 5, 128]: sums over columns, of every feature"),
     "x_pitch": ("int", "elements from one row to the next"),
-    "inexact": ("int*", "whether statistics by the Gram matrix lack digits"),
+    "inexact": ("int*", "whether any feature's statistics by the Gram matrix lack digits"),
     "x": ("const {T}*", "[batch, in_features]"),
     "weight": ("const {T}*", "[features, in_features]"),
     "given_x": ("const {X}*", "[batch, in_features]: x, of which cast_x is made"),

@@ -25,6 +25,19 @@ struct FeatureGradient : Affine<FORM> {
   }
 };
 
+// Of feature j, by its affine map alone, or for the last launch with its column sums.
+template <Form FORM, bool SUMMED, class Params>
+__device__ __forceinline__ FeatureGradient<FORM> feature_gradient(const Params& p, int j) {
+  FeatureGradient<FORM> f;
+  static_cast<Affine<FORM>&>(f) = saved_affine<FORM>(p, j);
+  f.mean_grad = f.slope_grad = 0.0f;
+  if constexpr (SUMMED && FORM == Form::kFolded) {
+    f.mean_grad = p.mean_grad[j];
+    f.slope_grad = p.slope_grad[j];
+  }
+  return f;
+}
+
 // N neighbouring elements of the two tensors that the backward reads.
 template <class T, class Y, int N>
 struct GradientWords {

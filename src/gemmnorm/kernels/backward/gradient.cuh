@@ -25,11 +25,10 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   const GroupTile<N, TX> tile(p.batch, p.features);
   const i64 group_row = tile.group_row();
   FeatureGradient<FORM> feature[N];
+  tile.share_features(feature, [&](int j) { return feature_gradient<FORM, false>(p, j); });
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    static_cast<Affine<FORM>&>(feature[i]) = saved_affine<FORM>(p, tile.column + i);
+  for (int i = 0; i < N; ++i)
     if (FORM == Form::kFolded) feature[i].centre -= value_or(p.offset, group_row + i, 0.0f);
-  }
   float sum[N] = {}, dot[N] = {}, linear[N] = {};
   tile.template visit_rows<kInFlight>(
       [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
@@ -99,20 +98,14 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
   using Words = GradientWords<T, Y, N>;
   GroupTile<N, Config::kThreadsX, Config::kGroups, true> tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
-  if (!tile.inside) return;
   griddepcontrol_wait();
   FeatureGradient<FORM> feature[N];
+  tile.share_features(feature, [&](int j) { return feature_gradient<FORM, true>(p, j); });
+  if (!tile.inside) return;
   float centre[N];
   ColumnExponents<N> exponents;
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    static_cast<Affine<FORM>&>(feature[i]) = saved_affine<FORM>(p, tile.column + i);
-    centre[i] = feature[i].centre;
-    if (FORM == Form::kFolded) {
-      feature[i].mean_grad = p.mean_grad[tile.column + i];
-      feature[i].slope_grad = p.slope_grad[tile.column + i];
-    }
-  }
+  for (int i = 0; i < N; ++i) centre[i] = feature[i].centre;
 #pragma unroll 1
   for (int g = 0; g < Config::kGroups; ++g) {
     tile.move_to(tile.first_group + g);

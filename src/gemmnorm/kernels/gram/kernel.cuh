@@ -7,14 +7,16 @@
 // B it costs next to nothing. Taken by the schedule "gram", whose product then normalises in its epilogue (NormalizeEpilogue).
 //
 // A square of a sum is lost where the terms of the sum cancel: w_nᵀ·G·w_n has the rounding errors of Σ_i w_ni²·G_ii, and the
-// mean those of Σ_i |w_ni·p_i|. Where M2 is too small beside these, or no number, `inexact` says so, and the next launch takes
-// the statistics from the product itself (ExactStatisticsEpilogue).
+// mean those of Σ_i |w_ni·p_i|. Where M2 is too small beside these, or no number, `inexact` says so and the feature has a
+// negative rstd: the next launch takes statistics from the product itself (ExactStatisticsEpilogue), and the merge after it finishes
+// the features so marked. All others are finished here, and where that is all of them both launches end at once.
 //
 // Four phases between barriers of the whole grid: partial Gram matrices of slices of the rows; their sum, as two bfloat16 for
 // each element; W·G, of which each element is multiplied by its own of W; the sums of that, a feature each.
 #pragma once
 #include "gemm/pipeline.cuh"
 #include "gemm/tile_scheduler.cuh"
+#include "memory_bound/statistics.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace gemmnorm {
@@ -24,8 +26,10 @@ constexpr int kGramStep = 64;   // rows of x, or columns of W, in a stage
 constexpr int kGramWarps = 8;   // two warpgroups that multiply 64 rows each; a ninth warp asks TMA for operands
 constexpr int kGramThreads = 32 * (kGramWarps + 1);
 constexpr int kPivotRows = 32;  // whose mean is p
-constexpr int kGramScalars = 5;  // sums over columns of G that a feature needs
-constexpr float kSafeSquares = 1.0f / 256, kSafeMean = 1e-4f;  // M2 and the deviation at least, as parts of those sums
+constexpr int kGramScalars = 5;   // sums over columns of G that a feature needs
+// M2 at least, as a part of those sums times the square root of the batch: x - p is rounded, which costs up to 0.012 of that part's
+// inverse (docs/site/mathematics.md); the deviation at least, as a part of its sum.
+constexpr float kSafeSquares = 3.0f, kSafeMean = 1e-4f;
 
 // Parts of G, each with its mirror image: (i, j) for i <= j.
 struct GramPart {
@@ -401,7 +405,7 @@ struct Gram {
     scalars[4] += weight * weight * of_column[2][column];
   }
 
-  // Fourth phase: a feature's numbers as those of one group of all rows.
+  // Fourth phase: mean, rstd and running statistics of every feature of which they are exact enough.
   __device__ __forceinline__ void finish_features() const {
     const int row_tiles = (p.features + kGramTile - 1) / kGramTile;
     for (int j = blockIdx.x * kGramThreads + threadIdx.x; j < p.features; j += gridDim.x * kGramThreads) {
@@ -416,10 +420,14 @@ struct Gram {
       const float offset = sum * sum / p.batch, m2 = scalars[0] - offset, deviation = kSafeMean * magnitude;
       // Σ(x_i - p_i)·x_j, from which (w·s)·(w·p) was subtracted, was larger by that.
       const float squares = larger(diagonal + fabsf(sum * mean), offset);
-      const bool exact = m2 >= larger(p.batch * deviation * deviation, kSafeSquares * squares) && m2 < 3e38f;
-      if (!exact) *p.inexact = 1;
-      p.group_mean[j] = mean + sum / p.batch;
-      p.group_m2[j] = m2 > 0.0f ? m2 : 0.0f;
+      const bool exact = m2 >= larger(p.batch * deviation * deviation, kSafeSquares * squares / sqrtf(p.batch)) && m2 < 3e38f;
+      if (exact) {
+        const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j);
+        finish_counted(p, j, mean + sum / p.batch, s * s * m2 / p.batch, s, value_or(p.bias, j, 0.0f));
+      } else {
+        *p.inexact = 1;
+        p.rstd[j] = -1.0f;
+      }
     }
   }
 

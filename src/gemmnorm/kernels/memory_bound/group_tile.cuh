@@ -15,16 +15,18 @@ struct GroupTile {
 
   int batch, features;
   int first_group, lane;
-  int column;   // the thread's first; 0 beyond the last feature, where it reads but must not write
-  bool inside;  // the thread's features exist
+  int first_column;  // of the block
+  int column;        // the thread's first; 0 beyond the last feature, where it reads but must not write
+  bool inside;       // the thread's features exist
   int group, rows;
-  i64 origin;  // of the thread's features in the group's first row
+  i64 origin;        // of the thread's features in the group's first row
 
   __device__ __forceinline__ GroupTile(int batch_, int features_) : batch(batch_), features(features_) {
     const int tiles = (features + kColumns - 1) / kColumns;  // along a row
     const int block = REVERSED ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     lane = threadIdx.x / TX;
-    column = (block % tiles) * kColumns + threadIdx.x % TX * N;
+    first_column = block % tiles * kColumns;
+    column = first_column + threadIdx.x % TX * N;
     inside = column < features;
     if (!inside) column = 0;
     first_group = block / tiles * GROUPS;
@@ -41,6 +43,29 @@ struct GroupTile {
   __device__ __forceinline__ i64 group_row() const { return mul_wide(group, features) + column; }
   // Place in the tensor of the thread's features in a row of the group.
   __device__ __forceinline__ i64 at(int row) const { return origin + mul_wide(row, features); }
+
+  // The thread has a column of the block's to itself, whose numbers it makes for all.
+  __device__ __forceinline__ bool owns_column() const {
+    return threadIdx.x < kColumns && first_column + static_cast<int>(threadIdx.x) < features;
+  }
+  // `make(j)` is a struct of floats, of feature j: a thread calls it for the column that it owns, and gets those of its own.
+  template <class S, class Make>
+  __device__ __forceinline__ void share_features(S (&own)[N], const Make& make) const {
+    constexpr int kFloats = sizeof(S) / sizeof(float);
+    alignas(32) __shared__ float shared[kFloats][kColumns];
+    if (owns_column()) {
+      const S made = make(first_column + static_cast<int>(threadIdx.x));
+#pragma unroll
+      for (int k = 0; k < kFloats; ++k) shared[k][threadIdx.x] = reinterpret_cast<const float*>(&made)[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kFloats; ++k) {
+      const Vec<float, N> v = load<float, N>(&shared[k][threadIdx.x % TX * N]);
+#pragma unroll
+      for (int i = 0; i < N; ++i) reinterpret_cast<float*>(&own[i])[k] = v.at[i];
+    }
+  }
 
   // Calls `visit(row, load_at(place))` for the thread's rows of the group, AT_ONCE loads in flight. A row beyond the group
   // is visited too, with the last row's contents: loads under a condition would wait for each other.
@@ -87,7 +112,7 @@ template <int COLUMNS, int ROWS>
 struct GroupMerge {
   static constexpr int kColumns = COLUMNS, kLanes = kThreads / kColumns;
 
-  int batch, features, groups, group_rows = ROWS;
+  int batch, features, groups;
   int j, lane;  // the thread's feature, which may lie beyond the last
 
   __device__ __forceinline__ GroupMerge(int batch_, int features_) : batch(batch_), features(features_) {
@@ -96,11 +121,6 @@ struct GroupMerge {
     lane = threadIdx.x / kColumns;
   }
   __device__ __forceinline__ bool inside() const { return j < features; }
-  // The first group's numbers are those of all rows.
-  __device__ __forceinline__ void take_one_group() {
-    groups = 1;
-    group_rows = batch;
-  }
 
   // Calls `add(sum, place, rows)` for every group, then adds up over the lanes, in a fixed order, and hands the sums to all.
   template <int N, class Add>
@@ -108,7 +128,7 @@ struct GroupMerge {
     if (inside()) {
 #pragma unroll 4
       for (int g = lane; g < groups; g += kLanes)
-        add(sum, mul_wide(g * (ROWS / kGroupRows), features) + j, min(group_rows, batch - g * group_rows));
+        add(sum, mul_wide(g * (ROWS / kGroupRows), features) + j, min(ROWS, batch - g * ROWS));
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {

@@ -18,19 +18,17 @@ __device__ __forceinline__ void normalize(const Params& p) {
   constexpr Form FORM = Config::kForm;
   GroupTile<N, Config::kThreadsX, Config::kGroups> tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
-  if (!tile.inside) return;
-  griddepcontrol_wait();
-
+  constexpr bool kKnown = FORM == Form::kRunning;  // before the product is
+  if (!kKnown) griddepcontrol_wait();
   Affine<FORM> affine[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) affine[i] = forward_affine<FORM>(p, tile.column + i);
-  if (FORM == Form::kRunning && p.mean && tile.group == 0 && tile.lane == 0) {  // kept for the backward
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      p.mean[tile.column + i] = affine[i].centre;
-      p.rstd[tile.column + i] = 1.0f / sqrtf(to_float(p.running_var[tile.column + i]) + p.eps);
-    }
+  tile.share_features(affine, [&](int j) { return forward_affine<FORM>(p, j); });
+  if (kKnown) griddepcontrol_wait();
+  if (kKnown && p.mean && tile.group == 0 && tile.owns_column()) {  // kept for the backward
+    const int j = tile.first_column + static_cast<int>(threadIdx.x);
+    p.mean[j] = to_float(p.running_mean[j]);
+    p.rstd[j] = 1.0f / sqrtf(to_float(p.running_var[j]) + p.eps);
   }
+  if (!tile.inside) return;
 
 #pragma unroll 1
   for (int g = 0; g < Config::kGroups; ++g) {

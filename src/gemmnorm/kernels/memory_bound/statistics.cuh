@@ -88,6 +88,16 @@ __device__ __forceinline__ void finish_feature(const Params& p, int j, const Fea
   from_float((1.0f - m) * f.running_var + m * unbiased, p.running_var[j]);
 }
 
+// The same of a batch that num_batches_tracked counts already.
+template <class Params>
+__device__ __forceinline__ void finish_counted(const Params& p, int j, float mean, float variance, float s, float b) {
+  FeatureStatistics f = {mean, variance, s, b};
+  f.running_mean = value_or(p.running_mean, j, 0.0f);
+  f.running_var = value_or(p.running_var, j, 0.0f);
+  f.batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;
+  finish_feature(p, j, f);
+}
+
 // Mean and M2 over all groups of the thread's feature, with whose scale and bias the deviations of z are taken.
 struct MergedGroups {
   float mean, m2;
@@ -105,8 +115,8 @@ __device__ __forceinline__ MergedGroups merge_groups(const Params& p, const Merg
   return {mean[0], m2[0]};
 }
 
-// mean, rstd and running statistics of kColumns features a block, from group_mean and group_m2. num_batches_tracked counts this
-// batch already.
+// mean, rstd and running statistics of kColumns features a block, from group_mean and group_m2; behind the Gram matrix of x, of
+// those features alone that it left with a negative rstd.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_statistics(const Params& p) {
   constexpr bool FOLD = Config::kFold;
@@ -117,15 +127,12 @@ __device__ __forceinline__ void merge_statistics(const Params& p) {
   const float b = merge.inside() ? value_or(p.bias, j, 0.0f) : 0.0f;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  if (p.inexact && *p.inexact == 0) merge.take_one_group();
+  if (p.inexact && *p.inexact == 0) return;
 
   const MergedGroups of = merge_groups<FOLD>(p, merge, s, b, shared);
   if (!merge.inside() || merge.lane != 0) return;
-  FeatureStatistics f = {of.mean, (FOLD ? s * s * of.m2 : of.m2) / p.batch, s, b};
-  f.running_mean = value_or(p.running_mean, j, 0.0f);
-  f.running_var = value_or(p.running_var, j, 0.0f);
-  f.batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;
-  finish_feature(p, j, f);
+  if (p.inexact && !(p.rstd[j] < 0.0f)) return;
+  finish_counted(p, j, of.mean, (FOLD ? s * s * of.m2 : of.m2) / p.batch, s, b);
 }
 
 }  // namespace gemmnorm
