@@ -286,7 +286,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1 << 30, help="likewise")
     parser.add_argument("--add", help="an earlier run's file: measure those of its problems that have new candidates")
     parser.add_argument("--again", action="store_true", help="with --add, problems too that lack no candidate")
-    parser.add_argument("--near", help="with --add, those whose candidates of this name were within a quarter of the best")
+    parser.add_argument(
+        "--near", help="with --add, those whose candidates of this name were within a quarter of the best"
+    )
     parser.add_argument("--sizes", nargs="*", default=[], help="16384x4096x4096 …: these alone, forward and backward")
     parser.add_argument("--list", action="store_true", help="print the problems, run nothing")
     options = parser.parse_args()

@@ -703,16 +703,18 @@ struct GroupTile {
 
   int batch, features;
   int first_group, lane;
-  int column;   // the thread's first; 0 beyond the last feature, where it reads but must not write
-  bool inside;  // the thread's features exist
+  int first_column;  // of the block
+  int column;        // the thread's first; 0 beyond the last feature, where it reads but must not write
+  bool inside;       // the thread's features exist
   int group, rows;
-  i64 origin;  // of the thread's features in the group's first row
+  i64 origin;        // of the thread's features in the group's first row
 
   __device__ __forceinline__ GroupTile(int batch_, int features_) : batch(batch_), features(features_) {
     const int tiles = (features + kColumns - 1) / kColumns;  // along a row
     const int block = REVERSED ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     lane = threadIdx.x / TX;
-    column = (block % tiles) * kColumns + threadIdx.x % TX * N;
+    first_column = block % tiles * kColumns;
+    column = first_column + threadIdx.x % TX * N;
     inside = column < features;
     if (!inside) column = 0;
     first_group = block / tiles * GROUPS;
@@ -729,6 +731,29 @@ struct GroupTile {
   __device__ __forceinline__ i64 group_row() const { return mul_wide(group, features) + column; }
   // Place in the tensor of the thread's features in a row of the group.
   __device__ __forceinline__ i64 at(int row) const { return origin + mul_wide(row, features); }
+
+  // The thread has a column of the block's to itself, whose numbers it makes for all.
+  __device__ __forceinline__ bool owns_column() const {
+    return threadIdx.x < kColumns && first_column + static_cast<int>(threadIdx.x) < features;
+  }
+  // `make(j)` is a struct of floats, of feature j: a thread calls it for the column that it owns, and gets those of its own.
+  template <class S, class Make>
+  __device__ __forceinline__ void share_features(S (&own)[N], const Make& make) const {
+    constexpr int kFloats = sizeof(S) / sizeof(float);
+    alignas(32) __shared__ float shared[kFloats][kColumns];
+    if (owns_column()) {
+      const S made = make(first_column + static_cast<int>(threadIdx.x));
+#pragma unroll
+      for (int k = 0; k < kFloats; ++k) shared[k][threadIdx.x] = reinterpret_cast<const float*>(&made)[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kFloats; ++k) {
+      const Vec<float, N> v = load<float, N>(&shared[k][threadIdx.x % TX * N]);
+#pragma unroll
+      for (int i = 0; i < N; ++i) reinterpret_cast<float*>(&own[i])[k] = v.at[i];
+    }
+  }
 
   // Calls `visit(row, load_at(place))` for the thread's rows of the group, AT_ONCE loads in flight. A row beyond the group
   // is visited too, with the last row's contents: loads under a condition would wait for each other.
@@ -775,7 +800,7 @@ template <int COLUMNS, int ROWS>
 struct GroupMerge {
   static constexpr int kColumns = COLUMNS, kLanes = kThreads / kColumns;
 
-  int batch, features, groups, group_rows = ROWS;
+  int batch, features, groups;
   int j, lane;  // the thread's feature, which may lie beyond the last
 
   __device__ __forceinline__ GroupMerge(int batch_, int features_) : batch(batch_), features(features_) {
@@ -791,7 +816,7 @@ struct GroupMerge {
     if (inside()) {
 #pragma unroll 4
       for (int g = lane; g < groups; g += kLanes)
-        add(sum, mul_wide(g * (ROWS / kGroupRows), features) + j, min(group_rows, batch - g * group_rows));
+        add(sum, mul_wide(g * (ROWS / kGroupRows), features) + j, min(ROWS, batch - g * ROWS));
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -2663,6 +2688,19 @@ struct FeatureGradient : Affine<FORM> {
   }
 };
 
+// Of feature j, by its affine map alone, or for the last launch with its column sums.
+template <Form FORM, bool SUMMED, class Params>
+__device__ __forceinline__ FeatureGradient<FORM> feature_gradient(const Params& p, int j) {
+  FeatureGradient<FORM> f;
+  static_cast<Affine<FORM>&>(f) = saved_affine<FORM>(p, j);
+  f.mean_grad = f.slope_grad = 0.0f;
+  if constexpr (SUMMED) {
+    f.mean_grad = p.mean_grad[j];
+    f.slope_grad = p.slope_grad[j];
+  }
+  return f;
+}
+
 // N neighbouring elements of the two tensors that the backward reads.
 template <class T, class Y, int N>
 struct GradientWords {
@@ -2743,11 +2781,10 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   const GroupTile<N, TX> tile(p.batch, p.features);
   const i64 group_row = tile.group_row();
   FeatureGradient<FORM> feature[N];
+  tile.share_features(feature, [&](int j) { return feature_gradient<FORM, false>(p, j); });
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    static_cast<Affine<FORM>&>(feature[i]) = saved_affine<FORM>(p, tile.column + i);
+  for (int i = 0; i < N; ++i)
     feature[i].centre -= value_or(p.offset, group_row + i, 0.0f);
-  }
   float sum[N] = {}, dot[N] = {}, linear[N] = {};
   tile.template visit_rows<kInFlight>(
       [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
@@ -2804,18 +2841,14 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
   using Words = GradientWords<T, Y, N>;
   GroupTile<N, Config::kThreadsX, Config::kGroups, true> tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
-  if (!tile.inside) return;
   griddepcontrol_wait();
   FeatureGradient<FORM> feature[N];
+  tile.share_features(feature, [&](int j) { return feature_gradient<FORM, true>(p, j); });
+  if (!tile.inside) return;
   float centre[N];
   ColumnExponents<N> exponents;
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    static_cast<Affine<FORM>&>(feature[i]) = saved_affine<FORM>(p, tile.column + i);
-    centre[i] = feature[i].centre;
-    feature[i].mean_grad = p.mean_grad[tile.column + i];
-    feature[i].slope_grad = p.slope_grad[tile.column + i];
-  }
+  for (int i = 0; i < N; ++i) centre[i] = feature[i].centre;
 #pragma unroll 1
   for (int g = 0; g < Config::kGroups; ++g) {
     tile.move_to(tile.first_group + g);

@@ -244,16 +244,18 @@ struct GroupTile {
 
   int batch, features;
   int first_group, lane;
-  int column;   // the thread's first; 0 beyond the last feature, where it reads but must not write
-  bool inside;  // the thread's features exist
+  int first_column;  // of the block
+  int column;        // the thread's first; 0 beyond the last feature, where it reads but must not write
+  bool inside;       // the thread's features exist
   int group, rows;
-  i64 origin;  // of the thread's features in the group's first row
+  i64 origin;        // of the thread's features in the group's first row
 
   __device__ __forceinline__ GroupTile(int batch_, int features_) : batch(batch_), features(features_) {
     const int tiles = (features + kColumns - 1) / kColumns;  // along a row
     const int block = REVERSED ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     lane = threadIdx.x / TX;
-    column = (block % tiles) * kColumns + threadIdx.x % TX * N;
+    first_column = block % tiles * kColumns;
+    column = first_column + threadIdx.x % TX * N;
     inside = column < features;
     if (!inside) column = 0;
     first_group = block / tiles * GROUPS;
@@ -270,6 +272,29 @@ struct GroupTile {
   __device__ __forceinline__ i64 group_row() const { return mul_wide(group, features) + column; }
   // Place in the tensor of the thread's features in a row of the group.
   __device__ __forceinline__ i64 at(int row) const { return origin + mul_wide(row, features); }
+
+  // The thread has a column of the block's to itself, whose numbers it makes for all.
+  __device__ __forceinline__ bool owns_column() const {
+    return threadIdx.x < kColumns && first_column + static_cast<int>(threadIdx.x) < features;
+  }
+  // `make(j)` is a struct of floats, of feature j: a thread calls it for the column that it owns, and gets those of its own.
+  template <class S, class Make>
+  __device__ __forceinline__ void share_features(S (&own)[N], const Make& make) const {
+    constexpr int kFloats = sizeof(S) / sizeof(float);
+    alignas(32) __shared__ float shared[kFloats][kColumns];
+    if (owns_column()) {
+      const S made = make(first_column + static_cast<int>(threadIdx.x));
+#pragma unroll
+      for (int k = 0; k < kFloats; ++k) shared[k][threadIdx.x] = reinterpret_cast<const float*>(&made)[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kFloats; ++k) {
+      const Vec<float, N> v = load<float, N>(&shared[k][threadIdx.x % TX * N]);
+#pragma unroll
+      for (int i = 0; i < N; ++i) reinterpret_cast<float*>(&own[i])[k] = v.at[i];
+    }
+  }
 
   // Calls `visit(row, load_at(place))` for the thread's rows of the group, AT_ONCE loads in flight. A row beyond the group
   // is visited too, with the last row's contents: loads under a condition would wait for each other.
@@ -316,7 +341,7 @@ template <int COLUMNS, int ROWS>
 struct GroupMerge {
   static constexpr int kColumns = COLUMNS, kLanes = kThreads / kColumns;
 
-  int batch, features, groups, group_rows = ROWS;
+  int batch, features, groups;
   int j, lane;  // the thread's feature, which may lie beyond the last
 
   __device__ __forceinline__ GroupMerge(int batch_, int features_) : batch(batch_), features(features_) {
@@ -332,7 +357,7 @@ struct GroupMerge {
     if (inside()) {
 #pragma unroll 4
       for (int g = lane; g < groups; g += kLanes)
-        add(sum, mul_wide(g * (ROWS / kGroupRows), features) + j, min(group_rows, batch - g * group_rows));
+        add(sum, mul_wide(g * (ROWS / kGroupRows), features) + j, min(ROWS, batch - g * ROWS));
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -435,6 +460,16 @@ __device__ __forceinline__ void finish_feature(const Params& p, int j, const Fea
   from_float((1.0f - m) * f.running_var + m * unbiased, p.running_var[j]);
 }
 
+// The same of a batch that num_batches_tracked counts already.
+template <class Params>
+__device__ __forceinline__ void finish_counted(const Params& p, int j, float mean, float variance, float s, float b) {
+  FeatureStatistics f = {mean, variance, s, b};
+  f.running_mean = value_or(p.running_mean, j, 0.0f);
+  f.running_var = value_or(p.running_var, j, 0.0f);
+  f.batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;
+  finish_feature(p, j, f);
+}
+
 // Mean and M2 over all groups of the thread's feature, with whose scale and bias the deviations of z are taken.
 struct MergedGroups {
   float mean, m2;
@@ -452,8 +487,8 @@ __device__ __forceinline__ MergedGroups merge_groups(const Params& p, const Merg
   return {mean[0], m2[0]};
 }
 
-// mean, rstd and running statistics of kColumns features a block, from group_mean and group_m2. num_batches_tracked counts this
-// batch already.
+// mean, rstd and running statistics of kColumns features a block, from group_mean and group_m2; behind the Gram matrix of x, of
+// those features alone that it left with a negative rstd.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_statistics(const Params& p) {
   constexpr bool FOLD = Config::kFold;
@@ -467,11 +502,7 @@ __device__ __forceinline__ void merge_statistics(const Params& p) {
 
   const MergedGroups of = merge_groups<FOLD>(p, merge, s, b, shared);
   if (!merge.inside() || merge.lane != 0) return;
-  FeatureStatistics f = {of.mean, (FOLD ? s * s * of.m2 : of.m2) / p.batch, s, b};
-  f.running_mean = value_or(p.running_mean, j, 0.0f);
-  f.running_var = value_or(p.running_var, j, 0.0f);
-  f.batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;
-  finish_feature(p, j, f);
+  finish_counted(p, j, of.mean, (FOLD ? s * s * of.m2 : of.m2) / p.batch, s, b);
 }
 
 // --- common/affine.cuh ---------------------------------------------------------------------------------------------
@@ -549,19 +580,17 @@ __device__ __forceinline__ void normalize(const Params& p) {
   constexpr Form FORM = Config::kForm;
   GroupTile<N, Config::kThreadsX, Config::kGroups> tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
-  if (!tile.inside) return;
-  griddepcontrol_wait();
-
+  constexpr bool kKnown = FORM == Form::kRunning;  // before the product is
+  if (!kKnown) griddepcontrol_wait();
   Affine<FORM> affine[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) affine[i] = forward_affine<FORM>(p, tile.column + i);
-  if (FORM == Form::kRunning && p.mean && tile.group == 0 && tile.lane == 0) {  // kept for the backward
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      p.mean[tile.column + i] = affine[i].centre;
-      p.rstd[tile.column + i] = 1.0f / sqrtf(to_float(p.running_var[tile.column + i]) + p.eps);
-    }
+  tile.share_features(affine, [&](int j) { return forward_affine<FORM>(p, j); });
+  if (kKnown) griddepcontrol_wait();
+  if (kKnown && p.mean && tile.group == 0 && tile.owns_column()) {  // kept for the backward
+    const int j = tile.first_column + static_cast<int>(threadIdx.x);
+    p.mean[j] = to_float(p.running_mean[j]);
+    p.rstd[j] = 1.0f / sqrtf(to_float(p.running_var[j]) + p.eps);
   }
+  if (!tile.inside) return;
 
 #pragma unroll 1
   for (int g = 0; g < Config::kGroups; ++g) {
@@ -624,6 +653,19 @@ struct FeatureGradient : Affine<FORM> {
     return this->slope * this->scale * g;
   }
 };
+
+// Of feature j, by its affine map alone, or for the last launch with its column sums.
+template <Form FORM, bool SUMMED, class Params>
+__device__ __forceinline__ FeatureGradient<FORM> feature_gradient(const Params& p, int j) {
+  FeatureGradient<FORM> f;
+  static_cast<Affine<FORM>&>(f) = saved_affine<FORM>(p, j);
+  f.mean_grad = f.slope_grad = 0.0f;
+  if constexpr (SUMMED && FORM == Form::kFolded) {
+    f.mean_grad = p.mean_grad[j];
+    f.slope_grad = p.slope_grad[j];
+  }
+  return f;
+}
 
 // N neighbouring elements of the two tensors that the backward reads.
 template <class T, class Y, int N>
@@ -701,11 +743,10 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   const GroupTile<N, TX> tile(p.batch, p.features);
   const i64 group_row = tile.group_row();
   FeatureGradient<FORM> feature[N];
+  tile.share_features(feature, [&](int j) { return feature_gradient<FORM, false>(p, j); });
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    static_cast<Affine<FORM>&>(feature[i]) = saved_affine<FORM>(p, tile.column + i);
+  for (int i = 0; i < N; ++i)
     if (FORM == Form::kFolded) feature[i].centre -= value_or(p.offset, group_row + i, 0.0f);
-  }
   float sum[N] = {}, dot[N] = {}, linear[N] = {};
   tile.template visit_rows<kInFlight>(
       [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
@@ -774,20 +815,14 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
   using Words = GradientWords<T, Y, N>;
   GroupTile<N, Config::kThreadsX, Config::kGroups, true> tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
-  if (!tile.inside) return;
   griddepcontrol_wait();
   FeatureGradient<FORM> feature[N];
+  tile.share_features(feature, [&](int j) { return feature_gradient<FORM, true>(p, j); });
+  if (!tile.inside) return;
   float centre[N];
   ColumnExponents<N> exponents;
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    static_cast<Affine<FORM>&>(feature[i]) = saved_affine<FORM>(p, tile.column + i);
-    centre[i] = feature[i].centre;
-    if (FORM == Form::kFolded) {
-      feature[i].mean_grad = p.mean_grad[tile.column + i];
-      feature[i].slope_grad = p.slope_grad[tile.column + i];
-    }
-  }
+  for (int i = 0; i < N; ++i) centre[i] = feature[i].centre;
 #pragma unroll 1
   for (int g = 0; g < Config::kGroups; ++g) {
     tile.move_to(tile.first_group + g);
