@@ -290,11 +290,12 @@ def gram_matrix() -> str:
     drawing.text(x, top - 10, "the launches of the plan", 11)
     for i, launch in enumerate(found.launches):
         epilogue = str(dict(launch.config).get("Epilogue<>", "")).removeprefix("gemmnorm::")
+        behind_gram = "inexact" in launch.params and launch.function != "gram_statistics"
+        detail = " ".join(filter(None, (epilogue, "(where inexact)" if behind_gram else "")))
         drawing.box(x, top + 50 * i, 214, 38, BLUE if epilogue else GREY)
-        drawing.text(x + 107, top + 50 * i + (16 if epilogue else 23), launch.function, 10, "middle")
-        if epilogue:
-            only = " (where inexact)" if "inexact" in launch.params else ""
-            drawing.text(x + 107, top + 50 * i + 30, epilogue + only, 9, "middle")
+        drawing.text(x + 107, top + 50 * i + (16 if detail else 23), launch.function, 10, "middle")
+        if detail:
+            drawing.text(x + 107, top + 50 * i + 30, detail, 9, "middle")
     return drawing.svg()
 
 
