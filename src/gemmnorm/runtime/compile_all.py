@@ -22,10 +22,12 @@ from dataclasses import dataclass, replace
 
 from .. import activations, plan
 from ..plan import Launch, Plan, Problem, candidates, gradient, ranks
+from ..plan.problem import type_members
 from . import driver, sources
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 IN_FULL = (80, 120)  # the oldest and the newest, whose kernels the others share but for Hopper's own
+MOST_REGISTERS = "gelu"  # the activation that needs them, in value and gradient
 
 # (x and W, y, bias and scale, BatchNorm): whole model in one type; autocast with a scale; autocast without one;
 # a half-precision model whose BatchNorm was kept in float32.
@@ -93,29 +95,34 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
 
     Every size for the identity; the widest vectors, which need the most registers, for the activations and for float16,
     whose code is bfloat16's but for the conversions; on most architectures also for forms of which nothing but
-    per-feature vectors has another dtype.
+    per-feature vectors has another dtype. Those forms of float16 are left out.
     """
     names = [None, *(row.name for row in activations.TABLE)]
-    chip = plan.chip_for(arch)
+    chip, hopper = plan.chip_for(arch), arch == 90
     for (dtype, out, linear, norm), activation in itertools.product(dtype_forms(), names):
-        uniform = out == linear == norm == dtype
+        uniform, half = out == linear == norm == dtype, dtype == "float16"
+        if (activation is not None and (half or not uniform)) or (half and not uniform and out != "float32"):
+            continue
         # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. In the first two,
         # the activation that needs most registers stands for the others.
-        half = dtype == "float16" and uniform
-        few = (100, 256, 1024, 16384, 65536) if arch == 90 and (half or activation in (None, "gelu")) else (1024, 16384)
+        stands = activation in (None, MOST_REGISTERS)
+        few = (100, 256, 1024, 16384, 65536) if hopper and stands else (1024, 16384)
         common = arch in IN_FULL or uniform or out == "float32"
         everywhere = activation is None and common and dtype in (("float32",) if quick else ("float32", "bfloat16"))
+        # Without a product of its own a plan depends neither on in_features nor on the arithmetic.
+        inputs = _IN_FEATURES if everywhere else _FEW_INPUTS if activation is None else _FEW_INPUTS[-1:]
+        arithmetics = ("tf32", "float32", "ieee") if hopper else ("ieee",)
         sizes = itertools.product(
             _BATCHES if everywhere else few,
             _FEATURES if everywhere else _FEATURES[:1],
-            _IN_FEATURES if everywhere else _FEW_INPUTS if activation is None else _FEW_INPUTS[-1:],
+            inputs if hopper else inputs[:1],
         )
-        small = _SMALL if arch == 90 and activation in (None, "gelu") and (half or dtype != "float16") else ()
+        small = _SMALL if hopper and stands and (uniform or not half) else ()
         for batch, features, inner in (*sizes, *small, *(_NARROW if everywhere and arch in IN_FULL else ())):
-            if activation is not None and (dtype == "float16" or not uniform):
+            if inner % 8 and batch not in few:  # rows that TMA does not take are copied, whatever their number
                 continue
             for training, save, arithmetic in itertools.product(
-                (True, False), (True, False), ("tf32", "float32", "ieee") if dtype == "float32" else ("native",)
+                (True, False), (True, False), arithmetics if dtype == "float32" else ("native",)
             ):
                 yield Problem(
                     batch, inner, features, dtype, out, linear, norm, arithmetic,
@@ -126,36 +133,66 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
 @functools.cache
 def kernels(arch: int, quick: bool = False) -> tuple[Kernel, ...]:
     """Every distinct kernel of every strategy's plans for `arch`, in a fixed order."""
-    found: dict[tuple[object, ...], Kernel] = {}
-    for problem in problems(arch, quick):
-        for strategy, phase in itertools.product(plan.STRATEGIES, ("forward", "backward")):
-            if phase == "backward" and not problem.save:
-                continue
-            chosen = plan.make_plan(problem, strategy, phase)
-            plans = [chosen]
-            if phase == "forward" and problem.dtype != "float32" == problem.linear_dtype:  # as autocast has it
-                for cast in (("x", "weight"), ("weight",)):
-                    plans.append(plan.make_plan(replace(problem, cast=cast), strategy))
-            if problem.split and chosen.strategy == "one_kernel" and phase == "forward" and not problem.training:
-                plans += [plan.make_plan(replace(problem, prepared=True), strategy, phase), plan.prepare(problem)]
-            again = replace(problem, keep_product=False)
-            if phase == "backward" and gradient.refusal_to_multiply_again(again) is None:
-                plans.append(plan.make_plan(again, strategy, phase))
-            plans += _synchronised(problem, strategy, phase)
-            sizes, plain = (problem.batch, problem.in_features, problem.out_features), problem.activation is None
-            if sizes in _EVERY_CANDIDATE and plain and problem.dtype != "float16":
-                every = candidates.candidates(problem if phase == "forward" else again, phase)
-                mine = (c for c in every if c.refusal is None and (phase == "backward" or c.strategy == strategy))
-                plans += [c.plan() for c in mine]
-            for made, launch in ((p.problem, launch) for p in plans for launch in p.launches):
-                same = replace(launch, grid=plan.Extent(1))
-                types = tuple(plan.c_types(made).values())
-                activation = problem.activation if launch.activates else None
-                found.setdefault((same, types, activation), Kernel(launch, made, arch))
-    distinct: dict[str, Kernel] = {}
-    for kernel in found.values():
-        distinct.setdefault(sources.translation_unit(kernel.launch, kernel.problem), kernel)
+    planned: dict[tuple[object, ...], Kernel] = {}
+    for made in itertools.chain.from_iterable(map(plans, problems(arch, quick))):
+        for launch in made.launches:
+            same = replace(launch, grid=plan.Extent(1))
+            activation = made.problem.activation if launch.activates else None
+            kernel = Kernel(launch, made.problem, arch)
+            planned.setdefault((same, tuple(plan.c_types(made.problem).values()), activation), kernel)
+    distinct: dict[tuple[object, ...], Kernel] = {}
+    for kernel in planned.values():
+        distinct.setdefault(_text(kernel), kernel)
     return tuple(distinct.values())
+
+
+def plans(problem: Problem) -> Iterator[Plan]:
+    """Those of all strategies that serve the problem, forward and backward, and of what varies a call besides.
+
+    What differs in one expression, or in the loads of per-feature vectors, is not compiled in every combination: with
+    float32's own product the activation that needs most registers stands for the others, and the candidates that the
+    planner does not choose are those of the forms whose vectors have the product's dtype, or are autocast's.
+    """
+    served = [name for name, refusal in plan.applicable(problem).items() if refusal is None and name != "reference"]
+    stands = problem.dtype != "float32" or problem.activation in (None, MOST_REGISTERS)
+    again = replace(problem, keep_product=False)
+    backward = served if problem.save else []
+    for strategy in served:
+        if strategy == "one_kernel" and not stands:
+            continue
+        yield plan.make_plan(problem, strategy)
+        if problem.dtype != "float32" == problem.linear_dtype:  # as autocast has it
+            for cast in (("x", "weight"), ("weight",)):
+                yield plan.make_plan(replace(problem, cast=cast), strategy)
+        if problem.split and strategy == "one_kernel" and not problem.training:
+            yield from (plan.make_plan(replace(problem, prepared=True), strategy), plan.prepare(problem))
+        yield from _synchronised(problem, strategy, "forward")
+    for strategy in backward:
+        yield plan.make_plan(problem, strategy, "backward")
+        if stands and gradient.refusal_to_multiply_again(again) is None:
+            yield plan.make_plan(again, strategy, "backward")
+        yield from _synchronised(problem, strategy, "backward")
+    sizes = (problem.batch, problem.in_features, problem.out_features)
+    vectors_apart = problem.out_dtype == problem.dtype != problem.norm_dtype
+    plain = problem.activation is None and problem.dtype != "float16" and not vectors_apart
+    if plain and sizes in _EVERY_CANDIDATE:
+        every = candidates.candidates(problem) + (candidates.candidates(again, "backward") if backward else ())
+        yield from (c.plan() for c in every if c.refusal is None)
+
+
+def _text(kernel: Kernel) -> tuple[object, ...]:
+    """What tells a kernel from others: all of its translation unit that does not follow from the names of files.
+
+    A launch for statistics neither writes y nor reads BatchNorm's vectors: its PTX is the same whatever their types and
+    the activation, but for constants that nothing reads.
+    """
+    launch, problem = kernel.launch, kernel.problem
+    if launch.entry == "fused_gemm_statistics":
+        problem = replace(problem, activation=None, out_dtype=problem.dtype, norm_dtype=problem.linear_dtype)
+        types = dict(type_members(problem))
+        launch = replace(launch, config=tuple((name, types.get(name, value)) for name, value in launch.config))
+    activation = problem.activation if launch.activates else None
+    return launch.source, launch.parts, activation, sources.entry_source(launch, problem)
 
 
 def every_kernel(architectures: Sequence[int], quick: bool, jobs: int) -> list[Kernel]:
