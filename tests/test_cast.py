@@ -100,10 +100,10 @@ def epilogue(chosen: Plan) -> str:
         (400, 131, 264, "one_kernel", True, "Persistent", ("weight",)),  # and x copied
         (300, 2048, 264, "one_kernel", True, "SingleWave", ("weight",)),
         (600, 2048, 136, "one_kernel", True, "SingleWave", BOTH),
-        (1200, 2048, 264, "one_kernel", True, "Persistent", BOTH),
-        (600, 2048, 264, "one_kernel", True, "Persistent", ("x",)),
+        (600, 2048, 264, "one_kernel", True, "Persistent", BOTH),
+        (400, 2048, 264, "one_kernel", True, "Persistent", ("x",)),
         (400, 2048, 264, "gemm_stats_apply", True, "Statistics", BOTH),
-        (400, 2048, 264, "gemm_stats_apply", True, "Normalize", BOTH),
+        (300, 2048, 264, "gemm_stats_apply", True, "Normalize", BOTH),
         (400, 2048, 264, "one_kernel", False, "Evaluate", BOTH),
     ],
 )

@@ -115,23 +115,25 @@ def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, featur
     with torch.no_grad():
         module.gemm.weight.copy_(module.gemm.weight.bfloat16())
         exact = twin(module).double()(x.double())
-    for grad in (True, False):
-        with emulated(chip), poisoned_memory(), torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
-            y = run(twin(module), x, "one_kernel", "SingleWave")
-        assert y.dtype == torch.float32
-        assert error(y.detach(), exact) < 6e-3
+    grad = waits_in == "registers"  # with a kept product and without
+    with emulated(chip), poisoned_memory(), torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+        y = run(twin(module), x, "one_kernel", "SingleWave")
+    assert y.dtype == torch.float32
+    assert error(y.detach(), exact) < 6e-3
 
 
 @pytest.mark.parametrize(
-    ("one_tile", "features"), [((128, 64), 40), ((256, 64), 72), ((256, 128), 136)], indirect=["one_tile"]
+    ("one_tile", "features"), [((128, 64), 40), ((256, 64), 40), ((256, 128), 72)], indirect=["one_tile"]
 )
 def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(one_tile, features, forced):
     forced(ways.in_registers(False))
     check(plan.chip_for(90, 66), "one_kernel", "bf16", 8290, 16, features, epilogue="SingleWave")
 
 
-@pytest.mark.parametrize(("batch", "features"), [(180, 264), (300, 1000), (500, 72)])
-@pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
+@pytest.mark.parametrize(
+    ("name", "batch", "features"),
+    [("bf16", 180, 264), ("bf16", 300, 1000), ("bf16", 500, 72), ("tf32", 300, 1000), ("fp32", 500, 72)],
+)
 def test_few_tiles_of_a_panel_are_a_cluster(name, batch, features, forced):
     """They run at the same time as it is, and the launch need not be cooperative."""
     forced(lambda c: c.phase == "backward" or getattr(c.way, "cluster", 1) > 1)
@@ -166,8 +168,19 @@ def test_gemm_stats_apply(name):
     check(SMALL_HOPPER, "gemm_stats_apply", name, 300, 72, 136, epilogue="Statistics", scale_shape=(136,))
 
 
-@pytest.mark.parametrize("one_tile", [(256, 128), (64, 128), (256, 64), (128, 64), (128, 32)], indirect=True)
-@pytest.mark.parametrize("name", ["bf16", "tf32"])
+@pytest.mark.parametrize(
+    ("name", "one_tile"),
+    [
+        ("bf16", (256, 128)),
+        ("bf16", (64, 128)),
+        ("bf16", (256, 64)),
+        ("bf16", (128, 64)),
+        ("bf16", (128, 32)),
+        ("tf32", (256, 128)),
+        ("tf32", (128, 64)),  # which goes from registers to memory
+    ],
+    indirect=["one_tile"],
+)
 def test_multiplied_twice(name, one_tile):
     """With the product kept for gradients, and without them, where nothing but y goes to memory."""
     strategy, epilogue = "gemm_stats_apply", "Normalize"
@@ -275,7 +288,7 @@ def test_every_tile_that_passes_through_shared_memory(one_tile):
 
 
 @pytest.mark.parametrize("one_tile", [(64, 128), (128, 128), (256, 128), (256, 64), (128, 32)], indirect=True)
-@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "fp32"])
+@pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])  # float16 is bfloat16's code
 def test_every_tile_in_evaluation(name, one_tile):
     if name == "fp32" and one_tile[0] == 256:
         pytest.skip("of split operands there is no such tile")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -46,26 +45,29 @@ def fits(blocks: int, batch: int) -> bool:
     return blocks * -(-batch // small.TILE_ROWS) <= small.CLUSTER
 
 
+ALL = ("bf16", "tf32", "fp32")  # float16 is bfloat16's code; the GPU suite has it
+STEPS = (
+    (ALL, 4, 128, 600, 40),  # more stages than the ring has, the last not filled; a panel that is not filled
+    (ALL, 4, 2, 72, 8),  # parts without any K
+    (("bf16", "fp32"), 4, 65, 256, 72),
+    (("bf16",), 2, 100, 136, 72),
+    (("tf32",), 8, 100, 520, 40),
+    (("fp32",), 8, 64, 16, 72),
+    (("bf16", "fp32"), 1, 77, 136, 40),
+    (("bf16", "tf32"), (8, 64), 128, 520, 72),
+    (ALL, 4, 129, 136, 40),  # a row in the second tile; all blocks that a cluster may have
+    (("tf32", "fp32"), 2, 300, 136, 72),
+    (("bf16", "fp32"), 1, 2000, 72, 40),  # the largest cluster
+    (("bf16",), 8, 240, 520, 40),
+    (("bf16", "tf32"), (2, 64), 193, 136, 72),  # a row in the last group
+    (("bf16", "tf32"), (4, 128), 256, 264, 136),
+)
+
+
 @needs_compiler
-@pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])  # float16 is bfloat16's code; the GPU suite has it
 @pytest.mark.parametrize(
-    ("blocks", "batch", "in_features", "features"),
-    [
-        (4, 128, 600, 40),  # more stages than the ring has, the last not filled; a panel that is not filled
-        (4, 2, 72, 8),  # parts without any K
-        (4, 65, 256, 72),
-        (2, 100, 136, 72),
-        (8, 100, 520, 40),
-        (8, 64, 16, 72),
-        (1, 77, 136, 40),
-        ((8, 64), 128, 520, 72),
-        (4, 129, 136, 40),  # a row in the second tile; all blocks that a cluster may have
-        (2, 300, 136, 72),
-        (1, 2000, 72, 40),  # the largest cluster
-        (8, 240, 520, 40),
-        ((2, 64), 193, 136, 72),  # a row in the last group
-        ((4, 128), 256, 264, 136),
-    ],
+    ("name", "blocks", "batch", "in_features", "features"),
+    [(name, *sizes) for names, *sizes in STEPS for name in names],
 )
 def test_a_step(
     cluster: Cluster, name: str, blocks: int | tuple[int, int], batch: int, in_features: int, features: int
@@ -74,7 +76,7 @@ def test_a_step(
     cluster(*(blocks if isinstance(blocks, tuple) else (blocks,)))
     options = {"scale_shape": (features,), "activation": "silu"}
     check(HOPPER, "one_kernel", name, batch, in_features, features, epilogue=None, **options)
-    if blocks == 4:
+    if blocks == 4 and name == "bf16":
         options = {"bias": False, "affine": False, "momentum": None, "activation": "relu"}
         check(HOPPER, "one_kernel", name, batch, in_features, features, epilogue=None, **options)
 
@@ -88,10 +90,10 @@ def check_evaluation(
         x = torch.randn(batch, in_features, device=device, dtype=dtype)
         exact, eager = twin(module).double()(x.double()), module(x)
         with where, poisoned_memory(), runtime.recording() as plans:
-            first, *others = [run(module, x, "one_kernel") for _ in range(3)]
+            first, other = (run(module, x, "one_kernel") for _ in range(2))
     assert [launch.function for launch in plans[0].launches] == ["small_panel"]
     assert error(first, exact, columns=False) <= 1.02 * error(eager, exact, columns=False) + ROUNDING[name]
-    assert all(torch.equal(first, other) for other in others)
+    assert torch.equal(first, other)
 
 
 # Where eager runs on the CPU it has no TF32.
@@ -99,14 +101,13 @@ ROUNDING = {"bf16": 2**-12, "fp16": 2**-14, "tf32": 2**-11, "fp32": 2**-24}
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
-@pytest.mark.parametrize("found", [(4, 32), (1, 32), (8, 64)])
+@pytest.mark.parametrize(
+    ("name", "found"), [("bf16", (4, 32)), ("tf32", (4, 32)), ("fp32", (1, 32)), ("fp32", (4, 32)), ("bf16", (8, 64))]
+)
 def test_evaluation(cluster: Cluster, found: tuple[int, int], name: str) -> None:
-    if name == "fp32" and found[1] > small.SPLIT_COLUMNS:
-        pytest.skip("no such shape")
     cluster(*found)
-    many = (2200, 72, 40)  # more tiles than a cluster has blocks
-    for sizes in ((128, 600, 40), (1, 72, 8), (65, 256, 72), (300, 136, 72), many):
+    many = ((2200, 72, 40),) if found == (1, 32) else ()  # more tiles than a cluster has blocks
+    for sizes in ((128, 600, 40), (1, 72, 8), (300, 136, 72), *many):
         check_evaluation(name, *sizes, emulated(HOPPER), "cpu")
 
 
@@ -279,10 +280,9 @@ def test_where_it_serves() -> None:
 @pytest.mark.parametrize("found", STAGES)
 def test_every_size_of_cluster_compiles(cluster: Cluster, found: tuple[int, int]) -> None:
     cluster(*found)
-    kinds = (("bfloat16", "native"), ("float32", "tf32"), ("float32", "float32"))
-    for (dtype, arithmetic), batch in itertools.product(kinds, (128, small.CLUSTER // found[0] * 128)):
+    for dtype, arithmetic, tiles in (("bfloat16", "native", small.CLUSTER // found[0]), ("float32", "float32", 1)):
         p = problem(dtype=dtype, out_dtype=dtype, arithmetic=arithmetic, activation="gelu", save=True)
-        p = replace(p, batch=batch)
+        p = replace(p, batch=128 * tiles)
         if p.split and found[1] > 32:
             continue  # refused
         (launch,) = plan.make_plan(p, "one_kernel").launches
