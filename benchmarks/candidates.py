@@ -259,7 +259,8 @@ def earlier(path: str) -> list[dict[str, Any]]:
 def near(name: str, us: dict[str, float]) -> bool:
     """Whether candidates of this name were within a quarter of the fastest."""
     times = {candidate: time for candidate, time in us.items() if candidate != "GEMM"}
-    return any(name in candidate and time < 1.25 * min(times.values()) for candidate, time in times.items())
+    most = 1.25 * min(times.values(), default=0.0)
+    return any(name in candidate and time < most for candidate, time in times.items())
 
 
 def write(path: str, rows: list[dict[str, Any]]) -> None:

@@ -40,7 +40,7 @@ def rows_of_many_sizes(batch: int, wide: int, out: int) -> tuple[Tensor, Tensor]
     return torch.randn(batch, wide) * torch.exp(2 * torch.randn(batch, 1)), torch.randn(out, wide)
 
 
-def alike_beside_zero(batch: int, wide: int, out: int) -> tuple[Tensor, Tensor]:
+def alike_and_far_from_zero(batch: int, wide: int, out: int) -> tuple[Tensor, Tensor]:
     """Columns of x that are nearly the same, and whose mean is several deviations."""
     return 5 + torch.randn(batch, 1) + 0.05 * torch.randn(batch, wide), torch.randn(out, wide)
 
@@ -58,8 +58,8 @@ def infinities(batch: int, wide: int, out: int) -> tuple[Tensor, Tensor]:
 
 
 ALL: tuple[Family, ...] = (
-    ordinary, features_alike, rows_far_out, far_from_zero, rows_of_many_sizes, alike_beside_zero, constant_features,
-    infinities,
+    ordinary, features_alike, rows_far_out, far_from_zero, rows_of_many_sizes, alike_and_far_from_zero,
+    constant_features, infinities,
 )  # fmt: skip
 
 

@@ -273,11 +273,12 @@ struct GroupTile {
   // Place in the tensor of the thread's features in a row of the group.
   __device__ __forceinline__ i64 at(int row) const { return origin + mul_wide(row, features); }
 
-  // The thread has a column of the block's to itself, whose numbers it makes for all.
+  // One of the block's columns is the thread's own to compute for all; it exists.
   __device__ __forceinline__ bool owns_column() const {
     return threadIdx.x < kColumns && first_column + static_cast<int>(threadIdx.x) < features;
   }
-  // `make(j)` is a struct of floats, of feature j: a thread calls it for the column that it owns, and gets those of its own.
+  // What threads that share columns need of each feature, a struct of floats: computed once, by the column's owner, as
+  // `make(feature)`, and handed on through shared memory. All threads of the block call it, once in a kernel.
   template <class S, class Make>
   __device__ __forceinline__ void share_features(S (&own)[N], const Make& make) const {
     constexpr int kFloats = sizeof(S) / sizeof(float);
@@ -460,7 +461,7 @@ __device__ __forceinline__ void finish_feature(const Params& p, int j, const Fea
   from_float((1.0f - m) * f.running_var + m * unbiased, p.running_var[j]);
 }
 
-// The same of a batch that num_batches_tracked counts already.
+// The same, with what else it needs read here. num_batches_tracked counts this batch already.
 template <class Params>
 __device__ __forceinline__ void finish_counted(const Params& p, int j, float mean, float variance, float s, float b) {
   FeatureStatistics f = {mean, variance, s, b};
@@ -583,7 +584,9 @@ __device__ __forceinline__ void normalize(const Params& p) {
   constexpr Form FORM = Config::kForm;
   GroupTile<N, Config::kThreadsX, Config::kGroups> tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
-  constexpr bool kKnown = FORM == Form::kRunning;  // before the product is
+  // In evaluation the coefficients depend on no launch of this call: they are computed while the product is finished. Nobody
+  // writes them meanwhile, because the product's own launch, cuBLAS', waits for all that the stream had before it.
+  constexpr bool kKnown = FORM == Form::kRunning;
   if (!kKnown) griddepcontrol_wait();
   Affine<FORM> affine[N];
   tile.share_features(affine, [&](int j) { return forward_affine<FORM>(p, j); });

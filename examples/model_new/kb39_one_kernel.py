@@ -732,11 +732,12 @@ struct GroupTile {
   // Place in the tensor of the thread's features in a row of the group.
   __device__ __forceinline__ i64 at(int row) const { return origin + mul_wide(row, features); }
 
-  // The thread has a column of the block's to itself, whose numbers it makes for all.
+  // One of the block's columns is the thread's own to compute for all; it exists.
   __device__ __forceinline__ bool owns_column() const {
     return threadIdx.x < kColumns && first_column + static_cast<int>(threadIdx.x) < features;
   }
-  // `make(j)` is a struct of floats, of feature j: a thread calls it for the column that it owns, and gets those of its own.
+  // What threads that share columns need of each feature, a struct of floats: computed once, by the column's owner, as
+  // `make(feature)`, and handed on through shared memory. All threads of the block call it, once in a kernel.
   template <class S, class Make>
   __device__ __forceinline__ void share_features(S (&own)[N], const Make& make) const {
     constexpr int kFloats = sizeof(S) / sizeof(float);

@@ -27,7 +27,7 @@ from . import driver, sources
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 IN_FULL = (80, 120)  # the oldest and the newest, whose kernels the others share but for Hopper's own
-MOST_REGISTERS = "gelu"  # the activation that needs them, in value and gradient
+REPRESENTATIVE = "gelu"  # the activation that stands for the others at small sizes
 
 # (x and W, y, bias and scale, BatchNorm): whole model in one type; autocast with a scale; autocast without one;
 # a half-precision model whose BatchNorm was kept in float32.
@@ -104,8 +104,8 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
         if (activation is not None and (half or not uniform)) or (half and not uniform and out != "float32"):
             continue
         # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. In the first two,
-        # the activation that needs most registers stands for the others.
-        stands = activation in (None, MOST_REGISTERS)
+        # one activation stands for the others.
+        stands = activation in (None, REPRESENTATIVE)
         few = (100, 256, 1024, 16384, 65536) if hopper and stands else (1024, 16384)
         common = arch in IN_FULL or uniform or out == "float32"
         everywhere = activation is None and common and dtype in (("float32",) if quick else ("float32", "bfloat16"))
@@ -149,17 +149,13 @@ def kernels(arch: int, quick: bool = False) -> tuple[Kernel, ...]:
 def plans(problem: Problem) -> Iterator[Plan]:
     """Those of all strategies that serve the problem, forward and backward, and of what varies a call besides.
 
-    What differs in one expression, or in the loads of per-feature vectors, is not compiled in every combination: with
-    float32's own product the activation that needs most registers stands for the others, and the candidates that the
-    planner does not choose are those of the forms whose vectors have the product's dtype, or are autocast's.
+    Of the candidates that the planner does not choose, those of the forms whose vectors have the product's dtype, or
+    are autocast's: the others differ in the loads of per-feature vectors alone.
     """
     served = [name for name, refusal in plan.applicable(problem).items() if refusal is None and name != "reference"]
-    stands = problem.dtype != "float32" or problem.activation in (None, MOST_REGISTERS)
     again = replace(problem, keep_product=False)
     backward = served if problem.save else []
     for strategy in served:
-        if strategy == "one_kernel" and not stands:
-            continue
         yield plan.make_plan(problem, strategy)
         if problem.dtype != "float32" == problem.linear_dtype:  # as autocast has it
             for cast in (("x", "weight"), ("weight",)):
@@ -169,7 +165,7 @@ def plans(problem: Problem) -> Iterator[Plan]:
         yield from _synchronised(problem, strategy, "forward")
     for strategy in backward:
         yield plan.make_plan(problem, strategy, "backward")
-        if stands and gradient.refusal_to_multiply_again(again) is None:
+        if gradient.refusal_to_multiply_again(again) is None:
             yield plan.make_plan(again, strategy, "backward")
         yield from _synchronised(problem, strategy, "backward")
     sizes = (problem.batch, problem.in_features, problem.out_features)

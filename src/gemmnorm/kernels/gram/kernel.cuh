@@ -26,9 +26,9 @@ constexpr int kGramStep = 64;   // rows of x, or columns of W, in a stage
 constexpr int kGramWarps = 8;   // two warpgroups that multiply 64 rows each; a ninth warp asks TMA for operands
 constexpr int kGramThreads = 32 * (kGramWarps + 1);
 constexpr int kPivotRows = 32;  // whose mean is p
-constexpr int kGramScalars = 5;   // sums over columns of G that a feature needs
-// M2 at least, as a part of those sums times the square root of the batch: x - p is rounded, which costs up to 0.012 of that part's
-// inverse (docs/site/mathematics.md); the deviation at least, as a part of its sum.
+constexpr int kGramScalars = 5;  // sums over columns of G that a feature needs
+// M2 is exact enough from kSafeSquares / sqrt(batch) of the squares that cancel in it on, since x - p is rounded to T
+// (docs/site/mathematics.md); the mean where a deviation is kSafeMean of Σ |w_ni·p_i|.
 constexpr float kSafeSquares = 3.0f, kSafeMean = 1e-4f;
 
 // Parts of G, each with its mirror image: (i, j) for i <= j.

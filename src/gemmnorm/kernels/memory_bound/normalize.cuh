@@ -18,7 +18,9 @@ __device__ __forceinline__ void normalize(const Params& p) {
   constexpr Form FORM = Config::kForm;
   GroupTile<N, Config::kThreadsX, Config::kGroups> tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
-  constexpr bool kKnown = FORM == Form::kRunning;  // before the product is
+  // In evaluation the coefficients depend on no launch of this call: they are computed while the product is finished. Nobody
+  // writes them meanwhile, because the product's own launch, cuBLAS', waits for all that the stream had before it.
+  constexpr bool kKnown = FORM == Form::kRunning;
   if (!kKnown) griddepcontrol_wait();
   Affine<FORM> affine[N];
   tile.share_features(affine, [&](int j) { return forward_affine<FORM>(p, j); });

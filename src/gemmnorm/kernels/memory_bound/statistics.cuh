@@ -88,7 +88,7 @@ __device__ __forceinline__ void finish_feature(const Params& p, int j, const Fea
   from_float((1.0f - m) * f.running_var + m * unbiased, p.running_var[j]);
 }
 
-// The same of a batch that num_batches_tracked counts already.
+// The same, with what else it needs read here. num_batches_tracked counts this batch already.
 template <class Params>
 __device__ __forceinline__ void finish_counted(const Params& p, int j, float mean, float variance, float s, float b) {
   FeatureStatistics f = {mean, variance, s, b};
