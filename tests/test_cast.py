@@ -300,3 +300,30 @@ def test_a_compiled_graph_casts_nothing_for_autocast(inner):
     assert any("linear_scale_batch_norm_backward" in name for name in names)
     assert not [name for name in names if "_to_copy" in name or "convert_element_type" in name]
     assert [plan.problem.cast for plan in plans] == [("x", "weight") if inner == torch.float32 else ("weight",)] * 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("written", [False, True])
+def test_a_weight_that_a_compiled_graph_multiplies_by_twice_is_cast_once(written):
+    """As two views of a batch go through one projector; unless the weight is written in between."""
+    torch._dynamo.reset()
+    module = stir(Chain(64, 72, scale_shape=(72,), activation="relu"))
+    x, grad = torch.randn(2, 200, 64), torch.randn(200, 72)
+
+    def call(m, x):
+        positional, keywords = arguments(m, strategy="one_kernel")
+        with torch.autocast("cpu", torch.bfloat16):
+            y = linear_scale_batch_norm(x[0], *positional, **keywords)
+            if written:
+                with torch.no_grad():
+                    m.gemm.weight.mul_(2)
+            return y * linear_scale_batch_norm(x[1], *positional, **keywords)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition")
+    direct, traced = twin(module), twin(module)
+    with emulated(SMALL_HOPPER), runtime.recording() as plans:
+        want = step(direct, lambda x: call(direct, x), x, grad)
+        eager = len(plans)
+        got = step(traced, lambda x: compiled(traced, x), x, grad)
+    assert all(torch.equal(got[key], want[key]) and got[key].dtype == want[key].dtype for key in want)
+    assert [plan.problem.cast for plan in plans[eager:]] == [("x", "weight"), ("x", "weight") if written else ("x",)]

@@ -94,9 +94,9 @@ def test_a_grid_covers_the_whole_output():
             if step.function not in ("column_statistics", "normalize", "gradient_sums", "product_gradient"):
                 continue
             members = dict(step.config)
-            width, threads, several = members["kVector"], members["kThreadsX"], members.get("kGroups", 1)
+            width, threads = members["kVector"], members["kThreadsX"]
             blocks = step.grid.value(p.problem.batch)
-            groups = -(-p.problem.batch // (plan.GROUP_ROWS * several))
+            groups = -(-p.problem.batch // plan.GROUP_ROWS)
             assert blocks == groups * -(-p.problem.out_features // (width * threads))
             assert p.problem.out_features % width == 0
             assert width * plan.DTYPE_BYTES[p.problem.dtype] <= 16

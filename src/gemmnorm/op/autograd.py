@@ -18,12 +18,16 @@ Gradients = Sequence[Tensor | None]
 class Operator:
     """The registered operator in the place of a prepared call: what a trace or a mode gets to see."""
 
-    def __init__(self, options: Options, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-        """`dtypes`: of x and weight as they are handed in, and of their gradients."""
-        self.options, self.dtypes = options, dtypes
+    def __init__(
+        self, options: Options, dtypes: tuple[torch.dtype, torch.dtype], cast_weight: Tensor | None = None
+    ) -> None:
+        """`dtypes`: of x and weight as they are handed in, and of their gradients. `cast_weight`: to multiply by."""
+        self.options, self.dtypes, self._cast_weight = options, dtypes, cast_weight
 
     def forward(self, operands: Operands) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]]:
         """y; product, statistics and the copies that were cast; x and weight as they were multiplied."""
+        if self._cast_weight is not None:
+            operands = operands._replace(weight=self._cast_weight)
         with torch._C._AutoDispatchBelowAutograd():
             y, *kept = torch.ops.gemmnorm.linear_scale_batch_norm.default(*operands, *self.options)
         x, weight = (copy if copy.dim() == 2 else t for copy, t in zip(kept[2:], operands[:2], strict=True))

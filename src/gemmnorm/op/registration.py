@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from .. import plan
 from ..runtime import call as runtime
@@ -202,6 +203,26 @@ def _can_run_here(tensor: Tensor) -> bool:
     return type(tensor) in runtime.PLAIN and not has_modes()
 
 
+# By each weight of a trace that an operator has cast: its version then, and the copy, as long as the trace keeps it for the
+# backward. A later call in the same graph multiplies by that, as autocast's cache has it in eager mode. It is an edge of the
+# graph: who frees the copy sees both uses.
+_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _remember_copy(weight: Tensor, copy: Tensor) -> None:
+    if type(weight) not in runtime.PLAIN and copy.dim() == 2:
+        _copies[weight] = (weight._version, TensorWeakRef(copy))
+
+
+def _cast_before(weight: Tensor, cast: torch.dtype | None) -> Tensor | None:
+    """The copy of a traced weight in this dtype, if the trace has made one already."""
+    if cast is None or type(weight) in runtime.PLAIN or weight not in _copies:
+        return None
+    version, found = _copies[weight]
+    copy: Tensor | None = found()
+    return copy if copy is not None and version == weight._version and copy.dtype == cast else None
+
+
 def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:
     operands = Operands(*args[:9])
     if not _can_redispatch():
@@ -212,10 +233,14 @@ def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:
         return _forward_impl(*args)
     options = Options(*args[9:])
     options = options._replace(save=differentiable or options.save)  # a traced graph asks for it with gradients off
+    dtypes = (operands.x.dtype, operands.weight.dtype)
+    copy = _cast_before(operands.weight, options.cast)
     # The backward has to know which strategy has run, and what it has kept.
-    operator = autograd.Operator(runtime.resolved(operands, options), (operands.x.dtype, operands.weight.dtype))
+    chosen = runtime.resolved(operands if copy is None else operands._replace(weight=copy), options)
+    operator = autograd.Operator(chosen, dtypes, copy)
     if differentiable:
         found: tuple[Tensor, ...] = autograd.apply(operator, operands)
+        _remember_copy(operands.weight, found[4])
         return found
     y, kept, _ = operator.forward(operands)
     return (y, *kept)

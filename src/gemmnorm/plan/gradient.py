@@ -190,30 +190,30 @@ def most_rows(plan: Plan) -> int | None:
 
 def _three_launches(problem: Problem, split: bool) -> tuple[Launch, ...]:
     """Column sums of every group of rows, their merge, and the gradient of the product."""
-    single, several, kind = tiling(problem), tiling(problem, 4), ("kForm", form(problem))
+    t, kind, gelu = tiling(problem), ("kForm", form(problem)), problem.activation == "gelu"
     activation = ("Activation", "Activation")
     return (
         Launch(
             "fused_gemm_scale_bn_gradient_sums",
             "backward/gradient.cuh",
             "gradient_sums",
-            (*type_members(problem), *single.members, kind, activation),
+            (*type_members(problem), *t.members, kind, activation),
             ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "group_sum",
              "group_dot", "group_linear", "batch", "features"),
-            single.blocks,
-            resident=2 if problem.training else 1,
+            t.blocks,
+            resident=3 if problem.training and not (gelu and problem.out_dtype != problem.dtype) else 2,
         ),
         _merge(problem, split),
         Launch(
             "fused_gemm_scale_bn_gradient_apply",
             "backward/gradient.cuh",
             "product_gradient",
-            (*type_members(problem), *several.members, ("kGroups", several.groups), kind, activation),
+            (*type_members(problem), *t.members, kind, activation),
             ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "mean_grad",
              "slope_grad", *_exponents(split), "grad_product", "batch", "features"),
-            several.blocks,
+            t.blocks,
             # GELU's beside eight columns' coefficients takes more than the 128 registers that two blocks leave.
-            resident=1 if problem.activation == "gelu" else 2,
+            resident=1 if gelu else 2,
             absent=_exponents(not split),
         ),
     )  # fmt: skip

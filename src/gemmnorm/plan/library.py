@@ -24,13 +24,11 @@ class Tiling:
         width: elements that a thread moves at once: 16 bytes of the product where the feature count allows it.
         threads: of a block along the features: no more than there are features for, and the most that still give every
             multiprocessor two blocks.
-        groups: statistics groups that a block works through, so that it reads its coefficients less often.
-        blocks: the grid.
+        blocks: the grid, a group of rows each.
     """
 
     width: int
     threads: int
-    groups: int
     blocks: Extent
 
     @property
@@ -39,8 +37,8 @@ class Tiling:
         return ("kVector", self.width), ("kThreadsX", self.threads)
 
 
-def tiling(problem: Problem, most_groups: int = 1) -> Tiling:
-    """The tiling for `problem`, with at most that many groups a block."""
+def tiling(problem: Problem) -> Tiling:
+    """The tiling for `problem`."""
     wanted = 2 * (problem.chip or CHIPS[80]).multiprocessors
     width = 16 // DTYPE_BYTES[problem.dtype]
     while problem.out_features % width:
@@ -52,9 +50,7 @@ def tiling(problem: Problem, most_groups: int = 1) -> Tiling:
         if wider <= enough and groups * -(-problem.out_features // (wider * width)) >= wanted:
             threads = wider
             break
-    panels = -(-problem.out_features // (width * threads))
-    per_block = most_groups if groups * panels >= 4 * most_groups * wanted else 1
-    return Tiling(width, threads, per_block, Extent(panels, GROUP_ROWS * per_block))
+    return Tiling(width, threads, Extent(-(-problem.out_features // (width * threads)), GROUP_ROWS))
 
 
 def merge_columns(problem: Problem) -> int:
@@ -96,7 +92,7 @@ def merge(problem: Problem, fold: bool, rows: int = GROUP_ROWS) -> Launch:
 
 def normalize(problem: Problem, fold: bool, offset: str) -> Launch:
     """Scale, shift, normalisation and activation over the product; `offset` is the role of what was subtracted."""
-    t = tiling(problem, 4)
+    t = tiling(problem)
     return Launch(
         "fused_gemm_scale_bn_apply" if problem.training else "fused_gemm_scale_bn_evaluate",
         "memory_bound/normalize.cuh",
@@ -104,7 +100,6 @@ def normalize(problem: Problem, fold: bool, offset: str) -> Launch:
         (
             *type_members(problem),
             *t.members,
-            ("kGroups", t.groups),
             ("kForm", form(problem, fold)),
             ("Activation", "Activation"),
         ),

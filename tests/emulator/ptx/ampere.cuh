@@ -56,6 +56,11 @@ u32 pack(float low, float high, T) {
   return a.bits | static_cast<u32>(b.bits) << 16;
 }
 
+template <class Word>
+void store_word(void* to, const Word& v) {
+  *static_cast<Word*>(to) = v;
+}
+
 template <class T>
 float element_of(u32 both, int i, T) {
   return to_float(T{static_cast<u16>(both >> 16 * i)});

@@ -16,7 +16,7 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   using T = typename Config::T;
   using Y = typename Config::Y;
   using Activation = typename Config::Activation;
-  constexpr int N = Config::kVector, TX = Config::kThreadsX, kInFlight = 4;
+  constexpr int N = Config::kVector, TX = Config::kThreadsX, kInFlight = 2;
   constexpr Form FORM = Config::kForm;
   using Words = GradientWords<T, Y, N>;
   __shared__ float shared[kThreads * N];
@@ -25,20 +25,21 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   const GroupTile<N, TX> tile(p.batch, p.features);
   const i64 group_row = tile.group_row();
   FeatureGradient<FORM> feature[N];
-  tile.share_features(feature, [&](int j) { return feature_gradient<FORM, false>(p, j); });
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    if (FORM == Form::kFolded) feature[i].centre -= value_or(p.offset, group_row + i, 0.0f);
   float sum[N] = {}, dot[N] = {}, linear[N] = {};
   tile.template visit_rows<kInFlight>(
       [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
-      [&](int row, const Words& words) {
-        if (row < tile.rows)
-          visit_gradients<Activation>(words, feature, [&](int i, float g, float deviation) {
-            sum[i] += g;
-            dot[i] += g * deviation;
-            if (FORM == Form::kRunning) linear[i] += g * (words.product.value(i) + feature[i].bias);
-          });
+      [&] {
+        tile.share_features(feature, [&](int j) { return feature_gradient<FORM, false>(p, j); });
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+          if (FORM == Form::kFolded) feature[i].centre -= value_or(p.offset, group_row + i, 0.0f);
+      },
+      [&](int, const Words& words) {
+        visit_gradients<Activation>(words, feature, [&](int i, float g, float deviation) {
+          sum[i] += g;
+          dot[i] += g * deviation;
+          if (FORM == Form::kRunning) linear[i] += g * (words.product.value(i) + feature[i].bias);
+        });
       });
   sum_over_lanes<N, TX>(sum, shared);
   sum_over_lanes<N, TX>(dot, shared);
@@ -84,8 +85,7 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   }
 }
 
-// da, in the product's type; for split operands its columns' exponents too. A block has kGroups groups of 64 rows, from the
-// last rows on, which gradient_sums read last.
+// da, in the product's type; for split operands its columns' exponents too. From the last rows on, which gradient_sums read last.
 template <class Config, class Params>
 __device__ __forceinline__ void product_gradient(const Params& p) {
   using T = typename Config::T;
@@ -96,34 +96,27 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
   constexpr bool kExponents = kHasField<decltype(&Params::column_exponents)>;
   constexpr int kInFlight = Activation::identity && sizeof(T) == sizeof(Y) ? 8 : 4;  // what the registers hold
   using Words = GradientWords<T, Y, N>;
-  GroupTile<N, Config::kThreadsX, Config::kGroups, true> tile(p.batch, p.features);
+  const GroupTile<N, Config::kThreadsX, true> tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   FeatureGradient<FORM> feature[N];
-  tile.share_features(feature, [&](int j) { return feature_gradient<FORM, true>(p, j); });
-  if (!tile.inside) return;
-  float centre[N];
   ColumnExponents<N> exponents;
+  tile.template visit_rows<kInFlight>(
+      [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
+      [&] {
+        tile.share_features(feature, [&](int j) { return feature_gradient<FORM, true>(p, j); });
 #pragma unroll
-  for (int i = 0; i < N; ++i) centre[i] = feature[i].centre;
-#pragma unroll 1
-  for (int g = 0; g < Config::kGroups; ++g) {
-    tile.move_to(tile.first_group + g);
-    if (tile.rows == 0) break;
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (FORM == Form::kFolded) feature[i].centre = centre[i] - value_or(p.offset, tile.group_row() + i, 0.0f);
-    tile.template visit_rows<kInFlight>(
-        [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
-        [&](int row, const Words& words) {
-          float out[N];
-          visit_gradients<Activation>(words, feature, [&](int i, float g, float d) { out[i] = feature[i].of_product(g, d); });
-          if (row < tile.rows) {
-            store<T, N>(p.grad_product + tile.at(row), out);
-            if constexpr (kExponents) exponents.add(out, p.x_exponents[tile.group * kGroupRows + row]);
-          }
-        });
-  }
+        for (int i = 0; i < N; ++i)
+          if (FORM == Form::kFolded) feature[i].centre -= value_or(p.offset, tile.group_row() + i, 0.0f);
+      },
+      [&](int row, const Words& words) {
+        float out[N];
+        visit_gradients<Activation>(words, feature, [&](int i, float g, float d) { out[i] = feature[i].of_product(g, d); });
+        if (!tile.inside) return;
+        store<T, N>(p.grad_product + tile.at(row), out);
+        if constexpr (kExponents) exponents.add(out, p.x_exponents[tile.group * kGroupRows + row]);
+      });
+  if (!tile.inside) return;
   if constexpr (kExponents) exponents.merge_into(p.column_exponents + tile.column);
 }
 

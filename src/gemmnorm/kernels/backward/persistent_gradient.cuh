@@ -191,7 +191,7 @@ struct PersistentGradient {
     exchange<N>(v, half, lane, 8);
     exchange<N / 2>(half, quarter, lane, 16);
     float* part = reinterpret_cast<float*>(shared.sums[warp][lane & 8 ? 1 : 0]) + lane % 8 * N + (lane & 16 ? N / 2 : 0);
-    store<float, N / 2>(part, quarter);
+    *reinterpret_cast<Vec<float, N / 2>*>(part) = rounded<float>(quarter);
   }
   // One of two warps adds up the block's sums and signals them.
   __device__ __forceinline__ void store_sums(int panel, int row_block) const {

@@ -57,12 +57,22 @@ __device__ __forceinline__ Vec<T, N> load(const T* p) {
 }
 
 template <class T, int N>
-__device__ __forceinline__ void store(T* p, const float (&f)[N]) {
-  using W = typename Word<N * sizeof(T)>::type;
+__device__ __forceinline__ Vec<T, N> rounded(const float (&f)[N]) {
   Vec<T, N> v;
 #pragma unroll
   for (int i = 0; i < N; ++i) from_float(f[i], v.at[i]);
-  *reinterpret_cast<W*>(p) = *reinterpret_cast<W*>(&v);
+  return v;
+}
+
+__device__ __forceinline__ void store_word(void* to, const TwoWords& v) {
+  store_word(to, v.low);
+  store_word(static_cast<uint4*>(to) + 1, v.high);
+}
+// To global memory.
+template <class T, int N>
+__device__ __forceinline__ void store(T* p, const float (&f)[N]) {
+  const Vec<T, N> v = rounded<T>(f);
+  store_word(p, *reinterpret_cast<const typename Word<N * sizeof(T)>::type*>(&v));
 }
 
 // Whether a launch has a field of Params in memory, asked as kHasField<decltype(&Params::field)>. One that it has not is a

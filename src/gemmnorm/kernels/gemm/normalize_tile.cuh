@@ -56,7 +56,7 @@ __device__ __forceinline__ void normalize_staged(const Features<Params>& f, unsi
 #pragma unroll
       for (int i = 0; i < N; ++i) out[i] = G::Activation::value(slope[i] * a.value(i) + shift[i]);
       if constexpr (sizeof(Y) == sizeof(T)) {
-        store<Y, N>(reinterpret_cast<Y*>(at), out);
+        *reinterpret_cast<Vec<Y, N>*>(at) = rounded<Y>(out);
       } else {
         store<Y, N>(f.p.y + static_cast<i64>(first_row + row) * f.p.features + column, out);
       }

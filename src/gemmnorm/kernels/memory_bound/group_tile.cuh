@@ -5,38 +5,32 @@
 
 namespace gemmnorm {
 
-// A block works through GROUPS groups. Consecutive blocks walk along a row. REVERSED blocks begin with the last rows,
-// which the kernel before touched last: those are still in the L2.
-template <int N, int TX, int GROUPS = 1, bool REVERSED = false>
+// Consecutive blocks walk along a row. REVERSED blocks begin with the last rows, which the kernel before touched last: those
+// are still in the L2.
+template <int N, int TX, bool REVERSED = false>
 struct GroupTile {
   static constexpr int kColumns = TX * N;
   static constexpr int kLanes = kThreads / TX;        // rows that the block reads at once
   static constexpr int kSteps = kGroupRows / kLanes;  // rows of a group that one thread reads
 
-  int batch, features;
-  int first_group, lane;
+  int features, lane;
   int first_column;  // of the block
   int column;        // the thread's first; 0 beyond the last feature, where it reads but must not write
   bool inside;       // the thread's features exist
   int group, rows;
   i64 origin;        // of the thread's features in the group's first row
 
-  __device__ __forceinline__ GroupTile(int batch_, int features_) : batch(batch_), features(features_) {
+  __device__ __forceinline__ GroupTile(int batch, int features_) : features(features_) {
     const int tiles = (features + kColumns - 1) / kColumns;  // along a row
     const int block = REVERSED ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     lane = threadIdx.x / TX;
+    group = block / tiles;
     first_column = block % tiles * kColumns;
     column = first_column + threadIdx.x % TX * N;
     inside = column < features;
     if (!inside) column = 0;
-    first_group = block / tiles * GROUPS;
-    move_to(first_group);
-  }
-  // `rows` is 0 beyond the batch.
-  __device__ __forceinline__ void move_to(int group_) {
-    group = group_;
     const i64 first_row = static_cast<i64>(group) * kGroupRows, left = batch - first_row;
-    rows = left <= 0 ? 0 : left < kGroupRows ? static_cast<int>(left) : kGroupRows;
+    rows = left < kGroupRows ? static_cast<int>(left) : kGroupRows;
     origin = first_row * features + column;
   }
   // Place of the thread's features among numbers of which every group has one row.
@@ -68,18 +62,36 @@ struct GroupTile {
     }
   }
 
-  // Calls `visit(row, load_at(place))` for the thread's rows of the group, AT_ONCE loads in flight. A row beyond the group
-  // is visited too, with the last row's contents: loads under a condition would wait for each other.
-  template <int AT_ONCE, class Load, class Visit>
-  __device__ __forceinline__ void visit_rows(const Load& load_at, const Visit& visit) const {
-    constexpr int kAtOnce = kSteps < AT_ONCE ? kSteps : AT_ONCE;
+  // loaded[r] = load_at(place) for AT_ONCE of the thread's rows from `step` on, all in flight. Of a row beyond the group the last
+  // row is loaded: loads under a condition would wait for each other.
+  template <int AT_ONCE, class Loaded, class Load>
+  __device__ __forceinline__ void load_rows(Loaded (&loaded)[AT_ONCE], int step, const Load& load_at) const {
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r) loaded[r] = load_at(at(min((step + r) * kLanes + lane, rows - 1)));
+  }
+  // Calls `visit(row, loaded)` for those rows that the group has.
+  template <int AT_ONCE, class Loaded, class Visit>
+  __device__ __forceinline__ void visit_loaded(const Loaded (&loaded)[AT_ONCE], int step, const Visit& visit) const {
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r) {
+      const int row = (step + r) * kLanes + lane;
+      if (row < rows) visit(row, loaded[r]);
+    }
+  }
+  // Both for all rows of the thread, MOST of them in flight. `prepare()` runs once, while the first are loaded: past a
+  // `__syncwarp` the compiler moves no load, and would put them behind what `prepare` waits for.
+  template <int MOST, class Load, class Prepare, class Visit>
+  __device__ __forceinline__ void visit_rows(const Load& load_at, const Prepare& prepare, const Visit& visit) const {
+    constexpr int kAtOnce = kSteps < MOST ? kSteps : MOST;
+    decltype(load_at(i64{})) loaded[kAtOnce];
+    load_rows(loaded, 0, load_at);
+    __syncwarp();
+    prepare();
+    visit_loaded(loaded, 0, visit);
 #pragma unroll 1
-    for (int step = 0; step < kSteps; step += kAtOnce) {
-      decltype(load_at(i64{})) loaded[kAtOnce];
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) loaded[r] = load_at(at(min((step + r) * kLanes + lane, rows - 1)));
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) visit((step + r) * kLanes + lane, loaded[r]);
+    for (int step = kAtOnce; step < kSteps; step += kAtOnce) {
+      load_rows(loaded, step, load_at);
+      visit_loaded(loaded, step, visit);
     }
   }
 };

@@ -16,25 +16,13 @@ __device__ __forceinline__ float deviation_from(float mean, float a, float s, fl
   return FOLD ? a - mean : (a + b) * s - (mean + b) * s;
 }
 
-// Calls `add(i, element)` for the elements that a thread has loaded of a group: N of every row.
-template <class Tile, class T, int N, class Add>
-__device__ __forceinline__ void visit_loaded(const Tile& tile, const Vec<T, N> (&a)[Tile::kSteps], const Add& add) {
-#pragma unroll
-  for (int r = 0; r < Tile::kSteps; ++r) {
-    if (r * Tile::kLanes + tile.lane < tile.rows) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) add(i, a[r].value(i));
-    }
-  }
-}
-
 // group_mean and group_m2 of one group and TX·N features a block. Reads the product once, into registers.
 template <class Config, class Params>
 __device__ __forceinline__ void column_statistics(const Params& p) {
   using T = typename Config::T;
   constexpr int N = Config::kVector, TX = Config::kThreadsX;
   constexpr bool FOLD = Config::kFold;
-  using Tile = GroupTile<N, TX, 1, true>;
+  using Tile = GroupTile<N, TX, true>;
   __shared__ float shared[kThreads * N];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
@@ -42,11 +30,12 @@ __device__ __forceinline__ void column_statistics(const Params& p) {
   if (p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
 
   Vec<T, N> a[Tile::kSteps];
-#pragma unroll
-  for (int r = 0; r < Tile::kSteps; ++r)
-    a[r] = load<T, N>(p.product + tile.at(min(r * Tile::kLanes + tile.lane, tile.rows - 1)));
+  tile.load_rows(a, 0, [&](i64 at) { return load<T, N>(p.product + at); });
   float mean[N] = {}, m2[N] = {}, s[N], b[N];
-  visit_loaded(tile, a, [&](int i, float value) { mean[i] += value; });
+  tile.visit_loaded(a, 0, [&](int, const Vec<T, N>& of_row) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) mean[i] += of_row.value(i);
+  });
   sum_over_lanes<N, TX>(mean, shared);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -54,9 +43,12 @@ __device__ __forceinline__ void column_statistics(const Params& p) {
     s[i] = FOLD ? 1.0f : scale_of(p.scale, p.scale_stride, p.scale_value, tile.column + i);
     b[i] = FOLD ? 0.0f : value_or(p.bias, tile.column + i, 0.0f);
   }
-  visit_loaded(tile, a, [&](int i, float value) {
-    const float deviation = deviation_from<FOLD>(mean[i], value, s[i], b[i]);
-    m2[i] += deviation * deviation;
+  tile.visit_loaded(a, 0, [&](int, const Vec<T, N>& of_row) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float deviation = deviation_from<FOLD>(mean[i], of_row.value(i), s[i], b[i]);
+      m2[i] += deviation * deviation;
+    }
   });
   sum_over_lanes<N, TX>(m2, shared);
   if (tile.inside && tile.lane == 0) {

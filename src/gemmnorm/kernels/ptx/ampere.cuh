@@ -98,6 +98,18 @@ __device__ __forceinline__ float opaque(float v) {
   return v;
 }
 
+// A word to global memory in one instruction: the compiler breaks up some stores of 8 and 16 bytes into fours.
+__device__ __forceinline__ void store_word(void* to, u16 v) { *static_cast<u16*>(to) = v; }
+__device__ __forceinline__ void store_word(void* to, u32 v) { *static_cast<u32*>(to) = v; }
+__device__ __forceinline__ void store_word(void* to, uint2 v) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ __forceinline__ void store_word(void* to, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
 // Copies to shared memory past the registers, a thread's own: #data-movement-and-conversion-instructions-cp-async
 __device__ __forceinline__ void cp_async_16(void* to_shared, const void* from) {
   const u32 address = static_cast<u32>(__cvta_generic_to_shared(to_shared));
