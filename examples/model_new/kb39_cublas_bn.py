@@ -134,6 +134,18 @@ __device__ __forceinline__ float opaque(float v) {
   return v;
 }
 
+// A word to global memory in one instruction: the compiler breaks up some stores of 8 and 16 bytes into fours.
+__device__ __forceinline__ void store_word(void* to, u16 v) { *static_cast<u16*>(to) = v; }
+__device__ __forceinline__ void store_word(void* to, u32 v) { *static_cast<u32*>(to) = v; }
+__device__ __forceinline__ void store_word(void* to, uint2 v) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ __forceinline__ void store_word(void* to, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
 // Programmatic dependent launch (sm_90 and later): `griddepcontrol_wait` returns when the kernels before this one on the
 // stream have finished and their writes are visible; `griddepcontrol_launch_dependents` lets the next one start its blocks early.
 __device__ __forceinline__ void griddepcontrol_wait() {
@@ -203,12 +215,22 @@ __device__ __forceinline__ Vec<T, N> load(const T* p) {
 }
 
 template <class T, int N>
-__device__ __forceinline__ void store(T* p, const float (&f)[N]) {
-  using W = typename Word<N * sizeof(T)>::type;
+__device__ __forceinline__ Vec<T, N> rounded(const float (&f)[N]) {
   Vec<T, N> v;
 #pragma unroll
   for (int i = 0; i < N; ++i) from_float(f[i], v.at[i]);
-  *reinterpret_cast<W*>(p) = *reinterpret_cast<W*>(&v);
+  return v;
+}
+
+__device__ __forceinline__ void store_word(void* to, const TwoWords& v) {
+  store_word(to, v.low);
+  store_word(static_cast<uint4*>(to) + 1, v.high);
+}
+// To global memory.
+template <class T, int N>
+__device__ __forceinline__ void store(T* p, const float (&f)[N]) {
+  const Vec<T, N> v = rounded<T>(f);
+  store_word(p, *reinterpret_cast<const typename Word<N * sizeof(T)>::type*>(&v));
 }
 
 // Whether a launch has a field of Params in memory, asked as kHasField<decltype(&Params::field)>. One that it has not is a
@@ -234,38 +256,32 @@ __device__ __forceinline__ float scale_of(const T* scale, int stride, float numb
 // How the memory-bound kernels share out a [batch, features] tensor: a block has statistics groups of 64 rows by TX*N
 // features, a thread N neighbouring features (16 bytes, where the feature count allows it) of every kLanes-th row.
 
-// A block works through GROUPS groups. Consecutive blocks walk along a row. REVERSED blocks begin with the last rows,
-// which the kernel before touched last: those are still in the L2.
-template <int N, int TX, int GROUPS = 1, bool REVERSED = false>
+// Consecutive blocks walk along a row. REVERSED blocks begin with the last rows, which the kernel before touched last: those
+// are still in the L2.
+template <int N, int TX, bool REVERSED = false>
 struct GroupTile {
   static constexpr int kColumns = TX * N;
   static constexpr int kLanes = kThreads / TX;        // rows that the block reads at once
   static constexpr int kSteps = kGroupRows / kLanes;  // rows of a group that one thread reads
 
-  int batch, features;
-  int first_group, lane;
+  int features, lane;
   int first_column;  // of the block
   int column;        // the thread's first; 0 beyond the last feature, where it reads but must not write
   bool inside;       // the thread's features exist
   int group, rows;
   i64 origin;        // of the thread's features in the group's first row
 
-  __device__ __forceinline__ GroupTile(int batch_, int features_) : batch(batch_), features(features_) {
+  __device__ __forceinline__ GroupTile(int batch, int features_) : features(features_) {
     const int tiles = (features + kColumns - 1) / kColumns;  // along a row
     const int block = REVERSED ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     lane = threadIdx.x / TX;
+    group = block / tiles;
     first_column = block % tiles * kColumns;
     column = first_column + threadIdx.x % TX * N;
     inside = column < features;
     if (!inside) column = 0;
-    first_group = block / tiles * GROUPS;
-    move_to(first_group);
-  }
-  // `rows` is 0 beyond the batch.
-  __device__ __forceinline__ void move_to(int group_) {
-    group = group_;
     const i64 first_row = static_cast<i64>(group) * kGroupRows, left = batch - first_row;
-    rows = left <= 0 ? 0 : left < kGroupRows ? static_cast<int>(left) : kGroupRows;
+    rows = left < kGroupRows ? static_cast<int>(left) : kGroupRows;
     origin = first_row * features + column;
   }
   // Place of the thread's features among numbers of which every group has one row.
@@ -297,18 +313,36 @@ struct GroupTile {
     }
   }
 
-  // Calls `visit(row, load_at(place))` for the thread's rows of the group, AT_ONCE loads in flight. A row beyond the group
-  // is visited too, with the last row's contents: loads under a condition would wait for each other.
-  template <int AT_ONCE, class Load, class Visit>
-  __device__ __forceinline__ void visit_rows(const Load& load_at, const Visit& visit) const {
-    constexpr int kAtOnce = kSteps < AT_ONCE ? kSteps : AT_ONCE;
+  // loaded[r] = load_at(place) for AT_ONCE of the thread's rows from `step` on, all in flight. Of a row beyond the group the last
+  // row is loaded: loads under a condition would wait for each other.
+  template <int AT_ONCE, class Loaded, class Load>
+  __device__ __forceinline__ void load_rows(Loaded (&loaded)[AT_ONCE], int step, const Load& load_at) const {
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r) loaded[r] = load_at(at(min((step + r) * kLanes + lane, rows - 1)));
+  }
+  // Calls `visit(row, loaded)` for those rows that the group has.
+  template <int AT_ONCE, class Loaded, class Visit>
+  __device__ __forceinline__ void visit_loaded(const Loaded (&loaded)[AT_ONCE], int step, const Visit& visit) const {
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r) {
+      const int row = (step + r) * kLanes + lane;
+      if (row < rows) visit(row, loaded[r]);
+    }
+  }
+  // Both for all rows of the thread, MOST of them in flight. `prepare()` runs once, while the first are loaded: past a
+  // `__syncwarp` the compiler moves no load, and would put them behind what `prepare` waits for.
+  template <int MOST, class Load, class Prepare, class Visit>
+  __device__ __forceinline__ void visit_rows(const Load& load_at, const Prepare& prepare, const Visit& visit) const {
+    constexpr int kAtOnce = kSteps < MOST ? kSteps : MOST;
+    decltype(load_at(i64{})) loaded[kAtOnce];
+    load_rows(loaded, 0, load_at);
+    __syncwarp();
+    prepare();
+    visit_loaded(loaded, 0, visit);
 #pragma unroll 1
-    for (int step = 0; step < kSteps; step += kAtOnce) {
-      decltype(load_at(i64{})) loaded[kAtOnce];
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) loaded[r] = load_at(at(min((step + r) * kLanes + lane, rows - 1)));
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) visit((step + r) * kLanes + lane, loaded[r]);
+    for (int step = kAtOnce; step < kSteps; step += kAtOnce) {
+      load_rows(loaded, step, load_at);
+      visit_loaded(loaded, step, visit);
     }
   }
 };
@@ -389,25 +423,13 @@ __device__ __forceinline__ float deviation_from(float mean, float a, float s, fl
   return FOLD ? a - mean : (a + b) * s - (mean + b) * s;
 }
 
-// Calls `add(i, element)` for the elements that a thread has loaded of a group: N of every row.
-template <class Tile, class T, int N, class Add>
-__device__ __forceinline__ void visit_loaded(const Tile& tile, const Vec<T, N> (&a)[Tile::kSteps], const Add& add) {
-#pragma unroll
-  for (int r = 0; r < Tile::kSteps; ++r) {
-    if (r * Tile::kLanes + tile.lane < tile.rows) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) add(i, a[r].value(i));
-    }
-  }
-}
-
 // group_mean and group_m2 of one group and TX*N features a block. Reads the product once, into registers.
 template <class Config, class Params>
 __device__ __forceinline__ void column_statistics(const Params& p) {
   using T = typename Config::T;
   constexpr int N = Config::kVector, TX = Config::kThreadsX;
   constexpr bool FOLD = Config::kFold;
-  using Tile = GroupTile<N, TX, 1, true>;
+  using Tile = GroupTile<N, TX, true>;
   __shared__ float shared[kThreads * N];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
@@ -415,11 +437,12 @@ __device__ __forceinline__ void column_statistics(const Params& p) {
   if (p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
 
   Vec<T, N> a[Tile::kSteps];
-#pragma unroll
-  for (int r = 0; r < Tile::kSteps; ++r)
-    a[r] = load<T, N>(p.product + tile.at(min(r * Tile::kLanes + tile.lane, tile.rows - 1)));
+  tile.load_rows(a, 0, [&](i64 at) { return load<T, N>(p.product + at); });
   float mean[N] = {}, m2[N] = {}, s[N], b[N];
-  visit_loaded(tile, a, [&](int i, float value) { mean[i] += value; });
+  tile.visit_loaded(a, 0, [&](int, const Vec<T, N>& of_row) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) mean[i] += of_row.value(i);
+  });
   sum_over_lanes<N, TX>(mean, shared);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -427,9 +450,12 @@ __device__ __forceinline__ void column_statistics(const Params& p) {
     s[i] = FOLD ? 1.0f : scale_of(p.scale, p.scale_stride, p.scale_value, tile.column + i);
     b[i] = FOLD ? 0.0f : value_or(p.bias, tile.column + i, 0.0f);
   }
-  visit_loaded(tile, a, [&](int i, float value) {
-    const float deviation = deviation_from<FOLD>(mean[i], value, s[i], b[i]);
-    m2[i] += deviation * deviation;
+  tile.visit_loaded(a, 0, [&](int, const Vec<T, N>& of_row) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float deviation = deviation_from<FOLD>(mean[i], of_row.value(i), s[i], b[i]);
+      m2[i] += deviation * deviation;
+    }
   });
   sum_over_lanes<N, TX>(m2, shared);
   if (tile.inside && tile.lane == 0) {
@@ -571,48 +597,44 @@ __device__ __forceinline__ Affine<FORM> saved_affine(const Params& p, int j) {
 // --- memory_bound/normalize.cuh ------------------------------------------------------------------------------------
 // y = phi(slope*d + shift): scale, shift, normalisation and activation in one sweep over the product (common/affine.cuh).
 //
-// Reads the product once and writes y once, which may be the product's own memory where both have one type. A block has
-// kGroups groups of 64 rows, so that it reads the coefficients of its features less often. The planner takes it after the
-// product of cuBLAS, and after a GEMM of this package that only took statistics (gemm_stats_apply).
+// Reads the product once and writes y once, which may be the product's own memory where both have one type. The planner takes
+// it after the product of cuBLAS, and after a GEMM of this package that only took statistics (gemm_stats_apply).
 
 template <class Config, class Params>
 __device__ __forceinline__ void normalize(const Params& p) {
   using T = typename Config::T;
   using Y = typename Config::Y;
   using Activation = typename Config::Activation;
-  constexpr int N = Config::kVector, kInFlight = 4;
+  constexpr int N = Config::kVector;
   constexpr Form FORM = Config::kForm;
-  GroupTile<N, Config::kThreadsX, Config::kGroups> tile(p.batch, p.features);
+  using Tile = GroupTile<N, Config::kThreadsX>;
+  const Tile tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
+  Affine<FORM> affine[N];
+  const auto prepare = [&] { tile.share_features(affine, [&](int j) { return forward_affine<FORM>(p, j); }); };
   // In evaluation the coefficients depend on no launch of this call: they are computed while the product is finished. Nobody
   // writes them meanwhile, because the product's own launch, cuBLAS', waits for all that the stream had before it.
   constexpr bool kKnown = FORM == Form::kRunning;
-  if (!kKnown) griddepcontrol_wait();
-  Affine<FORM> affine[N];
-  tile.share_features(affine, [&](int j) { return forward_affine<FORM>(p, j); });
-  if (kKnown) griddepcontrol_wait();
+  if (kKnown) prepare();
+  griddepcontrol_wait();
   if (kKnown && p.mean && tile.group == 0 && tile.owns_column()) {  // kept for the backward
     const int j = tile.first_column + static_cast<int>(threadIdx.x);
     p.mean[j] = to_float(p.running_mean[j]);
     p.rstd[j] = 1.0f / sqrtf(to_float(p.running_var[j]) + p.eps);
   }
-  if (!tile.inside) return;
-
-#pragma unroll 1
-  for (int g = 0; g < Config::kGroups; ++g) {
-    tile.move_to(tile.first_group + g);
-    if (tile.rows == 0) break;
-    Affine<FORM> of_group[N];
+  tile.template visit_rows<8>(
+      [&](i64 at) { return load<T, N>(p.product + at); },
+      [&] {
+        if (!kKnown) prepare();
 #pragma unroll
-    for (int i = 0; i < N; ++i) of_group[i] = affine[i].stored_minus(value_or(p.offset, tile.group_row() + i, 0.0f));
-    tile.template visit_rows<kInFlight>([&](i64 at) { return load<T, N>(p.product + at); },
-                                        [&](int row, const Vec<T, N>& a) {
-                                          float out[N];
+        for (int i = 0; i < N; ++i) affine[i] = affine[i].stored_minus(value_or(p.offset, tile.group_row() + i, 0.0f));
+      },
+      [&](int row, const Vec<T, N>& a) {
+        float out[N];
 #pragma unroll
-                                          for (int i = 0; i < N; ++i) out[i] = Activation::value(of_group[i](a.value(i)));
-                                          if (row < tile.rows) store<Y, N>(p.y + tile.at(row), out);
-                                        });
-  }
+        for (int i = 0; i < N; ++i) out[i] = Activation::value(affine[i](a.value(i)));
+        if (tile.inside) store<Y, N>(p.y + tile.at(row), out);
+      });
 }
 
 // --- common/fp16x2.cuh ---------------------------------------------------------------------------------------------
@@ -740,7 +762,7 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   using T = typename Config::T;
   using Y = typename Config::Y;
   using Activation = typename Config::Activation;
-  constexpr int N = Config::kVector, TX = Config::kThreadsX, kInFlight = 4;
+  constexpr int N = Config::kVector, TX = Config::kThreadsX, kInFlight = 2;
   constexpr Form FORM = Config::kForm;
   using Words = GradientWords<T, Y, N>;
   __shared__ float shared[kThreads * N];
@@ -749,20 +771,21 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   const GroupTile<N, TX> tile(p.batch, p.features);
   const i64 group_row = tile.group_row();
   FeatureGradient<FORM> feature[N];
-  tile.share_features(feature, [&](int j) { return feature_gradient<FORM, false>(p, j); });
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    if (FORM == Form::kFolded) feature[i].centre -= value_or(p.offset, group_row + i, 0.0f);
   float sum[N] = {}, dot[N] = {}, linear[N] = {};
   tile.template visit_rows<kInFlight>(
       [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
-      [&](int row, const Words& words) {
-        if (row < tile.rows)
-          visit_gradients<Activation>(words, feature, [&](int i, float g, float deviation) {
-            sum[i] += g;
-            dot[i] += g * deviation;
-            if (FORM == Form::kRunning) linear[i] += g * (words.product.value(i) + feature[i].bias);
-          });
+      [&] {
+        tile.share_features(feature, [&](int j) { return feature_gradient<FORM, false>(p, j); });
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+          if (FORM == Form::kFolded) feature[i].centre -= value_or(p.offset, group_row + i, 0.0f);
+      },
+      [&](int, const Words& words) {
+        visit_gradients<Activation>(words, feature, [&](int i, float g, float deviation) {
+          sum[i] += g;
+          dot[i] += g * deviation;
+          if (FORM == Form::kRunning) linear[i] += g * (words.product.value(i) + feature[i].bias);
+        });
       });
   sum_over_lanes<N, TX>(sum, shared);
   sum_over_lanes<N, TX>(dot, shared);
@@ -808,8 +831,7 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   }
 }
 
-// da, in the product's type; for split operands its columns' exponents too. A block has kGroups groups of 64 rows, from the
-// last rows on, which gradient_sums read last.
+// da, in the product's type; for split operands its columns' exponents too. From the last rows on, which gradient_sums read last.
 template <class Config, class Params>
 __device__ __forceinline__ void product_gradient(const Params& p) {
   using T = typename Config::T;
@@ -819,33 +841,26 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
   constexpr Form FORM = Config::kForm;
   constexpr int kInFlight = Activation::identity && sizeof(T) == sizeof(Y) ? 8 : 4;  // what the registers hold
   using Words = GradientWords<T, Y, N>;
-  GroupTile<N, Config::kThreadsX, Config::kGroups, true> tile(p.batch, p.features);
+  const GroupTile<N, Config::kThreadsX, true> tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   FeatureGradient<FORM> feature[N];
-  tile.share_features(feature, [&](int j) { return feature_gradient<FORM, true>(p, j); });
-  if (!tile.inside) return;
-  float centre[N];
   ColumnExponents<N> exponents;
+  tile.template visit_rows<kInFlight>(
+      [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
+      [&] {
+        tile.share_features(feature, [&](int j) { return feature_gradient<FORM, true>(p, j); });
 #pragma unroll
-  for (int i = 0; i < N; ++i) centre[i] = feature[i].centre;
-#pragma unroll 1
-  for (int g = 0; g < Config::kGroups; ++g) {
-    tile.move_to(tile.first_group + g);
-    if (tile.rows == 0) break;
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (FORM == Form::kFolded) feature[i].centre = centre[i] - value_or(p.offset, tile.group_row() + i, 0.0f);
-    tile.template visit_rows<kInFlight>(
-        [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
-        [&](int row, const Words& words) {
-          float out[N];
-          visit_gradients<Activation>(words, feature, [&](int i, float g, float d) { out[i] = feature[i].of_product(g, d); });
-          if (row < tile.rows) {
-            store<T, N>(p.grad_product + tile.at(row), out);
-          }
-        });
-  }
+        for (int i = 0; i < N; ++i)
+          if (FORM == Form::kFolded) feature[i].centre -= value_or(p.offset, tile.group_row() + i, 0.0f);
+      },
+      [&](int row, const Words& words) {
+        float out[N];
+        visit_gradients<Activation>(words, feature, [&](int i, float g, float d) { out[i] = feature[i].of_product(g, d); });
+        if (!tile.inside) return;
+        store<T, N>(p.grad_product + tile.at(row), out);
+      });
+  if (!tile.inside) return;
 }
 
 }  // namespace gemmnorm
@@ -937,7 +952,6 @@ struct FusedGemmScaleBnApplyConfig {
   using R = float;
   static constexpr int kVector = 4;
   static constexpr int kThreadsX = 32;
-  static constexpr int kGroups = 4;
   static constexpr auto kForm = gemmnorm::Form::kScaled;
   using Activation = Identity;
 };
@@ -953,7 +967,6 @@ struct FusedGemmScaleBnEvaluateConfig {
   using R = float;
   static constexpr int kVector = 4;
   static constexpr int kThreadsX = 32;
-  static constexpr int kGroups = 4;
   static constexpr auto kForm = gemmnorm::Form::kRunning;
   using Activation = Identity;
 };
@@ -991,7 +1004,7 @@ struct FusedGemmScaleBnGradientSumsConfig {
   static constexpr auto kForm = gemmnorm::Form::kFolded;
   using Activation = Identity;
 };
-extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_sums(
+extern "C" __global__ void __launch_bounds__(256, 3) fused_gemm_scale_bn_gradient_sums(
     const GradientSumsParams p) {
   gemmnorm::gradient_sums<FusedGemmScaleBnGradientSumsConfig>(p);
 }
@@ -1057,7 +1070,6 @@ struct FusedGemmScaleBnGradientApplyConfig {
   using R = float;
   static constexpr int kVector = 4;
   static constexpr int kThreadsX = 32;
-  static constexpr int kGroups = 4;
   static constexpr auto kForm = gemmnorm::Form::kFolded;
   using Activation = Identity;
 };
@@ -1076,7 +1088,7 @@ struct FusedGemmScaleBnGradientSumsEvaluationConfig {
   static constexpr auto kForm = gemmnorm::Form::kRunning;
   using Activation = Identity;
 };
-extern "C" __global__ void __launch_bounds__(256, 1) fused_gemm_scale_bn_gradient_sums_evaluation(
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_sums_evaluation(
     const GradientSumsParams p) {
   gemmnorm::gradient_sums<FusedGemmScaleBnGradientSumsEvaluationConfig>(p);
 }
@@ -1100,7 +1112,6 @@ struct FusedGemmScaleBnGradientApplyEvaluationConfig {
   using R = float;
   static constexpr int kVector = 4;
   static constexpr int kThreadsX = 32;
-  static constexpr int kGroups = 4;
   static constexpr auto kForm = gemmnorm::Form::kRunning;
   using Activation = Identity;
 };
@@ -1196,7 +1207,6 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const int64_t batch = x.size(0);
   const int64_t groups = (batch + 63) / 64;
-  const int64_t tiles_of_256 = (batch + 255) / 256;
   torch::Tensor y = empty(x, torch::kFloat32, {batch, 4096});
   torch::Tensor mean = empty(x, torch::kFloat32, {4096});
   torch::Tensor rstd = empty(x, torch::kFloat32, {4096});
@@ -1231,7 +1241,7 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
     p.running_mean = pointer<float>(running_mean); p.running_var = pointer<float>(running_var);
     p.bn_weight = pointer<float>(bn_weight); p.bn_bias = pointer<float>(bn_bias); p.y = pointer<float>(y);
     p.scale_stride = scale_stride; p.scale_value = scale_value; p.eps = eps; p.batch = batch; p.features = 4096;
-    launch(fused_gemm_scale_bn_apply, 32 * tiles_of_256, 256, stream, p);
+    launch(fused_gemm_scale_bn_apply, 32 * groups, 256, stream, p);
   }
 
   if (!save) return {y};
@@ -1249,7 +1259,7 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const int64_t batch = x.size(0);
-  const int64_t tiles_of_256 = (batch + 255) / 256;
+  const int64_t groups = (batch + 63) / 64;
   torch::Tensor y = empty(x, torch::kFloat32, {batch, 4096});
   torch::Tensor mean = save ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
   torch::Tensor rstd = save ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
@@ -1264,7 +1274,7 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
     p.running_mean = pointer<float>(running_mean); p.running_var = pointer<float>(running_var);
     p.bn_weight = pointer<float>(bn_weight); p.bn_bias = pointer<float>(bn_bias); p.y = pointer<float>(y);
     p.scale_stride = scale_stride; p.scale_value = scale_value; p.eps = eps; p.batch = batch; p.features = 4096;
-    launch(fused_gemm_scale_bn_evaluate, 32 * tiles_of_256, 256, stream, p);
+    launch(fused_gemm_scale_bn_evaluate, 32 * groups, 256, stream, p);
   }
 
   if (!save) return {y};
@@ -1283,7 +1293,6 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const int64_t batch = x.size(0);
   const int64_t groups = (batch + 63) / 64;
-  const int64_t tiles_of_256 = (batch + 255) / 256;
   const torch::Tensor grad_y = dense(grad);
   torch::Tensor grad_x = needs[0] ? empty(x, torch::kFloat32, {batch, 4096}) : torch::Tensor();
   torch::Tensor grad_weight = needs[1] ? empty(x, torch::kFloat32, {4096, 4096}) : torch::Tensor();
@@ -1325,7 +1334,7 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
     p.rstd = pointer<float>(rstd); p.bn_weight = pointer<float>(bn_weight); p.bn_bias = pointer<float>(bn_bias);
     p.mean_grad = mean_grad; p.slope_grad = slope_grad; p.grad_product = pointer<float>(grad_product);
     p.scale_stride = scale_stride; p.scale_value = scale_value; p.batch = batch; p.features = 4096;
-    launch(fused_gemm_scale_bn_gradient_apply, 32 * tiles_of_256, 256, stream, p);
+    launch(fused_gemm_scale_bn_gradient_apply, 32 * groups, 256, stream, p);
   }
   if (grad_x.defined()) at::mm_out(grad_x, grad_product, weight);  // by the library
   if (grad_weight.defined()) at::mm_out(grad_weight, grad_product.t(), x);  // by the library
@@ -1346,7 +1355,6 @@ Tensors backward_evaluation(const torch::Tensor& grad /* [batch, 4096] */,
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const int64_t batch = x.size(0);
   const int64_t groups = (batch + 63) / 64;
-  const int64_t tiles_of_256 = (batch + 255) / 256;
   const torch::Tensor grad_y = dense(grad);
   torch::Tensor grad_x = needs[0] ? empty(x, torch::kFloat32, {batch, 4096}) : torch::Tensor();
   torch::Tensor grad_weight = needs[1] ? empty(x, torch::kFloat32, {4096, 4096}) : torch::Tensor();
@@ -1389,7 +1397,7 @@ Tensors backward_evaluation(const torch::Tensor& grad /* [batch, 4096] */,
     p.rstd = pointer<float>(rstd); p.bn_weight = pointer<float>(bn_weight); p.bn_bias = pointer<float>(bn_bias);
     p.mean_grad = mean_grad; p.slope_grad = slope_grad; p.grad_product = pointer<float>(grad_product);
     p.scale_stride = scale_stride; p.scale_value = scale_value; p.batch = batch; p.features = 4096;
-    launch(fused_gemm_scale_bn_gradient_apply_evaluation, 32 * tiles_of_256, 256, stream, p);
+    launch(fused_gemm_scale_bn_gradient_apply_evaluation, 32 * groups, 256, stream, p);
   }
   if (grad_x.defined()) at::mm_out(grad_x, grad_product, weight);  // by the library
   if (grad_weight.defined()) at::mm_out(grad_weight, grad_product.t(), x);  // by the library

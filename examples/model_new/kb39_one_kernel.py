@@ -154,6 +154,18 @@ __device__ __forceinline__ float opaque(float v) {
   return v;
 }
 
+// A word to global memory in one instruction: the compiler breaks up some stores of 8 and 16 bytes into fours.
+__device__ __forceinline__ void store_word(void* to, u16 v) { *static_cast<u16*>(to) = v; }
+__device__ __forceinline__ void store_word(void* to, u32 v) { *static_cast<u32*>(to) = v; }
+__device__ __forceinline__ void store_word(void* to, uint2 v) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ __forceinline__ void store_word(void* to, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
 // Programmatic dependent launch (sm_90 and later): `griddepcontrol_wait` returns when the kernels before this one on the
 // stream have finished and their writes are visible; `griddepcontrol_launch_dependents` lets the next one start its blocks early.
 __device__ __forceinline__ void griddepcontrol_wait() {
@@ -223,12 +235,22 @@ __device__ __forceinline__ Vec<T, N> load(const T* p) {
 }
 
 template <class T, int N>
-__device__ __forceinline__ void store(T* p, const float (&f)[N]) {
-  using W = typename Word<N * sizeof(T)>::type;
+__device__ __forceinline__ Vec<T, N> rounded(const float (&f)[N]) {
   Vec<T, N> v;
 #pragma unroll
   for (int i = 0; i < N; ++i) from_float(f[i], v.at[i]);
-  *reinterpret_cast<W*>(p) = *reinterpret_cast<W*>(&v);
+  return v;
+}
+
+__device__ __forceinline__ void store_word(void* to, const TwoWords& v) {
+  store_word(to, v.low);
+  store_word(static_cast<uint4*>(to) + 1, v.high);
+}
+// To global memory.
+template <class T, int N>
+__device__ __forceinline__ void store(T* p, const float (&f)[N]) {
+  const Vec<T, N> v = rounded<T>(f);
+  store_word(p, *reinterpret_cast<const typename Word<N * sizeof(T)>::type*>(&v));
 }
 
 // Whether a launch has a field of Params in memory, asked as kHasField<decltype(&Params::field)>. One that it has not is a
@@ -693,38 +715,32 @@ __device__ __forceinline__ TileScheduler tile_scheduler(const Params& p) {
 // How the memory-bound kernels share out a [batch, features] tensor: a block has statistics groups of 64 rows by TX*N
 // features, a thread N neighbouring features (16 bytes, where the feature count allows it) of every kLanes-th row.
 
-// A block works through GROUPS groups. Consecutive blocks walk along a row. REVERSED blocks begin with the last rows,
-// which the kernel before touched last: those are still in the L2.
-template <int N, int TX, int GROUPS = 1, bool REVERSED = false>
+// Consecutive blocks walk along a row. REVERSED blocks begin with the last rows, which the kernel before touched last: those
+// are still in the L2.
+template <int N, int TX, bool REVERSED = false>
 struct GroupTile {
   static constexpr int kColumns = TX * N;
   static constexpr int kLanes = kThreads / TX;        // rows that the block reads at once
   static constexpr int kSteps = kGroupRows / kLanes;  // rows of a group that one thread reads
 
-  int batch, features;
-  int first_group, lane;
+  int features, lane;
   int first_column;  // of the block
   int column;        // the thread's first; 0 beyond the last feature, where it reads but must not write
   bool inside;       // the thread's features exist
   int group, rows;
   i64 origin;        // of the thread's features in the group's first row
 
-  __device__ __forceinline__ GroupTile(int batch_, int features_) : batch(batch_), features(features_) {
+  __device__ __forceinline__ GroupTile(int batch, int features_) : features(features_) {
     const int tiles = (features + kColumns - 1) / kColumns;  // along a row
     const int block = REVERSED ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     lane = threadIdx.x / TX;
+    group = block / tiles;
     first_column = block % tiles * kColumns;
     column = first_column + threadIdx.x % TX * N;
     inside = column < features;
     if (!inside) column = 0;
-    first_group = block / tiles * GROUPS;
-    move_to(first_group);
-  }
-  // `rows` is 0 beyond the batch.
-  __device__ __forceinline__ void move_to(int group_) {
-    group = group_;
     const i64 first_row = static_cast<i64>(group) * kGroupRows, left = batch - first_row;
-    rows = left <= 0 ? 0 : left < kGroupRows ? static_cast<int>(left) : kGroupRows;
+    rows = left < kGroupRows ? static_cast<int>(left) : kGroupRows;
     origin = first_row * features + column;
   }
   // Place of the thread's features among numbers of which every group has one row.
@@ -756,18 +772,36 @@ struct GroupTile {
     }
   }
 
-  // Calls `visit(row, load_at(place))` for the thread's rows of the group, AT_ONCE loads in flight. A row beyond the group
-  // is visited too, with the last row's contents: loads under a condition would wait for each other.
-  template <int AT_ONCE, class Load, class Visit>
-  __device__ __forceinline__ void visit_rows(const Load& load_at, const Visit& visit) const {
-    constexpr int kAtOnce = kSteps < AT_ONCE ? kSteps : AT_ONCE;
+  // loaded[r] = load_at(place) for AT_ONCE of the thread's rows from `step` on, all in flight. Of a row beyond the group the last
+  // row is loaded: loads under a condition would wait for each other.
+  template <int AT_ONCE, class Loaded, class Load>
+  __device__ __forceinline__ void load_rows(Loaded (&loaded)[AT_ONCE], int step, const Load& load_at) const {
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r) loaded[r] = load_at(at(min((step + r) * kLanes + lane, rows - 1)));
+  }
+  // Calls `visit(row, loaded)` for those rows that the group has.
+  template <int AT_ONCE, class Loaded, class Visit>
+  __device__ __forceinline__ void visit_loaded(const Loaded (&loaded)[AT_ONCE], int step, const Visit& visit) const {
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r) {
+      const int row = (step + r) * kLanes + lane;
+      if (row < rows) visit(row, loaded[r]);
+    }
+  }
+  // Both for all rows of the thread, MOST of them in flight. `prepare()` runs once, while the first are loaded: past a
+  // `__syncwarp` the compiler moves no load, and would put them behind what `prepare` waits for.
+  template <int MOST, class Load, class Prepare, class Visit>
+  __device__ __forceinline__ void visit_rows(const Load& load_at, const Prepare& prepare, const Visit& visit) const {
+    constexpr int kAtOnce = kSteps < MOST ? kSteps : MOST;
+    decltype(load_at(i64{})) loaded[kAtOnce];
+    load_rows(loaded, 0, load_at);
+    __syncwarp();
+    prepare();
+    visit_loaded(loaded, 0, visit);
 #pragma unroll 1
-    for (int step = 0; step < kSteps; step += kAtOnce) {
-      decltype(load_at(i64{})) loaded[kAtOnce];
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) loaded[r] = load_at(at(min((step + r) * kLanes + lane, rows - 1)));
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) visit((step + r) * kLanes + lane, loaded[r]);
+    for (int step = kAtOnce; step < kSteps; step += kAtOnce) {
+      load_rows(loaded, step, load_at);
+      visit_loaded(loaded, step, visit);
     }
   }
 };
@@ -2773,7 +2807,7 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   using T = typename Config::T;
   using Y = typename Config::Y;
   using Activation = typename Config::Activation;
-  constexpr int N = Config::kVector, TX = Config::kThreadsX, kInFlight = 4;
+  constexpr int N = Config::kVector, TX = Config::kThreadsX, kInFlight = 2;
   constexpr Form FORM = Config::kForm;
   using Words = GradientWords<T, Y, N>;
   __shared__ float shared[kThreads * N];
@@ -2782,19 +2816,20 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   const GroupTile<N, TX> tile(p.batch, p.features);
   const i64 group_row = tile.group_row();
   FeatureGradient<FORM> feature[N];
-  tile.share_features(feature, [&](int j) { return feature_gradient<FORM, false>(p, j); });
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    feature[i].centre -= value_or(p.offset, group_row + i, 0.0f);
   float sum[N] = {}, dot[N] = {}, linear[N] = {};
   tile.template visit_rows<kInFlight>(
       [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
-      [&](int row, const Words& words) {
-        if (row < tile.rows)
-          visit_gradients<Activation>(words, feature, [&](int i, float g, float deviation) {
-            sum[i] += g;
-            dot[i] += g * deviation;
-          });
+      [&] {
+        tile.share_features(feature, [&](int j) { return feature_gradient<FORM, false>(p, j); });
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+          feature[i].centre -= value_or(p.offset, group_row + i, 0.0f);
+      },
+      [&](int, const Words& words) {
+        visit_gradients<Activation>(words, feature, [&](int i, float g, float deviation) {
+          sum[i] += g;
+          dot[i] += g * deviation;
+        });
       });
   sum_over_lanes<N, TX>(sum, shared);
   sum_over_lanes<N, TX>(dot, shared);
@@ -2829,8 +2864,7 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   p.slope_grad[j] = f.slope_grad(rows);
 }
 
-// da, in the product's type; for split operands its columns' exponents too. A block has kGroups groups of 64 rows, from the
-// last rows on, which gradient_sums read last.
+// da, in the product's type; for split operands its columns' exponents too. From the last rows on, which gradient_sums read last.
 template <class Config, class Params>
 __device__ __forceinline__ void product_gradient(const Params& p) {
   using T = typename Config::T;
@@ -2840,34 +2874,27 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
   constexpr Form FORM = Config::kForm;
   constexpr int kInFlight = Activation::identity && sizeof(T) == sizeof(Y) ? 8 : 4;  // what the registers hold
   using Words = GradientWords<T, Y, N>;
-  GroupTile<N, Config::kThreadsX, Config::kGroups, true> tile(p.batch, p.features);
+  const GroupTile<N, Config::kThreadsX, true> tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   FeatureGradient<FORM> feature[N];
-  tile.share_features(feature, [&](int j) { return feature_gradient<FORM, true>(p, j); });
-  if (!tile.inside) return;
-  float centre[N];
   ColumnExponents<N> exponents;
+  tile.template visit_rows<kInFlight>(
+      [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
+      [&] {
+        tile.share_features(feature, [&](int j) { return feature_gradient<FORM, true>(p, j); });
 #pragma unroll
-  for (int i = 0; i < N; ++i) centre[i] = feature[i].centre;
-#pragma unroll 1
-  for (int g = 0; g < Config::kGroups; ++g) {
-    tile.move_to(tile.first_group + g);
-    if (tile.rows == 0) break;
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      feature[i].centre = centre[i] - value_or(p.offset, tile.group_row() + i, 0.0f);
-    tile.template visit_rows<kInFlight>(
-        [&](i64 at) { return Words{load<T, N>(p.product + at), load<Y, N>(p.grad_y + at)}; },
-        [&](int row, const Words& words) {
-          float out[N];
-          visit_gradients<Activation>(words, feature, [&](int i, float g, float d) { out[i] = feature[i].of_product(g, d); });
-          if (row < tile.rows) {
-            store<T, N>(p.grad_product + tile.at(row), out);
-            exponents.add(out, p.x_exponents[tile.group * kGroupRows + row]);
-          }
-        });
-  }
+        for (int i = 0; i < N; ++i)
+          feature[i].centre -= value_or(p.offset, tile.group_row() + i, 0.0f);
+      },
+      [&](int row, const Words& words) {
+        float out[N];
+        visit_gradients<Activation>(words, feature, [&](int i, float g, float d) { out[i] = feature[i].of_product(g, d); });
+        if (!tile.inside) return;
+        store<T, N>(p.grad_product + tile.at(row), out);
+        exponents.add(out, p.x_exponents[tile.group * kGroupRows + row]);
+      });
+  if (!tile.inside) return;
   exponents.merge_into(p.column_exponents + tile.column);
 }
 
@@ -3244,7 +3271,7 @@ struct FusedGemmScaleBnGradientSumsConfig {
   static constexpr auto kForm = gemmnorm::Form::kFolded;
   using Activation = Identity;
 };
-extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradient_sums(
+extern "C" __global__ void __launch_bounds__(256, 3) fused_gemm_scale_bn_gradient_sums(
     const GradientSumsParams p) {
   gemmnorm::gradient_sums<FusedGemmScaleBnGradientSumsConfig>(p);
 }
@@ -3310,7 +3337,6 @@ struct FusedGemmScaleBnGradientApplyConfig {
   using R = float;
   static constexpr int kVector = 4;
   static constexpr int kThreadsX = 32;
-  static constexpr int kGroups = 4;
   static constexpr auto kForm = gemmnorm::Form::kFolded;
   using Activation = Identity;
 };
@@ -3739,7 +3765,6 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const int64_t batch = x.size(0);
   const int64_t groups = (batch + 63) / 64;
-  const int64_t tiles_of_256 = (batch + 255) / 256;
   const int64_t tiles_of_128 = (batch + 127) / 128;
   const torch::Tensor grad_y = dense(grad);
   torch::Tensor grad_x = needs[0] ? empty(x, torch::kFloat32, {batch, 4096}) : torch::Tensor();
@@ -3800,7 +3825,7 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
     p.mean_grad = mean_grad; p.slope_grad = slope_grad; p.x_exponents = x_exponents;
     p.column_exponents = column_exponents; p.grad_product = grad_product; p.scale_stride = scale_stride;
     p.scale_value = scale_value; p.batch = batch; p.features = 4096;
-    launch(fused_gemm_scale_bn_gradient_apply, 32 * tiles_of_256, 256, stream, p);
+    launch(fused_gemm_scale_bn_gradient_apply, 32 * groups, 256, stream, p);
   }
   {
     SplitGradientParams p;

@@ -203,9 +203,9 @@ def _can_run_here(tensor: Tensor) -> bool:
     return type(tensor) in runtime.PLAIN and not has_modes()
 
 
-# By each weight of a trace that an operator has cast: its version then, and the copy, as long as the trace keeps it for the
-# backward. A later call in the same graph multiplies by that, as autocast's cache has it in eager mode. It is an edge of the
-# graph: who frees the copy sees both uses.
+# By each weight of a trace that an operator has cast: its version then, and the copy, as long as the trace keeps it for
+# the backward. A later call in the same graph multiplies by that, as autocast's cache has it in eager mode. It is an
+# edge of the graph: who frees the copy sees both uses.
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
