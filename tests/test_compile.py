@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from functorch.compile import make_boxed_func
 from support import Chain, arguments, assert_same, step, stir, twin, worst
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
 import gemmnorm
 from gemmnorm import LinearScaleBatchNorm1d, chain, linear_scale_batch_norm
@@ -192,3 +194,24 @@ def test_export(strict):
     program = torch.export.export(module, (x,), strict=strict)
     assert "gemmnorm" not in str(program.graph)
     assert worst(program.module()(x), module(x), 1e-6, 1e-6) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_a_checkpoint_inside_a_compiled_graph(backend):
+    """Nothing outside may be written from its body.
+
+    The statistics are updated once; by PyTorch 2.4's graph, as in eager mode, again where the body runs again.
+    """
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU())
+    fused = deepcopy(model)
+    gemmnorm.fuse(fused)
+    x, grad = torch.randn(20, 6), torch.randn(20, 8)
+
+    def run(m):
+        return lambda x: checkpoint(m, x, use_reentrant=False)
+
+    def compiled(m):
+        return torch.compile(run(m), fullgraph=True, backend=backend)
+
+    expected = run(model) if torch.__version__.startswith("2.4.") else compiled(model)
+    assert_same(step(fused, compiled(fused), x, grad), step(model, expected, x, grad), 1e-4, 1e-5)

@@ -788,8 +788,8 @@ struct GroupTile {
       if (row < rows) visit(row, loaded[r]);
     }
   }
-  // Both for all rows of the thread, MOST of them in flight. `prepare()` runs once, while the first are loaded: past a
-  // `__syncwarp` the compiler moves no load, and would put them behind what `prepare` waits for.
+  // Both for all rows of the thread, MOST of them in flight. `prepare()` runs once, while the first are loaded: without the
+  // `__syncwarp` the compiler moves the loads behind what `prepare` waits for.
   template <int MOST, class Load, class Prepare, class Visit>
   __device__ __forceinline__ void visit_rows(const Load& load_at, const Prepare& prepare, const Visit& visit) const {
     constexpr int kAtOnce = kSteps < MOST ? kSteps : MOST;

@@ -32,7 +32,7 @@ from .children import (
 from .errors import GemmNormRuntimeError, GemmNormWarning
 from .functional import as_factor, as_number, as_vector, call, synchronises
 from .op import column_parallel
-from .op.route import UNKNOWN, CachedCall, cached_call, is_exporting, surroundings, why_plain_ops
+from .op.route import UNKNOWN, CachedCall, cached_call, in_a_subgraph, is_exporting, surroundings, why_plain_ops
 from .runtime.arithmetic import convolutions_differ
 from .runtime.operands import CASTABLE, Operands, Options
 
@@ -83,7 +83,8 @@ class ChainCall:
         chosen: False where `fuse` was told to leave this chain alone.
         fused: how many calls ran as one operation.
         unfused: how many ran module by module, by reason.
-        compiled: "" until a compiler has traced a call; then "fused", or the reason why its graph holds single ops.
+        compiled: "" until a compiler has traced a call; then "fused", or the reason why its graph holds single ops. Not
+            of a call inside another operator's body, as of a checkpoint: nothing may be written from there.
     """
 
     def __init__(self, chosen: bool = True) -> None:
@@ -197,7 +198,7 @@ class ChainCall:
     def note(self, reason: str | None) -> None:
         """Count a call: one operation, or the reason why it was none."""
         if torch.compiler.is_compiling():
-            if not is_exporting():
+            if not (is_exporting() or in_a_subgraph()):
                 self.compiled = reason or "fused"  # only ever written there: what a trace reads it depends on
         elif reason is None:
             self.fused += 1

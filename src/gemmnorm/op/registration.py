@@ -9,11 +9,13 @@ their order.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import proxy_tensor
 from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
@@ -203,24 +205,31 @@ def _can_run_here(tensor: Tensor) -> bool:
     return type(tensor) in runtime.PLAIN and not has_modes()
 
 
-# By each weight of a trace that an operator has cast: its version then, and the copy, as long as the trace keeps it for
-# the backward. A later call in the same graph multiplies by that, as autocast's cache has it in eager mode. It is an
-# edge of the graph: who frees the copy sees both uses.
+# By each weight of a trace that an operator has cast: its version and the trace then, and the copy, as long as the
+# trace keeps it for the backward. A later call in the same graph multiplies by that, as autocast's cache has it in
+# eager mode. It is an edge of the graph: who frees the copy sees both uses.
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def _trace() -> Any:
+    """What is tracing; None where nothing is, or PyTorch does not say."""
+    return getattr(proxy_tensor, "get_innermost_proxy_mode", lambda: None)()  # docs/private_api.md
+
+
 def _remember_copy(weight: Tensor, copy: Tensor) -> None:
-    if type(weight) not in runtime.PLAIN and copy.dim() == 2:
-        _copies[weight] = (weight._version, TensorWeakRef(copy))
+    trace = _trace()
+    if trace is not None and copy.dim() == 2:
+        _copies[weight] = (weight._version, weakref.ref(trace), TensorWeakRef(copy))
 
 
 def _cast_before(weight: Tensor, cast: torch.dtype | None) -> Tensor | None:
-    """The copy of a traced weight in this dtype, if the trace has made one already."""
+    """The copy of a traced weight in this dtype, if this trace has made one already."""
     if cast is None or type(weight) in runtime.PLAIN or weight not in _copies:
         return None
-    version, found = _copies[weight]
+    version, trace, found = _copies[weight]
     copy: Tensor | None = found()
-    return copy if copy is not None and version == weight._version and copy.dtype == cast else None
+    current = version == weight._version and trace() is _trace()  # a branch has a trace of its own
+    return copy if current and copy is not None and copy.dtype == cast else None
 
 
 def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:

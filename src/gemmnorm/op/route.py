@@ -157,6 +157,16 @@ def is_exporting() -> bool:
         return True
 
 
+@traced_as_constant
+def in_a_subgraph() -> bool:
+    """Called at trace time: Dynamo traces the body of a higher-order operator. True where it does not say."""
+    try:
+        translator: Any = sys.modules["torch._dynamo.symbolic_convert"]
+        return not translator.InstructionTranslator.current_tx().output.is_root_tracer()
+    except (KeyError, AttributeError):  # private names: docs/private_api.md
+        return True
+
+
 UNKNOWN = "this PyTorch lacks private names that gemmnorm needs (docs/private_api.md)"
 
 
