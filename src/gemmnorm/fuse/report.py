@@ -23,7 +23,8 @@ class Calls:
         fused: how many ran as one operation, which kernels or plain PyTorch ops may serve: `explain` says.
         unfused: how many ran module by module, by reason.
         compiled: what the last trace of `torch.compile` took into its graph: "fused", the reason why it holds single
-            operations, or "" where there was none. Calls of compiled graphs are not counted.
+            operations, or "" where there was none, or one of a checkpoint's body. Calls of compiled graphs are not
+            counted.
     """
 
     fused: int
