@@ -134,7 +134,7 @@ __device__ __forceinline__ float opaque(float v) {
   return v;
 }
 
-// A word to global memory in one instruction: the compiler breaks up some stores of 8 and 16 bytes into fours.
+// A word to global memory in one instruction: the compiler breaks up some stores of 16 bytes into fours.
 __device__ __forceinline__ void store_word(void* to, u16 v) { *static_cast<u16*>(to) = v; }
 __device__ __forceinline__ void store_word(void* to, u32 v) { *static_cast<u32*>(to) = v; }
 __device__ __forceinline__ void store_word(void* to, uint2 v) {

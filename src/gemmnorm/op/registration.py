@@ -226,10 +226,11 @@ def _cast_before(weight: Tensor, cast: torch.dtype | None) -> Tensor | None:
     """The copy of a traced weight in this dtype, if this trace has made one already."""
     if cast is None or type(weight) in runtime.PLAIN or weight not in _copies:
         return None
-    version, trace, found = _copies[weight]
+    (version, trace, found), current = _copies[weight], _trace()
+    if current is None or trace() is not current or version != weight._version:  # a branch has a trace of its own
+        return None
     copy: Tensor | None = found()
-    current = version == weight._version and trace() is _trace()  # a branch has a trace of its own
-    return copy if current and copy is not None and copy.dtype == cast else None
+    return copy if copy is not None and copy.dtype == cast else None
 
 
 def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:
