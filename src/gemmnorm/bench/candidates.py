@@ -2,7 +2,7 @@
 
 Every sample is queued behind the emptying of the L2, so that neither the host nor the cache is timed; candidates take
 turns, each round begins with another one, and the median counts. What takes more than twice the fastest candidate's
-time after one round is not timed again. Times are microseconds.
+time in each of two rounds is not timed again: the first call of a round may wait for the host. Times are microseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..plan.candidates import Candidate
 from ..runtime import binding, driver, sources
 from .timing import FLUSH_BYTES
 
-SLOW, LEAST, MOST = 2.0, 3, 9  # times the fastest from where one round is enough; rounds of the others
+SLOW, LEAST, MOST = 2.0, 3, 9  # times the fastest from where two rounds are enough; rounds of the others
 APART = 0.03  # relative, from where two results are not of the same function
 ENOUGH = 1e4  # µs of one candidate's samples from where there are no more than `LEAST`
 SPIN = 400_000  # clock cycles in front of a round, in which the host gets ahead
@@ -145,7 +145,7 @@ class QueueClock:
 def sampled(
     calls: Mapping[str, Callable[[], object]], clock: Clock, rounds: int | None = None
 ) -> dict[str, list[float]]:
-    """Samples of the calls, as many as `rounds`, or as their times want it; of what is slow a single one."""
+    """Samples of the calls, as many as `rounds`, or as their times want it; of what is slow two, of which the lesser counts."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     alive, done, wanted = list(calls), 0, rounds or LEAST
     while done < wanted:
@@ -154,9 +154,11 @@ def sampled(
         for name, taken in zip(turned, clock([calls[name] for name in turned]), strict=True):
             samples[name].append(taken)
         done += 1
-        if done == 1 and rounds is None:
-            fastest = min(taken for (taken,) in samples.values())
-            alive = [name for name in calls if samples[name][0] <= SLOW * fastest]
+        if done == 2 and rounds is None:
+            least = {name: min(taken) for name, taken in samples.items()}
+            fastest = min(least.values())
+            alive = [name for name in calls if least[name] <= SLOW * fastest]
+            samples |= {name: [least[name]] for name in calls if name not in alive}
             wanted = max(LEAST, min(MOST, int(ENOUGH / fastest)))
     return samples
 

@@ -21,7 +21,7 @@ L2_BYTES = 30e6  # that an H200 keeps of what all multiprocessors read
 LIBRARY_TILES = (
     (320, 128), (256, 128), (192, 128), (128, 128), (128, 64), (64, 64), (64, 32), (32, 32),
 )  # fmt: skip
-LIBRARY_SPLITS = (1, 2, 4, 8, 16, 32)  # parts of K, likewise
+LIBRARY_SPLITS = (1, 2, 3, 4, 6, 8, 16, 32)  # parts of K, likewise
 SHARPNESS = 4  # of `overlapped`
 
 
@@ -153,13 +153,15 @@ def empty() -> Counted:
 def count_product(problem: Problem, rows: int, columns: int, inner: int) -> Counted:
     """A product by cuBLAS: for each tile and number of parts of K, waves and stages."""
     blocks, size = (problem.chip or CHIPS[90]).multiprocessors, DTYPE_BYTES[problem.dtype]
-    steps = -(-inner * size // ROW_BYTES)
+    # Without tensor cores a stage is short: cuBLAS' kernels for float32 take 32 bytes of K at a time.
+    stage_bytes = 32 if problem.dtype == "float32" and problem.arithmetic != "tf32" else ROW_BYTES
+    steps = -(-inner * size // stage_bytes)
     options = []
     for tile in LIBRARY_TILES:
         tiles = -(-rows // tile[0]) * -(-columns // tile[1])
         for parts in LIBRARY_SPLITS:
             waves = -(-tiles * parts // blocks)
-            options += [float(waves), float(waves * -(-steps // parts))]
+            options += [float(waves), waves * -(-steps // parts) * stage_bytes / ROW_BYTES]
     nbytes = size * (rows * inner + columns * inner + rows * columns)
     return {
         "options": tuple(options),

@@ -201,6 +201,7 @@ def _three_launches(problem: Problem, split: bool) -> tuple[Launch, ...]:
             ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "group_sum",
              "group_dot", "group_linear", "batch", "features"),
             t.blocks,
+            # Three where the registers allow it: not for GELU over two dtypes, nor for the sums of an evaluation.
             resident=3 if problem.training and not (gelu and problem.out_dtype != problem.dtype) else 2,
         ),
         _merge(problem, split),
