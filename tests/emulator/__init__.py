@@ -72,7 +72,7 @@ def _text(launch: Launch, problem: Problem) -> str:
         text = sources.translation_unit(launch, problem)
     text = re.sub(
         r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];",
-        r"unsigned char* const \1 = emulator::current->block->shared;",
+        r"unsigned char* const \1 = emulator::here.shared;",
         text,
     )
     _, params = sources.type_names(launch.entry)
@@ -81,7 +81,7 @@ def _text(launch: Launch, problem: Problem) -> str:
         'extern "C" const char* emulate(unsigned grid, unsigned cluster, unsigned threads, unsigned shared,'
         " unsigned resident, unsigned seed, const void* p) {\n"
         "  return emulator::run(grid, cluster, threads, shared, resident, seed,"
-        f" [=] {{ {launch.entry}(*reinterpret_cast<const {params}*>(p)); }});\n"
+        f" [](const void* p) {{ {launch.entry}(*static_cast<const {params}*>(p)); }}, p);\n"
         "}\n"
     )
 
@@ -104,7 +104,8 @@ def _library(text: str) -> Any:
     includes = (f"-I{folder()}", f"-I{HERE}")
     runtime = folder() / "runtime.so"
     if not runtime.exists():
-        _compile("-shared", *includes, str(HERE / "runtime.cpp"), into=runtime)
+        parts = [str(HERE / name) for name in ("runtime.cpp", "hopper.cpp")]
+        _compile("-O3", "-march=native", "-shared", *includes, *parts, into=runtime)  # once, for all kernels
     if not library.exists():
         source = _own(library.with_suffix(".cpp"))
         source.write_text(text, encoding="utf-8")

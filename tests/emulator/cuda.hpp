@@ -1,21 +1,10 @@
-// A GPU on the CPU, for tests: every CUDA thread is a fiber, blocks share nothing but global memory, and whatever the
-// hardware leaves open is decided at random from a seed: which warp runs next, when a copy or a multiplication that runs
-// on its own takes place. A kernel that waits for what never comes is reported, not endured.
+// CUDA for a kernel that runs on the CPU: what each of them compiles anew, so as little as may be. Whatever needs no
+// template is in machine.hpp, runtime.cpp and hopper.cpp, compiled once for all kernels.
 #pragma once
-#include <setjmp.h>
-#include <ucontext.h>
-
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <random>
-#include <string>
-#include <vector>
+#include <type_traits>
 
 #define __device__
 #define __host__
@@ -42,156 +31,102 @@ struct alignas(16) uint4 {
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-using std::max;
-using std::min;
+template <class T>
+constexpr const T& max(const T& a, const T& b) {
+  return a < b ? b : a;
+}
+template <class T>
+constexpr const T& min(const T& a, const T& b) {
+  return b < a ? b : a;
+}
 
 namespace emulator {
 
 struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
-struct Gate {  // a barrier: who is here, and how often it has opened
-  unsigned arrived = 0, opened = 0;
-};
-struct Warp : Gate {
-  std::uint64_t slots[2][32];
-};
-
-struct Block;
-struct Fiber {
-  ucontext_t start;
-  jmp_buf context;  // where it goes on, once it has begun
-  bool begun = false;
-  Index thread;
-  Block* block = nullptr;
-  bool done = false;
-  const std::function<bool()>* ready = nullptr;  // what it waits for
-  const char* what = "";
-  int copies = 0;  // own bulk copies that have not taken place
-  std::vector<std::pair<unsigned, std::function<void()>>> products;  // own multiplications: their group, what to do
-  unsigned groups = 0;                                               // of multiplications, committed
-  std::vector<std::function<void()>> small_copies;  // own copies of 16 bytes, likewise
-  unsigned cluster_turn = 0;                                         // of the cluster's barrier, when it arrived
-};
-
-struct Block {
-  Index index;
-  std::unique_ptr<unsigned char[]> memory;
+// Where the thread is whose turn it is.
+struct Here {
+  Index thread, block, grid, threads;
+  unsigned cluster;  // blocks in one
   unsigned char* shared;
-  std::unique_ptr<char[]> stacks;
-  std::vector<Fiber> fibers;
-  std::vector<Warp> warps;
-  Gate gates[17];  // bar.sync 0 to 15, and one spare
-  unsigned alive;
-  std::shared_ptr<struct Cluster> cluster;
 };
+extern Here here;
 
-struct Cluster : Gate {
-  std::vector<Block*> blocks;
-  unsigned stores = 0;  // on their way from block to block
+bool chance(unsigned one_in);
+[[noreturn]] void fail(const char* why);
+
+// A closure without the closure's type: `std::function` would be compiled anew for each.
+struct Closure {
+  bool (*call)(const void*);
+  const void* at;
 };
-
-struct Machine {
-  std::mt19937 random;
-  Index grid, block;
-  unsigned cluster = 1;  // blocks in one
-  bool lazy;  // multiplications take place when they are waited for, else at once
-  jmp_buf scheduler;
-  std::function<void()> kernel;
-  std::vector<std::function<void()>> pending;  // copies on their way
-  std::string fault;
-
-  bool chance(unsigned one_in) { return random() % one_in == 0; }
-  void do_one_pending();
-};
-
-extern Machine machine;
-extern Fiber* current;
-
-inline void pause(const char* what, const std::function<bool()>& ready) {
-  current->ready = &ready;
-  current->what = what;
-  if (!_setjmp(current->context)) _longjmp(machine.scheduler, 1);
-}
+// Lets the others run until `ready`.
+void pause(const char* what, Closure ready);
 template <class Ready>
 void wait(const char* what, const Ready& ready) {
-  if (ready() && !machine.chance(4)) return;
-  pause(what, std::function<bool()>(ready));
-}
-[[noreturn]] inline void fail(const std::string& why) {
-  machine.fault = why;
-  pause("nothing", [] { return false; });
-  std::abort();
+  if (ready() && !chance(4)) return;
+  pause(what, {[](const void* at) -> bool { return (*static_cast<const Ready*>(at))(); }, &ready});
 }
 
-inline bool arrive_at_gate(Gate& gate, unsigned threads) {
-  if (++gate.arrived < threads) return false;
-  gate.arrived = 0;
-  ++gate.opened;
-  return true;
-}
-inline void pass_gate(Gate& gate, unsigned threads, const char* what) {
-  const unsigned opened = gate.opened;
-  if (arrive_at_gate(gate, threads)) return;
-  pause(what, [&gate, opened] { return gate.opened != opened; });
-}
+void pass_all_threads();                           // __syncthreads
+void pass_barrier(int barrier, int threads);       // bar.sync
+void arrive_at_barrier(int barrier, int threads);  // bar.arrive
+void arrive_at_cluster();
+void wait_for_cluster();
 
-inline unsigned lane() { return current->thread.x % 32; }
+// Of the warp's lanes: `source`'s value, or all.
+std::uint64_t exchange(std::uint64_t value, unsigned source);
+void exchange_all(std::uint64_t value, std::uint64_t (&all)[32]);
+
+inline unsigned lane() { return here.thread.x % 32; }
 template <class T>
 T from_lane(T value, unsigned source) {
-  static_assert(sizeof(T) <= 8);
-  Warp& warp = current->block->warps[current->thread.x / 32];
-  const unsigned turn = warp.opened % 2;
-  std::memcpy(&warp.slots[turn][lane()], &value, sizeof(T));
-  pass_gate(warp, 32, "a warp's shuffle");
-  if (source < 32) std::memcpy(&value, &warp.slots[turn][source], sizeof(T));
+  static_assert(sizeof(T) <= 8 && std::is_trivially_copyable<T>::value);
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = exchange(bits, source);
+  std::memcpy(&value, &bits, sizeof(T));
   return value;
 }
 
-// What every lane of the warp has.
-template <class T>
-void from_all_lanes(T value, T (&all)[32]) {
-  Warp& warp = current->block->warps[current->thread.x / 32];
-  const unsigned turn = warp.opened % 2;
-  from_lane(value, 32);
-  for (int i = 0; i < 32; ++i) std::memcpy(&all[i], &warp.slots[turn][i], sizeof(T));
-}
+// A thread's own copies: each takes place when it is waited for, at the latest.
+void copy_16(void* to, const void* from);
+void do_own_copies();
 
-// Clusters: one barrier for all their threads, and each other's shared memory.
-inline void arrive_at_cluster() {
-  Cluster& cluster = *current->block->cluster;
-  current->cluster_turn = cluster.opened;
-  if (++cluster.arrived == machine.cluster * machine.block.x) {
-    cluster.arrived = 0;
-    ++cluster.opened;
-  }
-}
-inline void wait_for_cluster() {
-  const Cluster* cluster = current->block->cluster.get();
-  const unsigned turn = current->cluster_turn;
-  wait("the cluster's barrier", [=] { return cluster->opened != turn; });
-}
-inline const unsigned char* in_cluster(const void* own, unsigned rank) {
-  const Block* peer = current->block->cluster->blocks.at(rank);
-  if (!peer->alive) fail("the shared memory of a block that has left");
-  return peer->shared + (static_cast<const unsigned char*>(own) - current->block->shared);
-}
+// Barriers in shared memory, TMA, other blocks' shared memory: see ptx/hopper.cuh.
+using u64 = unsigned long long;
+void init_mbarrier(u64* b, unsigned count);
+void arrive_at_mbarrier(u64* b, int expected_bytes);
+void wait_for_mbarrier(u64* b, unsigned parity);
+void load_box(void* to, const void* map, u64* barrier, int x, int y);
+void store_box(const void* map, const void* from, int x, int y);
+void load_bulk(void* to, const void* from, unsigned bytes, u64* barrier);
+void wait_for_stores();
+void store_remote(void* own, float4 v, u64* barrier, int rank);
+void load_transposed(const void* row, unsigned (&pairs)[4]);
+void store_transposed(void* row, const unsigned (&pairs)[4]);
 
-// Runs a grid, `resident` blocks at a time; null, or what went wrong. In runtime.cpp, compiled once for all kernels.
+// The tensor cores: see ptx/wgmma.cuh.
+enum Format { kHalf, kBfloat16, kTf32 };
+void commit_products();
+void wait_for_products(unsigned pending);
+void multiply(Format format, int n, bool a_across, bool b_across, float* d, u64 a, u64 b, bool accumulate);
+void multiply_registers(Format format, int n, bool b_across, float* d, const unsigned (&a)[4], u64 b, bool accumulate);
+
+// Runs a grid, `resident` blocks at a time; null, or what went wrong.
 const char* run(unsigned grid, unsigned cluster, unsigned threads, unsigned shared, unsigned resident, unsigned seed,
-                const std::function<void()>& kernel);
+                void (*kernel)(const void*), const void* params);
 
 }  // namespace emulator
 
-#define threadIdx (emulator::current->thread)
-#define blockIdx (emulator::current->block->index)
-#define gridDim (emulator::machine.grid)
-#define blockDim (emulator::machine.block)
+#define threadIdx (emulator::here.thread)
+#define blockIdx (emulator::here.block)
+#define gridDim (emulator::here.grid)
+#define blockDim (emulator::here.threads)
 
-inline void __syncthreads() {
-  emulator::pass_gate(emulator::current->block->gates[0], emulator::current->block->alive, "__syncthreads");
-}
-inline void __syncwarp() { emulator::from_lane(0, 32); }
+inline void __syncthreads() { emulator::pass_all_threads(); }
+inline void __syncwarp() { emulator::exchange(0, 32); }
 template <class T>
 T __shfl_sync(unsigned, T v, int source) {
   return emulator::from_lane(v, source);

@@ -1,10 +1,11 @@
 // The emulator's scheduler: starts blocks, gives every fiber its turn, ends when nothing is left or nothing can go on.
-#include <cuda.hpp>
+#include "machine.hpp"
 
 namespace emulator {
 
 Machine machine;
 Fiber* current = nullptr;
+Here here;
 
 void Machine::do_one_pending() {
   std::swap(pending[random() % pending.size()], pending.back());
@@ -13,8 +14,82 @@ void Machine::do_one_pending() {
   action();
 }
 
+bool chance(unsigned one_in) { return machine.random() % one_in == 0; }
+
+void pause(const char* what, Closure ready) {
+  current->ready = ready;
+  current->what = what;
+  if (!_setjmp(current->context)) _longjmp(machine.scheduler, 1);
+}
+void fail(const char* why) {
+  machine.fault = why;
+  pause("nothing", {[](const void*) { return false; }, nullptr});
+  std::abort();
+}
+
+static bool arrive_at_gate(Gate& gate, unsigned threads) {
+  if (++gate.arrived < threads) return false;
+  gate.arrived = 0;
+  ++gate.opened;
+  return true;
+}
+static void pass_gate(Gate& gate, unsigned threads, const char* what) {
+  const struct {
+    const Gate& gate;
+    unsigned opened;
+  } before = {gate, gate.opened};
+  if (arrive_at_gate(gate, threads)) return;
+  using Before = decltype(before);
+  pause(what, {[](const void* at) {
+                 const Before& was = *static_cast<Before*>(at);
+                 return was.gate.opened != was.opened;
+               },
+               &before});
+}
+void pass_all_threads() { pass_gate(current->block->gates[0], current->block->alive, "__syncthreads"); }
+void pass_barrier(int barrier, int threads) { pass_gate(current->block->gates[barrier], threads, "bar.sync"); }
+void arrive_at_barrier(int barrier, int threads) { arrive_at_gate(current->block->gates[barrier], threads); }
+
+std::uint64_t exchange(std::uint64_t value, unsigned source) {
+  Warp& warp = current->block->warps[current->thread.x / 32];
+  const unsigned turn = warp.opened % 2;
+  warp.slots[turn][lane()] = value;
+  pass_gate(warp, 32, "a warp's shuffle");
+  return source < 32 ? warp.slots[turn][source] : value;
+}
+void exchange_all(std::uint64_t value, std::uint64_t (&all)[32]) {
+  Warp& warp = current->block->warps[current->thread.x / 32];
+  const unsigned turn = warp.opened % 2;
+  exchange(value, 32);
+  std::memcpy(all, warp.slots[turn], sizeof all);
+}
+
+// Clusters: one barrier for all their threads.
+void arrive_at_cluster() {
+  Cluster& cluster = *current->block->cluster;
+  current->cluster_turn = cluster.opened;
+  if (++cluster.arrived == here.cluster * here.threads.x) {
+    cluster.arrived = 0;
+    ++cluster.opened;
+  }
+}
+void wait_for_cluster() {
+  const Cluster* cluster = current->block->cluster.get();
+  const unsigned turn = current->cluster_turn;
+  wait("the cluster's barrier", [=] { return cluster->opened != turn; });
+}
+
+void copy_16(void* to, const void* from) {
+  if (chance(2)) std::memcpy(to, from, 16);
+  else current->small_copies.emplace_back(to, from);
+}
+void do_own_copies() {
+  for (const auto& [to, from] : current->small_copies) std::memcpy(to, from, 16);
+  current->small_copies.clear();
+}
+
 static void enter() {
-  machine.kernel();
+  machine.kernel(machine.params);
   current->done = true;
   --current->block->alive;
   _longjmp(machine.scheduler, 1);
@@ -55,14 +130,15 @@ static std::unique_ptr<Block> start_block(unsigned index, unsigned threads, unsi
 }
 
 const char* run(unsigned grid, unsigned cluster, unsigned threads, unsigned shared, unsigned resident, unsigned seed,
-                const std::function<void()>& kernel) {
+                void (*kernel)(const void*), const void* params) {
   static std::string fault;
   machine.random.seed(seed);
-  machine.grid.x = grid;
-  machine.block.x = threads;
-  machine.cluster = cluster;
+  here.grid.x = grid;
+  here.threads.x = threads;
+  here.cluster = cluster;
   machine.lazy = seed % 2;
   machine.kernel = kernel;
+  machine.params = params;
   machine.pending.clear();
   machine.fault.clear();
   std::vector<std::unique_ptr<Block>> blocks;
@@ -88,16 +164,19 @@ const char* run(unsigned grid, unsigned cluster, unsigned threads, unsigned shar
     for (auto& [block, warp] : order) {
       for (unsigned t = warp * 32; t < std::min(threads, warp * 32 + 32); ++t) {
         Fiber& fiber = block->fibers[t];
-        if (fiber.done || (fiber.ready && !(*fiber.ready)())) continue;
-        fiber.ready = nullptr;
+        if (fiber.done || (fiber.ready.call && !fiber.ready.call(fiber.ready.at))) continue;
+        fiber.ready.call = nullptr;
         current = &fiber;
+        here.thread = fiber.thread;
+        here.block = block->index;
+        here.shared = block->shared;
         if (++turns > kMostTurns) machine.fault = "it goes on and on";
         go_on();
         progress = true;
         if (!machine.fault.empty()) break;
       }
       if (!machine.fault.empty()) break;
-      if (!machine.pending.empty() && machine.chance(8)) {
+      if (!machine.pending.empty() && chance(8)) {
         machine.do_one_pending();
         progress = true;
       }

@@ -19,11 +19,11 @@ struct bfloat16 {
 
 inline float to_float(float v) { return v; }
 inline float to_float(half v) {
-  const u32 exponent = v.bits >> 10 & 31, fraction = v.bits & 1023;
-  const float magnitude = exponent == 31 ? (fraction ? NAN : INFINITY)
-                          : exponent    ? std::ldexp(1024.0f + fraction, static_cast<int>(exponent) - 25)
-                                        : std::ldexp(static_cast<float>(fraction), -24);
-  return v.bits >> 15 ? -magnitude : magnitude;
+  const u32 sign = static_cast<u32>(v.bits >> 15) << 31, exponent = v.bits >> 10 & 31, fraction = v.bits & 1023;
+  if (exponent == 31) return __uint_as_float(sign | (fraction ? 0x7FC00000u : 0x7F800000u));
+  if (exponent) return __uint_as_float(sign | (exponent + 112) << 23 | fraction << 13);
+  const float magnitude = static_cast<float>(fraction) * 5.9604644775390625e-8f;  // 2⁻²⁴
+  return sign ? -magnitude : magnitude;
 }
 inline float to_float(bfloat16 v) { return __uint_as_float(static_cast<u32>(v.bits) << 16); }
 
@@ -77,16 +77,8 @@ T opaque(T v) {
   return v;
 }
 
-// A thread's own copies: each takes place when it is waited for, at the latest.
-inline void cp_async_16(void* to, const void* from) {
-  const auto copy = [=] { std::memcpy(to, from, 16); };
-  if (emulator::machine.chance(2)) copy();
-  else emulator::current->small_copies.push_back(copy);
-}
-inline void cp_async_wait_all() {
-  for (const auto& copy : emulator::current->small_copies) copy();
-  emulator::current->small_copies.clear();
-}
+inline void cp_async_16(void* to, const void* from) { emulator::copy_16(to, from); }
+inline void cp_async_wait_all() { emulator::do_own_copies(); }
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 
