@@ -4,6 +4,7 @@ a single tile for the planner, and the backward of large batches at small sizes.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ def _same_conditions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def pytest_configure() -> None:
     emulator.folder()  # before there are workers, so that they share it
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # PyTorch's own objects: every full collection would look at each of them
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
