@@ -51,7 +51,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests that are asked for on a machine without one are skipped with the reason, not failed."""
+    """The long ones first. GPU tests that are asked for without a GPU are skipped with the reason, not failed."""
+    items.sort(key=lambda item: "long" not in item.keywords)
     if torch.cuda.is_available():
         return
     for item in items:

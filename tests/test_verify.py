@@ -102,6 +102,7 @@ def test_the_right_quantity_is_named(judged, name, quantity, phase):
     assert "output without autograd" not in {q for q, _ in failed} or quantity == "output"
 
 
+@pytest.mark.long
 def test_the_quick_cases_catch_all_that_is_wrong(judged):
     accused = [name for _, name in FILES if not judged(name, "quick", to_the_end=False)["equal"]]
     assert accused == [name for _, name in CAUGHT]

@@ -26,6 +26,10 @@ ROWS = [
     for line in PAGE.read_text(encoding="utf-8").splitlines()
     if line.startswith("| ") and "`" in line
 ]
+CASES = [
+    pytest.param(*row, id=row[0].replace("`", ""), marks=[pytest.mark.long] if "AOTInductor" in row[0] else [])
+    for row in ROWS
+]
 OPERATOR = "gemmnorm::linear_scale_batch_norm"
 MODULES = ("torch", "copy", "pickle", "functools", "accelerate", "lightning", "peft", "torchao", "transformers")
 NOT_HERE = (ImportError, AttributeError, torch.onnx.OnnxExporterError)  # a tool, or this PyTorch's part of it
@@ -93,7 +97,7 @@ def ran(m: Callable[[Tensor], Tensor]) -> tuple[Tensor, str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("tool", "code", "wanted"), ROWS, ids=[row[0].replace("`", "") for row in ROWS])
+@pytest.mark.parametrize(("tool", "code", "wanted"), CASES)
 def test_what_the_page_says(tool: str, code: str, wanted: str, alone: None) -> None:
     code = re.sub(r"^`|`$", "", code)
     if "AOTInductor" in tool and not (shutil.which("g++") or os.environ.get("CXX")):

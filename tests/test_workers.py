@@ -150,7 +150,7 @@ def test_a_cell_that_always_raises_leaves_a_note_and_the_others() -> None:
     assert len(got["notes"]) == 1 and "fp7" in got["notes"][0] and "KeyError" in got["notes"][0]
 
 
-@pytest.mark.parametrize("how", [dying, dying_late, hanging])
+@pytest.mark.parametrize("how", [dying, dying_late, pytest.param(hanging, marks=pytest.mark.long)])
 def test_a_process_that_is_lost_takes_one_cell_along(how: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spoil(monkeypatch, how)
     if how is hanging:
