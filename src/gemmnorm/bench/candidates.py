@@ -145,7 +145,7 @@ class QueueClock:
 def sampled(
     calls: Mapping[str, Callable[[], object]], clock: Clock, rounds: int | None = None
 ) -> dict[str, list[float]]:
-    """Samples of the calls, as many as `rounds`, or as their times want it; of what is slow two, of which the lesser counts."""
+    """Samples of the calls, as many as `rounds`, or as their times want it; of what is slow the lesser of two."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     alive, done, wanted = list(calls), 0, rounds or LEAST
     while done < wanted:

@@ -26,7 +26,7 @@ from ..plan.problem import type_members
 from . import driver, sources
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
-IN_FULL = (80, 120)  # the oldest and the newest, whose kernels the others share but for Hopper's own
+IN_FULL = (80,)  # the oldest, whose kernels the others share but for Hopper's own
 REPRESENTATIVE = "gelu"  # the activation that stands for the others at small sizes
 
 # (x and W, y, bias and scale, BatchNorm): whole model in one type; autocast with a scale; autocast without one;
