@@ -306,7 +306,7 @@ def test_what_is_slow_twice_is_left_out_and_turns_are_taken() -> None:
 
     def clock(calls: Any) -> list[float]:
         asked.append([call.name for call in calls])
-        first = 400.0 if len(asked) == 1 else calls[0].us  # the first sample of all has waited for the host
+        first = 400.0 if len(asked) == 1 else calls[0].us  # the first sample of all is far off
         return [first, *(call.us for call in calls[1:])]
 
     calls = {name: Fake(name, us) for name, us in (("a", 10.0), ("b", 11.0), ("c", 30.0))}

@@ -2,7 +2,7 @@
 
 Every sample is queued behind the emptying of the L2, so that neither the host nor the cache is timed; candidates take
 turns, each round begins with another one, and the median counts. What takes more than twice the fastest candidate's
-time in each of two rounds is not timed again: the first call of a round may wait for the host. Times are microseconds.
+time in each of two rounds is not timed again: a single sample may be far off. Times are microseconds.
 """
 
 from __future__ import annotations
