@@ -4,15 +4,12 @@
 #
 #   OUT=out benchmarks/bench_and_tests.sh
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${OUT:-out}
-mkdir -p "$out"
-export PYTHONPATH=src PYTHONUNBUFFERED=1
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cores=$(nproc)
 split=$((cores * 2 / 5))
 bench() {
   CUDA_VISIBLE_DEVICES=0 taskset -c "0-$((split - 1))" timeout 345 python3 -m gemmnorm bench --suite h200 \
-    --case kb33,kb39,projector,v0 --budget 0.2 --quiet --resume --json "$out/h200.json" "$@"
+    --case kb33,kb39,projector,v0 --budget 0.2 --quiet --resume --json "$out/$gpu.json" "$@"
 }
 second() { # SECONDS COMMAND…: on the other GPU
   CUDA_VISIBLE_DEVICES=1 taskset -c "$split-$((cores - 1))" timeout -s INT "$@"

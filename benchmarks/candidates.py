@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from gemmnorm.bench import candidates as timed
 from gemmnorm.bench import random_problems
 from gemmnorm.plan import Problem, candidates
 from gemmnorm.plan.candidates import Candidate
-from gemmnorm.runtime import sources
+from gemmnorm.runtime import measured, sources
 
 # Name → dtype of the product, of y with and without a scale, of the vectors; arithmetic; which operands are cast.
 KINDS = {
@@ -89,11 +89,11 @@ def case(
     kind: str, sizes: Sequence[int], training: bool, save: bool, vectors: bool = True, activation: str | None = None,
     phase: str = "forward", varied: bool = False,
 ) -> Case:  # fmt: skip
-    """The problem of a call, as the runtime would describe it on an H200."""
+    """The problem of a call, as the runtime would describe it on an H200; `on` is for another GPU."""
     dtype, scaled, plain, linear, arithmetic, cast = KINDS[kind]
     problem = Problem(
         *sizes, dtype, scaled if vectors else plain, linear, linear, arithmetic, activation, training, save, vectors,
-        plan.chip_for(90, 132),
+        plan.CHIPS[90],
     )  # fmt: skip
     if phase == "backward":
         wide = "float32" if cast else dtype
@@ -101,6 +101,11 @@ def case(
     elif sizes[1] % 4 == 0:
         problem = replace(problem, cast=cast)
     return Case(kind, phase, problem, vectors, varied)
+
+
+def on(chip: plan.Chip, one: Case) -> Case:
+    """The case on another GPU."""
+    return replace(one, problem=replace(one.problem, chip=chip))
 
 
 def held() -> Iterator[Case]:
@@ -249,6 +254,11 @@ def described(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted((key, value) for key, value in row.items() if key not in ("us", "wrong", "sources")))
 
 
+def chip_of(document: dict[str, Any]) -> plan.Chip:
+    """The GPU that a file is of; files that do not say are an H200's."""
+    return plan.Chip(**document["chip"]) if "chip" in document else plan.CHIPS[90]
+
+
 def earlier(path: str) -> list[dict[str, Any]]:
     """The rows of an earlier run, each with the hash of the sources that it measured."""
     with gzip.open(path) as f:
@@ -263,10 +273,11 @@ def near(name: str, us: dict[str, float]) -> bool:
     return any(name in candidate and time < most for candidate, time in times.items())
 
 
-def write(path: str, rows: list[dict[str, Any]]) -> None:
+def write(path: str, gpu: measured.Gpu, rows: list[dict[str, Any]]) -> None:
     document = {
         "schema": "gemmnorm candidates 1",
-        "gpu": torch.cuda.get_device_name(0),
+        "gpu": gpu.name,
+        "chip": asdict(gpu.chip),
         "torch": torch.__version__,
         "sources": sources.source_hash(),
         "command": "python benchmarks/candidates.py",
@@ -319,6 +330,8 @@ def main() -> None:
             len(chosen), "problems,", sum(len(found(c)) for c in chosen), "candidates,", len(units(chosen)), "kernels"
         )
         return
+    gpu = measured.described(torch.device("cuda", 0))
+    chosen = [on(gpu.chip, c) for c in chosen]
     texts = units(chosen)
     print(f"{len(chosen)} problems, {len(texts)} kernels; planned in {time.monotonic() - begin:.0f} s", flush=True)
     broken.update(timed.compile_units(texts, 90))
@@ -351,10 +364,10 @@ def main() -> None:
                 print(f"{number} problems, {time.monotonic() - begin:.0f} s", flush=True)
             if time.monotonic() - written > 30:
                 watch.tell("writing")
-                write(options.out, rows)
+                write(options.out, gpu, rows)
                 written = time.monotonic()
     watch.tell("writing")
-    write(options.out, rows)
+    write(options.out, gpu, rows)
     samples = sum(len(row["us"]) for row in rows)
     print(f"{len(rows)} problems, {samples} times, {failed} failures in {time.monotonic() - begin:.0f} s", flush=True)
     sys.stdout.flush()

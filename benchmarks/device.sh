@@ -11,16 +11,13 @@
 #   random    problems of the seeds RANDOM_SEEDS (0,1,2,3,4), COUNT of each (12), in PRECISIONS (bf16)
 #   shapes    thin products, few rows and rows that are no whole lines, in bf16
 #   fuzz      COUNT (2000) random problems, models and files, of SEED (24), as tests/fuzzing.py has them
-#   bench     the result file: benchmarks/results/h200.json is what it writes
+#   bench     the result file: benchmarks/results/<GPU>.json is what it writes
 #
 #   OUT       where logs and results go (out)        CASES   of the suite (kb33,kb39,projector,v0)
 #   WORKERS   of pytest (12)
 #   BUDGET    seconds of sampling a cell (0.4)    LIMIT   seconds a stage may take (400)
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${OUT:-out}
-mkdir -p "$out"
-export PYTHONPATH=src PYTHONUNBUFFERED=1
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,temperature.gpu --format=csv,noheader | tee "$out/gpu.txt"
 
 logged() { # NAME LINES COMMAND…: run it, keep all it says, show the end
@@ -57,16 +54,16 @@ for stage in "${@:-tests}"; do
       junit=()
       [ -f "$out/gpu.xml" ] && junit=(--junit "$out/gpu.xml")
       logged bench 60 python3 -m gemmnorm bench --suite h200 --case "${CASES:-kb33,kb39,projector,v0}" --budget "${BUDGET:-0.4}" \
-        --quiet --resume --json "$out/h200.json" "${junit[@]}"
+        --quiet --resume --json "$out/$gpu.json" "${junit[@]}"
       ;;
     random)
       logged random 60 python3 -m gemmnorm bench --random "${RANDOM_SEEDS:-0,1,2,3,4}" --count "${COUNT:-12}" \
-        --precision "${PRECISIONS:-bf16}" --budget "${BUDGET:-0.05}" --quiet --resume --json "$out/h200-random.json"
+        --precision "${PRECISIONS:-bf16}" --budget "${BUDGET:-0.05}" --quiet --resume --json "$out/$gpu-random.json"
       ;;
-    shapes) logged shapes 60 python3 -m gemmnorm bench --suite shapes --budget "${BUDGET:-0.1}" --quiet --json "$out/h200-shapes.json" ;;
+    shapes) logged shapes 60 python3 -m gemmnorm bench --suite shapes --budget "${BUDGET:-0.1}" --quiet --json "$out/$gpu-shapes.json" ;;
     fuzz)
       logged fuzz 40 python3 benchmarks/fuzz.py --device cuda --count "${COUNT:-2000}" --seed "${SEED:-24}" --jobs "${WORKERS:-12}" \
-        --minutes 6 --out "$out/fuzz-h200.json"
+        --minutes 6 --out "$out/fuzz-$gpu.json"
       ;;
     *) echo "no such stage: $stage" >&2 && exit 2 ;;
   esac

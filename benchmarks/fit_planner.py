@@ -4,6 +4,9 @@
     PYTHONPATH=src:benchmarks python benchmarks/fit_planner.py --write     fits, writes plan/tables/
     PYTHONPATH=src:benchmarks python benchmarks/fit_planner.py --variants  what each variant wins (docs/variants.md)
 
+`--results benchmarks/results/candidates-h100.json.gz` judges the H200's tables on another GPU; with `--fit` also what
+constants fitted to that GPU would predict.
+
 Levenberg-Marquardt on the logarithms of the constants; an error is the logarithm of predicted over measured time, and
 counts the less the slower a candidate is than the fastest of its problem. A third of the problems is held out.
 """
@@ -68,15 +71,18 @@ def listed(problem: Problem, phase: str, kept: bool = True) -> list[Candidate]:
     return [c for c in every if c.refusal is None]
 
 
-def rows(kept: bool = True) -> list[Row]:
-    """The committed measurements; a backward of a kept product, or of either where that is not to be `kept`."""
+def rows(path: Path = RESULTS, kept: bool = True) -> list[Row]:
+    """The measurements of a file; a backward of a kept product, or of either where that is not to be `kept`."""
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    chip = measured.chip_of(document)
     held = {(*sizes[:3], sizes[4]) for sizes in measured.HELD.values()} | {(*sizes, None) for sizes in measured.BROUGHT}
     found = []
-    for row in json.loads(gzip.decompress(RESULTS.read_bytes()))["rows"]:
+    for row in document["rows"]:
         sizes = row["batch"], row["in"], row["out"]
         one = measured.case(
             row["kind"], sizes, row["training"], row["save"], row["vectors"], row["activation"], row["phase"]
         )
+        one = measured.on(chip, one)
         bare = row["us"][GEMM]
         us = {c.name: row["us"][c.name] for c in listed(one.problem, row["phase"], kept) if c.name in row["us"]}
         found.append(Row(one.problem, row["kind"], row["phase"], (*sizes, row["activation"]) in held, us, bare))
@@ -299,17 +305,24 @@ def variant_table(every: Sequence[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="fit, and write the tables")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="measured by benchmarks/candidates.py")
+    parser.add_argument("--fit", action="store_true", help="the figures of constants fitted to these results, too")
+    parser.add_argument("--write", action="store_true", help="fit to an H200's, and write the tables")
     parser.add_argument("--variants", action="store_true", help="print what each variant wins")
     options = parser.parse_args()
     if options.variants:
-        print(variant_table(rows(kept=False)))
+        print(variant_table(rows(options.results, kept=False)))
         return
-    every = rows()
+    every = rows(options.results)
+    if options.fit or options.write:
+        of = fitted(rows(options.results, kept=False))
+        times = [predicted(row, of) for row in every]
+        print("constants fitted to these results")
+        report(every, times)
     if options.write:
-        of = fitted(rows(kept=False))
-        write(of, exceptions(every, [predicted(row, of) for row in every]))
-    of = {name: cost.Constants(**values) for name, values in tables.constants().items()}
+        write(of, exceptions(every, times))
+    chip = every[0].problem.chip or cost.FITTED
+    of = {name: cost.scaled(cost.Constants(**values), chip) for name, values in tables.constants().items()}
     print("without the table of measured bests")
     report(every, [predicted(row, of) for row in every])
 

@@ -191,6 +191,7 @@ def test_what_no_kernel_serves_runs_as_plain_ops(change, word):
 def test_unknown_chips_are_planned_like_their_nearest_ancestor():
     assert chip_for(103).arch == 103 and chip_for(103).multiprocessors == chip_for(100).multiprocessors
     assert chip_for(90, 66).multiprocessors == 66
+    assert (chip_for(90, 132, 3.35, 50 << 20).bandwidth, chip_for(90).bandwidth) == (3.35, 4.92)
     assert [plan.target(a) for a in (80, 90, 120)] == ["sm_80", "sm_90a", "sm_120"]
 
 

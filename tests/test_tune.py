@@ -161,36 +161,35 @@ def test_a_table_of_other_sources_or_of_another_gpu_is_ignored(monkeypatch: pyte
         assert not measured.read(GPU)
 
 
-@pytest.mark.parametrize("broken", ["", "{", "[]", "lines", '{"lines": [[]]}'])
-def test_a_broken_table_is_one_warning_and_is_ignored(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """`GPU` in the place of the machine's."""
     found = SimpleNamespace(name=GPU.name, major=9, minor=0, multi_processor_count=78)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(measured.driver, "memory_of", lambda index: (0.0, 0))
+    measured.described.cache_clear()
+    yield torch.device("cuda", 0)
+    measured.described.cache_clear()
+
+
+@pytest.mark.parametrize("broken", ["", "{", "[]", "lines", '{"lines": [[]]}'])
+def test_a_broken_table_is_one_warning_and_is_ignored(broken: str, here: torch.device) -> None:
     tuning.store_measured([row_of(problem_of(1024, 8192, 8192), "a")], GPU)
     whole = json.loads(measured.path(GPU).read_text())
     choice.set_measured_here(GPU.chip, {})
     text = json.dumps({**whole, **json.loads(broken)}) if broken.startswith('{"') else broken
     measured.path(GPU).write_text(text)
-    measured.described.cache_clear()
-    try:
-        with pytest.warns(GemmNormWarning, match="tune --forget") as said:
-            assert measured.described(torch.device("cuda", 0)) == GPU
-            assert measured.described(torch.device("cuda", 0)) == GPU
-        assert len(said) == 1 and tables.here[GPU.chip] == {}
-    finally:
-        measured.described.cache_clear()
+    with pytest.warns(GemmNormWarning, match="tune --forget") as said:
+        assert measured.described(here) == GPU
+        assert measured.described(here) == GPU
+    assert len(said) == 1 and tables.here[GPU.chip] == {}
 
 
-def test_the_planner_gets_the_table_when_the_gpu_is_first_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(name=GPU.name, major=9, minor=0, multi_processor_count=78)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+def test_the_planner_gets_the_table_when_the_gpu_is_first_described(here: torch.device) -> None:
     tuning.store_measured([row_of(problem_of(1024, 8192, 8192), "a")], GPU)
     choice.set_measured_here(GPU.chip, {})
-    measured.described.cache_clear()
-    try:
-        assert measured.described(torch.device("cuda", 0)) == GPU
-        assert list(tables.here[GPU.chip].values()) == ["a"]
-    finally:
-        measured.described.cache_clear()
+    assert measured.described(here) == GPU
+    assert list(tables.here[GPU.chip].values()) == ["a"]
 
 
 def test_forgetting_deletes_every_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from . import cast, small, split, tables
-from .problem import CHIPS, DTYPE_BYTES, Problem
+from .problem import CHIPS, DTYPE_BYTES, Chip, Problem
 from .split import ROW_BYTES
 
-L2_BYTES = 30e6  # that an H200 keeps of what all multiprocessors read
+FITTED = CHIPS[90]  # the GPU that the constants are fitted to, an H200
+L2_SHARE = 30e6 / FITTED.l2_bytes  # of an L2, that keeps what all multiprocessors read
 # Of cuBLAS, that the prediction takes the best of.
 LIBRARY_TILES = (
     (320, 128), (256, 128), (192, 128), (128, 128), (128, 64), (64, 64), (64, 32), (32, 32),
@@ -115,8 +116,23 @@ def _fitted() -> dict[str, Constants]:
 
 
 def constants(problem: Problem) -> Constants:
-    """Those fitted on an H200; other GPUs are predicted by their own number of multiprocessors alone."""
-    return _fitted()[arithmetic_of(problem)]
+    """Those fitted on an H200, with the bandwidth of the problem's GPU."""
+    return _constants(arithmetic_of(problem), problem.chip or FITTED)
+
+
+@functools.cache
+def _constants(arithmetic: str, chip: Chip) -> Constants:
+    return scaled(_fitted()[arithmetic], chip)
+
+
+def scaled(constants: Constants, chip: Chip) -> Constants:
+    """An H200's constants, for another GPU."""
+    return replace(constants, bandwidth=constants.bandwidth * chip.bandwidth / FITTED.bandwidth)
+
+
+def kept_by_l2(problem: Problem, nbytes: float) -> float:
+    """The share of so many bytes, which all multiprocessors read, that the L2 keeps."""
+    return min(1.0, L2_SHARE * (problem.chip or FITTED).l2_bytes / max(nbytes, 1.0))
 
 
 def overlapped(a: Any, b: Any) -> Any:
@@ -131,9 +147,9 @@ def _smaller(a: Any, b: Any) -> Any:
 # --- what is counted --------------------------------------------------------------------------------------------------
 
 
-def _pass(counted: Counted, nbytes: float, resident: float) -> None:
+def _pass(problem: Problem, counted: Counted, nbytes: float, resident: float) -> None:
     """A pass over so many bytes, of a tensor of `resident` bytes: part of it is still in the L2."""
-    near = min(1.0, L2_BYTES / max(resident, 1.0))
+    near = kept_by_l2(problem, resident)
     counted["launches"] += 1
     counted["near_bytes"] += near * nbytes
     counted["far_bytes"] += (1 - near) * nbytes
@@ -153,8 +169,8 @@ def empty() -> Counted:
 def count_product(problem: Problem, rows: int, columns: int, inner: int) -> Counted:
     """A product by cuBLAS: for each tile and number of parts of K, waves and stages."""
     blocks, size = (problem.chip or CHIPS[90]).multiprocessors, DTYPE_BYTES[problem.dtype]
-    # Without tensor cores a stage is short: cuBLAS' kernels for float32 take 32 bytes of K at a time.
-    stage_bytes = 32 if problem.dtype == "float32" and problem.arithmetic != "tf32" else ROW_BYTES
+    # Steps of K without tensor cores: 32 bytes predict cuBLAS' times best, its kernels were not looked at.
+    stage_bytes = 32 if arithmetic_of(problem) == "float32" else ROW_BYTES
     steps = -(-inner * size // stage_bytes)
     options = []
     for tile in LIBRARY_TILES:
@@ -203,10 +219,10 @@ def count_library(problem: Problem, shape: Any = None) -> Counted:
     if shape is not None:
         counted |= {"panels": 1.0, **_held(problem, shape, 2)}
     elif problem.training:
-        _pass(counted, size * elements, size * elements)
+        _pass(problem, counted, size * elements, size * elements)
         counted["launches"] += 1
         counted["groups"] = -(-problem.batch // 64)
-    _pass(counted, (size + DTYPE_BYTES[problem.out_dtype]) * elements, size * elements)
+    _pass(problem, counted, (size + DTYPE_BYTES[problem.out_dtype]) * elements, size * elements)
     return counted
 
 
@@ -228,12 +244,12 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
     # The operands from device memory: x again for every group of panels where the L2 does not keep it.
     of_x, of_weight = problem.batch * problem.in_features * size, problem.out_features * problem.in_features * size
     groups = -(-panels // gemm.group_panels)
-    again = (groups - 1) * max(0.0, 1 - L2_BYTES / max(of_x, 1.0))
+    again = (groups - 1) * (1 - kept_by_l2(problem, of_x))
     traffic = of_x * (1 + again) + of_weight + elements * ((0 if statistics else out_size) + size * stored)
     last = 0.0
     if persistent:  # the product again, once the last tile of its panel is there; of the last group beside nothing
         together = gemm.group_panels * tile.columns * problem.batch * size
-        traffic += elements * size * max(0.0, 1 - L2_BYTES / together)
+        traffic += elements * size * (1 - kept_by_l2(problem, together))
         last = float(max(min(gemm.group_panels, panels) * rows - blocks, 0) * of_tile)
     x_rows = min(gemm.x_rows, problem.batch)
     columns = min(gemm.chunks * cast.COLUMNS, problem.in_features)
@@ -254,7 +270,7 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
         counted["launches"] += 1
         counted["groups"] = -(-problem.batch // tile.group_rows)
     if gemm.schedule == "statistics":
-        _pass(counted, (size + out_size) * elements, size * elements)
+        _pass(problem, counted, (size + out_size) * elements, size * elements)
     return counted | {
         "waves": waves,
         "stages": waves * steps,
@@ -337,12 +353,12 @@ def count_backward(problem: Problem, way: Any) -> Counted:
     if way.kernel == "cluster_gradient":
         held = _held(problem, way.shape, 2)
     elif way.kernel == "persistent_gradient":
-        _pass(counted, once, once)
+        _pass(problem, counted, once, once)
     else:
-        _pass(counted, once, once)
+        _pass(problem, counted, once, once)
         counted["launches"] += 1
         counted["groups"] = -(-b // 64)
-    _pass(counted, once + b * o * size, 1e12 if way.kernel == "cluster_gradient" else once)
+    _pass(problem, counted, once + b * o * size, 1e12 if way.kernel == "cluster_gradient" else once)
     if way.split:
         count_split(counted, b + o, i)
         _convert(counted, -(-b // split.rows_of_block(o)), 12.0 * b * o)

@@ -8,7 +8,6 @@ from typing import Any
 
 from . import gram
 from .cost import (
-    L2_BYTES,
     Constants,
     Counted,
     count_cast,
@@ -16,6 +15,7 @@ from .cost import (
     count_product,
     empty,
     gemm_terms,
+    kept_by_l2,
     misaligned,
     overlapped,
     pass_terms,
@@ -28,13 +28,9 @@ from .problem import CHIPS, DTYPE_BYTES, Problem
 def count_two_passes(problem: Problem, gemm: Any) -> Counted:
     """`fused_gemm` for statistics, their merge, and `fused_gemm` once more, as in evaluation."""
     second = _count_normalize(problem, gemm)
-    second["traffic"] -= _kept_by_l2(bytes_of_x(problem))
+    again = bytes_of_x(problem)
+    second["traffic"] -= again * kept_by_l2(problem, again)
     return {"first": count_gemm(problem, replace(gemm, schedule="exact-statistics")), "second": second}
-
-
-def _kept_by_l2(read: float) -> float:
-    """Of so many bytes that a launch reads, those that the next finds in the L2."""
-    return read * min(1.0, L2_BYTES / max(read, 1.0))
 
 
 def _count_normalize(problem: Problem, gemm: Any) -> Counted:
@@ -71,7 +67,8 @@ def count_again(problem: Problem, gemm: Any) -> Counted:
     grad_y = b * o * out_size
     for n in (sums, gradient):  # y's gradient comes while a tile is multiplied
         n["traffic"] += grad_y
-    gradient["traffic"] -= _kept_by_l2(bytes_of_x(problem) + grad_y)
+    again = bytes_of_x(problem) + grad_y
+    gradient["traffic"] -= again * kept_by_l2(problem, again)
     products = {"by_x": count_product(problem, b, i, o), "by_weight": count_product(problem, o, i, b)}
     return {"first": sums, "second": gradient, **products}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4}
 C_TYPES = {"float32": "float", "float16": "gemmnorm::half", "bfloat16": "gemmnorm::bfloat16"}
@@ -15,20 +15,32 @@ class Chip:
     Attributes:
         arch: compute capability × 10, e.g. 90.
         multiprocessors: number of SMs.
+        bandwidth: of device memory by its clock and width, TB/s.
+        l2_bytes: size of the L2.
     """
 
-    arch: int = 80
-    multiprocessors: int = 108
+    arch: int
+    multiprocessors: int
+    bandwidth: float
+    l2_bytes: int
 
 
-# By compute capability: A100, RTX 30, L40S/4090, H200, B200, RTX 50.
-CHIPS = {arch: Chip(arch, count) for arch, count in ((80, 108), (86, 84), (89, 128), (90, 132), (100, 148), (120, 170))}
+# By compute capability: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090.
+CHIPS = {
+    arch: Chip(arch, multiprocessors, bandwidth, l2_mib << 20)
+    for arch, multiprocessors, bandwidth, l2_mib in (
+        (80, 108, 2.04, 40), (86, 82, 0.94, 6), (89, 128, 1.01, 72),
+        (90, 132, 4.92, 60), (100, 148, 8.0, 126), (120, 170, 1.79, 96),
+    )
+}  # fmt: skip
 
 
-def chip_for(arch: int, multiprocessors: int | None = None) -> Chip:
-    """The nearest known chip at or below `arch`, with the machine's own count of multiprocessors."""
+def chip_for(arch: int, multiprocessors: int | None = None, bandwidth: float = 0.0, l2_bytes: int = 0) -> Chip:
+    """The nearest known chip at or below `arch`, with the machine's own figures where they are not 0."""
     known = CHIPS[max((a for a in CHIPS if a <= arch), default=80)]
-    return replace(known, arch=arch, multiprocessors=multiprocessors or known.multiprocessors)
+    return Chip(
+        arch, multiprocessors or known.multiprocessors, bandwidth or known.bandwidth, l2_bytes or known.l2_bytes
+    )
 
 
 def target(arch: int) -> str:

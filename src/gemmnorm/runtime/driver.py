@@ -52,6 +52,19 @@ def unavailable() -> str | None:
     return None
 
 
+def memory_of(device: int) -> tuple[float, int]:
+    """A GPU's bandwidth by the clock and width of its memory, TB/s, and the bytes of its L2; 0 where not known."""
+    try:
+        from cuda.core import Device
+
+        properties = Device(device).properties
+        # Both edges of a clock in kHz; bits.
+        bandwidth = 2e3 * properties.memory_clock_rate * properties.global_memory_bus_width / 8 / 1e12
+        return round(bandwidth, 2), properties.l2_cache_size
+    except Exception:  # without cuda.core, or where a driver does not tell: the planner then assumes what it knows
+        return 0.0, 0
+
+
 def cache_directory() -> Path:
     """Where compiled kernels are kept: `GEMMNORM_CACHE_DIR`, else `gemmnorm` in the user's cache directory."""
     explicit = os.environ.get("GEMMNORM_CACHE_DIR")

@@ -33,7 +33,8 @@ class Gpu(NamedTuple):
 def described(device: torch.device) -> Gpu:
     """An NVIDIA GPU; from here on the planner has its table."""
     properties = torch.cuda.get_device_properties(device)
-    chip = chip_for(properties.major * 10 + properties.minor, properties.multi_processor_count)
+    memory = driver.memory_of(torch.cuda.current_device() if device.index is None else device.index)
+    chip = chip_for(properties.major * 10 + properties.minor, properties.multi_processor_count, *memory)
     found = Gpu(properties.name, chip)
     if lines := read(found):  # beside those of another GPU that is the same to the planner
         choice.set_measured_here(chip, tables.here.get(chip, {}) | lines)
