@@ -2,6 +2,7 @@
 
     python benchmarks/readme_table.py [--check] [RESULT.json [README.md]]
     python benchmarks/readme_table.py benchmarks/results/h200-x2.json docs/ranks.md
+    python benchmarks/readme_table.py benchmarks/results/h100.json docs/h100.md
 
 The block between `<!-- table:NAME -->` and `<!-- /table:NAME -->` is replaced, where NAME is the result file's name
 without its ending (benchmarks/results/h200.json → h200). With --check nothing is written, and the exit code is 1 where
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -82,8 +84,8 @@ def ranks_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def table(document: dict[str, Any] | None, name: str) -> str:
-    """The text between the markers."""
+def table(document: dict[str, Any] | None, name: str, folder: str = "benchmarks/results") -> str:
+    """The text between the markers; `folder` is where the page finds result files."""
     if document is None:
         return UNMEASURED
     of_ranks = document.get("kind") == "ranks"
@@ -103,7 +105,6 @@ def table(document: dict[str, Any] | None, name: str) -> str:
     source = (
         f"{machine.get('gpu', name)}, {versions}; {document['created'][:10]}, `{document['command']}`; every row in"
     )
-    folder = "../benchmarks/results" if of_ranks else "benchmarks/results"  # the page is docs/ranks.md
     parts.append(f"{source} [{name}.json]({folder}/{name}.json).{since(document)}")
     return "\n\n".join(parts)
 
@@ -130,7 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     document = json.loads(options.result.read_text(encoding="utf-8")) if options.result.exists() else None
     before = options.readme.read_text(encoding="utf-8")
-    after = replaced(before, options.result.stem, table(document, options.result.stem))
+    name, folder = options.result.stem, os.path.relpath(options.result.parent, options.readme.parent)
+    after = replaced(before, name, table(document, name, Path(folder).as_posix()))
     if options.check:
         return int(before != after)
     options.readme.write_text(after, encoding="utf-8")
