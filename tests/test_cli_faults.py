@@ -256,6 +256,22 @@ def test_a_forward_that_raises_is_a_bad_model_and_not_one_without_a_chain(
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.py"]
 
 
+@pytest.mark.parametrize(("changed", "more", "why"), [
+    ("self.double()", [], "the model's dtype is torch.float64"),
+    ("", ["--strategy", "one_kernel", "--target", "sm_80"], "its kernels need the target sm_90"),
+])  # fmt: skip
+def test_what_cannot_be_written_out_is_refused_in_a_sentence(
+    changed: str, more: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    text = MODEL.replace("    def forward(", f"        {changed or 'pass'}\n\n    def forward(", 1)
+    (tmp_path / "model.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["optimize", "model.py", "-q", *more]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "cannot be written out" in out and why in out and "Traceback" not in out
+
+
 def test_a_mistyped_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     for typed, hint in (("optimise", "did you mean optimize?"), ("xyzzy", "expected one of optimize, verify")):
         with pytest.raises(SystemExit) as ended:
@@ -292,3 +308,12 @@ def test_a_half_made_environment_is_made_anew(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode == 1 and "no virtual environment" in done.stderr and other.is_dir()
+
+
+def test_a_model_without_running_statistics_refuses_one_row_and_is_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = MODEL.replace("BatchNorm1d(out_features)", "BatchNorm1d(out_features, track_running_stats=False)")
+    (tmp_path / "model.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["verify", "model.py", "model.py", "--quick", "--seeds", "1", "-q"]) == 0

@@ -170,6 +170,26 @@ def test_ranks_are_one_batch(rows, options, how):
         assert worst(torch.from_numpy(rank["evaluated"]), original.eval()(every), 1e-9, 1e-10) is None
 
 
+def _over_all_ranks(rank: int, rows: list[int]) -> dict[str, Any]:
+    """A module over a SyncBatchNorm without a group of its own, which PyTorch takes for all ranks."""
+    torch.manual_seed(0)
+    bn = torch.nn.SyncBatchNorm(5)
+    module = LinearScaleBatchNorm1d.from_modules(torch.nn.Linear(6, 5), bn)
+    assert module.bn is bn and type(module.to_modules()[1]) is torch.nn.SyncBatchNorm
+    return _numpy({"y": module(torch.randn(sum(rows), 6).split(rows)[rank]), "mean": bn.running_mean})
+
+
+@needs_gloo
+def test_a_sync_batchnorm_without_a_group_is_over_all_ranks():
+    rows = [3, 9]
+    found = on_ranks(len(rows), _over_all_ranks, rows)
+    torch.manual_seed(0)
+    linear, bn = torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5)
+    y = bn(linear(torch.randn(sum(rows), 6)))
+    assert worst(torch.cat([torch.from_numpy(f["y"]) for f in found]), y, 1e-4, 1e-5) is None
+    assert all(worst(torch.from_numpy(f["mean"]), bn.running_mean, 1e-5, 1e-6) is None for f in found)
+
+
 def _emulated(rank: int, rows: list[int], compiled: bool) -> dict[str, Any]:
     """A step by the kernels, under autocast."""
     torch.manual_seed(0)

@@ -217,7 +217,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "mul and mul stand between",
     ),
     "two users": (lambda: Written(twice_used), "the output of gemm (Linear) is used 2 times"),
-    "disturbed": (lambda: Written(disturbed), ".add_() changes a tensor in place"),
+    "disturbed": (lambda: Written(disturbed), ".add_() may change a tensor in place"),
     "subclass": (lambda: nn.Sequential(MyLinear(6, 6), nn.BatchNorm1d(6)), "0 is a MyLinear"),
     "subclass of SyncBatchNorm": (lambda: nn.Sequential(nn.Linear(6, 6), MySync(6)), "1 is a MySync"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(6), nn.BatchNorm1d(6)), "0 is a LazyLinear, which has no shape"),

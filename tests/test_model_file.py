@@ -4,11 +4,13 @@ import inspect
 import pickle
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
 
 from gemmnorm.errors import GemmNormError
+from gemmnorm.export import export
 from gemmnorm.userfiles import ModelFileError, load_candidate_file, load_model_file, load_source
 
 GOOD = '''
@@ -170,3 +172,13 @@ def test_functions_that_fail(write):
     file = load_model_file(write(GOOD.replace("return [4]", "return ['four']"), "e.py"))
     with pytest.raises(ModelFileError, match=r"must build the model, it raised TypeError"):
         file.build(0)
+
+
+def test_a_file_of_another_encoding_is_written_as_utf_8(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "examples" / "small.py").read_text()
+    lines = ["# -*- coding: latin-1 -*-", text, 'NAME = "café"', ""]
+    (tmp_path / "model.py").write_bytes("\n".join(lines).encode("latin-1", "replace"))
+    export(tmp_path / "model.py", tmp_path / "new.py")
+    written = (tmp_path / "new.py").read_text(encoding="utf-8")
+    assert written.startswith("# -*- coding: utf-8 -*-\n") and 'NAME = "café"' in written
+    compile((tmp_path / "new.py").read_bytes(), "new.py", "exec")

@@ -77,7 +77,7 @@ class LinearScaleBatchNorm1d(nn.Module):
         self.gemm = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
         drawn = None if shape is None else nn.Parameter(torch.randn(shape, device=device, dtype=dtype))
         self.register_parameter("scale", drawn)
-        self.bn = nn.BatchNorm1d(
+        self.bn: nn.BatchNorm1d | nn.SyncBatchNorm = nn.BatchNorm1d(
             out_features,
             eps=eps,
             momentum=momentum,
@@ -105,7 +105,8 @@ class LinearScaleBatchNorm1d(nn.Module):
 
         Args:
             linear: becomes `gemm`.
-            bn: becomes `bn`. A SyncBatchNorm becomes a BatchNorm1d over the same tensors, with its process group.
+            bn: becomes `bn`. A SyncBatchNorm with a process group becomes a BatchNorm1d over the same tensors, with
+                that group; one without stays, and synchronises over all ranks.
             scale: a parameter [O], [1, O], [1] or [], or None.
             activation: as in the constructor.
 
@@ -129,8 +130,9 @@ class LinearScaleBatchNorm1d(nn.Module):
             _scale_shape(tuple(scale.shape), linear.out_features)
         self = cls(1, 1, scale=False, activation=activation, device="meta")
         self.gemm, self.scale = linear, scale
-        self.process_group = bn.process_group if isinstance(bn, nn.SyncBatchNorm) else None
-        self.bn = _with_tensors_of(bn) if isinstance(bn, nn.SyncBatchNorm) else bn
+        self.bn = bn
+        if isinstance(bn, nn.SyncBatchNorm) and bn.process_group is not None:
+            self.process_group, self.bn = bn.process_group, _with_tensors_of(bn)
         return self.train(bn.training)
 
     def to_modules(self) -> nn.Sequential | PlainChain:

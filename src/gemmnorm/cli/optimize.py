@@ -81,7 +81,8 @@ def optimize(
     comparison was of plain PyTorch ops, which the file uses without a GPU. Its `status` is "equal" (the files in
     `files` were written), "not equal" (nothing was written; `verify` or `detail` says why), "not compiled" (equal
     without its kernels, which nvcc refused; nothing was written), "failed" (the replacement could not be written),
-    "bad model" or "no chain" (`detail` says why).
+    "refused" (no file can be made of this model, or for this strategy or target), "bad model" or "no chain" (`detail`
+    says why).
 
     Raises:
         GemmNormValueError: the output would overwrite the model, or its directory does not exist; or `hub` is no folder
@@ -185,6 +186,9 @@ def _steps(
     if not found["matches"]:
         document.update(status="no chain", detail=f"{model}: {found['report']}")
         return {}
+    if "refused" in found:
+        document.update(status="refused", detail=found.pop("refused"))
+        return {}
     tell("verifying")
     verdict = verify(
         model,
@@ -264,7 +268,10 @@ def child_export(
         found.file.run_once()
     else:
         progress({"stage": WRITING})
-        written = write_replacement(found, output_path, target=target, strategy=strategy)
+        try:
+            written = write_replacement(found, output_path, target=target, strategy=strategy)
+        except GemmNormValueError as reason:  # float64, a strategy that does not serve, a SyncBatchNorm
+            return {**answer, "refused": str(reason)}
         answer.update(target=written.target, strategy=written.strategy, plans=plan_documents(written.plans))
         if hub is not None:
             answer["hub"] = hub_files(written, hub)

@@ -369,6 +369,7 @@ _VERDICTS = {
     "not equal": "NOT EQUAL",
     "not compiled": "NOT COMPILED: equal on the CPU, but nvcc refuses its kernels",
     "failed": "the replacement could not be written",
+    "refused": "cannot be written out",
     "bad model": "the model is bad",
     "no chain": "no chain to replace",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def write_replacement(
     for word in REFUSED:
         if refused := re.search(word, generated):
             raise GemmNormRuntimeError(f"export: the generated text holds the word {refused.group()!r}")
-    model = found.path.read_text(encoding="utf-8").rstrip() + "\n"
+    model = _text_of(found.path).rstrip() + "\n"
     source = model + generated
     path = None if output_path is None else Path(output_path)
     if path is not None:
@@ -143,6 +144,16 @@ def regenerate(folder: str | Path) -> list[Path]:
             write_replacement(found, path, strategy=strategy, target=target)
             written.append(path)
     return written
+
+
+def _text_of(path: Path) -> str:
+    """A source file's text, which will be written as UTF-8 whatever its encoding."""
+    with tokenize.open(path) as file:
+        encoding, text = file.encoding, file.read()
+    first, second, *others = (*text.split("\n", 2), "")
+    if encoding not in ("utf-8", "utf-8-sig"):
+        first, second = (re.sub(r"(#.*?coding[:=]\s*)[-\w.]+", r"\1utf-8", line) for line in (first, second))
+    return "\n".join((first, second, *others))
 
 
 def _built(file: ModelFile) -> nn.Module:

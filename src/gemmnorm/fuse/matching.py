@@ -29,6 +29,7 @@ from ..children import (
     product_class,
     why_not,
 )
+from .outside import is_of_users
 from .recorder import Method
 from .tracing import Trace
 from .views import Layout, Source, asks_only_for_the_shape, step, viewed
@@ -263,7 +264,7 @@ def _chain(owner: nn.Module, path: list[fx.Node], bn: fx.Node) -> Found:
         )
     disturber = next((n for n in _between(product, bn) if n not in path and _changes_in_place(owner, n)), None)
     if disturber is not None:
-        raise _Refused(f"{describe(owner, disturber)} changes a tensor in place between the two")
+        raise _Refused(f"{describe(owner, disturber)} may change a tensor in place between the two")
     views = tuple(n for n in path if n is not product and n is not factor)
     last, activation, activation_module = _activation(owner, bn) or (bn, None, None)
     chain = Chain(
@@ -347,7 +348,9 @@ def _with_strides(found: Found, all_found: list[Found]) -> Found:
 
 
 def _scale(owner: nn.Module, factor: Any, kind: str) -> str | float:
-    if isinstance(factor, (int, float)) and not isinstance(factor, bool):
+    if isinstance(factor, bool) or (isinstance(factor, int) and abs(factor) >> 63):
+        raise _Refused(f"the factor {factor} is no number that a tensor's product takes")
+    if isinstance(factor, (int, float)):
         if kind in ("×", "×="):
             return float(factor)
         if factor and math.isfinite(factor) and abs(math.frexp(factor)[0]) == 0.5 and abs(math.frexp(factor)[1]) <= 126:
@@ -401,13 +404,25 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 
 def _changes_in_place(owner: nn.Module, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return bool(getattr(called_module(owner, node), "inplace", False))
+    """Whether it does, or nobody can tell: a module or a function of the user's may do anything."""
+    module = called_module(owner, node)
+    if module is not None:
+        return any(getattr(m, "inplace", False) or is_of_users(type(m)) for m in module.modules())
     if isinstance(node.target, Method) or (node.op == "call_function" and node.target in _IN_PLACE_OPERATORS):
+        return True
+    if "out" in node.kwargs or (node.op == "call_function" and _is_of_users(node.target)):
         return True
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
     is_operator = getattr(node.target, "__module__", "") == "_operator"  # `and_` and its like change nothing
     return (name.endswith("_") and not name.endswith("__") and not is_operator) or bool(node.kwargs.get("inplace"))
+
+
+def _is_of_users(function: Any) -> bool:
+    """A function, the `apply` of an `autograd.Function`, or an operator of neither Python's nor PyTorch's own."""
+    holder = getattr(function, "__self__", None)
+    module = str(getattr(function, "__module__", ""))
+    custom = module.startswith("torch._ops.") and not module.startswith("torch._ops.aten")
+    return custom or is_of_users(holder if isinstance(holder, type) else function)
 
 
 def _near_miss(owner: nn.Module, source: fx.Node) -> tuple[str, str] | None:

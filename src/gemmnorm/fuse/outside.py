@@ -72,9 +72,9 @@ def goes_on(value: Any) -> bool:
     return isinstance(value, (Iterator, random.Random)) or str(type(value).__module__).startswith("numpy.random")
 
 
-def is_of_users(cls: type) -> bool:
-    """A class of neither Python's nor PyTorch's own."""
-    return cls.__module__.partition(".")[0] not in _INSTALLED
+def is_of_users(defined: Any) -> bool:
+    """A class or function of neither Python's nor PyTorch's own."""
+    return str(getattr(defined, "__module__", None) or "torch").partition(".")[0] not in _INSTALLED
 
 
 def is_settings(value: Any) -> bool:

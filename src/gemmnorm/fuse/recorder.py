@@ -28,7 +28,7 @@ from .outside import (
     namespace_of,
     path_of,
 )
-from .scanning import CONTAINERS, Scan, Untraceable, content
+from .scanning import CONTAINERS, Scan, Untraceable, changed_by, content
 from .stand_ins import IN_PLACE, LOST, refusing
 
 PLAIN = (bool, int, float, str, type(None))
@@ -154,12 +154,25 @@ class Recorder:
         known = value is Absent or _is_known(value) or type(value) in CONTAINERS
         if self.called and known and name != "training":
             raise Untraceable(f"reads {name} after calling {self.called}, which cannot be recorded")
+        if known and self.may_have_changed(module, name, value):
+            raise Untraceable(f"reads {name} of {self.paths[id(module)]} after calling it, which may change {name}")
         path = self.paths[id(module)]
         given = name in vars(module) or isinstance(inspect.getattr_static(type(module), name, None), staticmethod)
         defined = not given or (_is_named(value, name) and name not in vars(module))
         for text, part in self.parts(name, value, defined=defined):
             if (path, text) != ("", "training"):
                 self.note_value(path, text, part)
+
+    def may_have_changed(self, module: nn.Module, name: str, value: Any) -> bool:
+        """A child that was called before, and holds `module`, assigns that attribute, or uses what is a container."""
+        if name == "training":
+            return False
+        for child in self.tracer.called:
+            inside = list(child.modules())
+            if any(module is m for m in inside):
+                kinds: set[Any] = {type(m) for m in inside}
+                return any(name in changed_by(kind)[type(value) in CONTAINERS] for kind in kinds)
+        return False
 
     def parts(self, text: str, value: Any, depth: int = 3, defined: bool = False) -> Iterator[tuple[str, Any]]:
         """(expression, plain value, function or class) of what code may ask of `value`, which `text` stands for: itself

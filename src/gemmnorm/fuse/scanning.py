@@ -212,6 +212,21 @@ def is_of_python(filename: str) -> bool:
     return filename.startswith("<frozen") or (filename.startswith(_STDLIB) and "-packages" not in filename)
 
 
+@functools.cache
+def changed_by(cls: type) -> tuple[frozenset[str], frozenset[str]]:
+    """Attributes that methods of a user's class assign, and those that they mention; constructors left out."""
+    assigned: set[str] = set()
+    mentioned: set[str] = set()
+    for base in cls.__mro__:
+        functions = [] if base.__module__.startswith(("torch.", "builtins")) else vars(base).values()
+        codes = [f.__code__ for f in functions if isinstance(f, types.FunctionType) and f.__name__ != "__init__"]
+        for code in codes:  # which grows by the functions inside of them
+            codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+            mentioned.update(code.co_names)
+            assigned.update(i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_ATTR", "DELETE_ATTR"))
+    return frozenset(assigned), frozenset(mentioned)
+
+
 def content(cell: types.CellType) -> Any:
     """What is in it; None where nothing is, not even None."""
     return None if _is_empty(cell) else cell.cell_contents

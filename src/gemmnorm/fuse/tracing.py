@@ -285,6 +285,7 @@ class _OwnerTracer(fx.Tracer):
         super().__init__()
         self.parameters, self.given, self.variable = parameters, given, variable
         self.made: dict[int, nn.Module] = {}  # by `forward` itself
+        self.called: list[nn.Module] = []  # children, in this attempt
         self.fixed: set[str] = set()
         self.traced_func_name = _WRITTEN if hasattr(root, _WRITTEN) else "forward"
         # How the first decisions are to fall, and whether both ways were tried; and how those of this attempt fell.
@@ -301,13 +302,14 @@ class _OwnerTracer(fx.Tracer):
             raise Untraceable("hands a child an empty container, which the child may fill")
         if id(m) in self.made and type(m).__module__ == nn.CrossEntropyLoss.__module__:
             return forward(*args, **kwargs)
+        self.called.append(m)
         return super().call_module(m, forward, args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return StandIn(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        self.taken = []
+        self.taken, self.called = [], []
         positional: list[Any] = [self.root]
         keywords: dict[str, Any] = {}
         for p in self.parameters:
