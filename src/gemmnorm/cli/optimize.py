@@ -166,29 +166,10 @@ def _steps(
 
     Returns the files for the Hub, if they are wanted and the model is equal.
     """
+    hub = _export(document, options, temporary, tell)
+    if hub is None:
+        return {}
     model, device = document["model"], document["device"]
-    tell("looking for chains")
-    kwargs = {"model_path": model, "output_path": str(temporary), "precision": options.precision}
-    kwargs["hub"] = None if options.hub is None else check_hub_folder(options.hub)
-    written = run_isolated(
-        "gemmnorm.cli.optimize:child_export",
-        {**kwargs, "target": options.target, "strategy": options.strategy},
-        time_limit=options.time_limit,
-        on_progress=lambda message: tell(message["stage"]),
-    )
-    if not written.ok:
-        ours = written.stage == WRITING and not written.names_the_file
-        document.update(status="failed" if ours else "bad model", detail=written.why())
-        return {}
-    found = written.value
-    hub: dict[str, str] = found.pop("hub", {})
-    document["export"] = found
-    if not found["matches"]:
-        document.update(status="no chain", detail=f"{model}: {found['report']}")
-        return {}
-    if "refused" in found:
-        document.update(status="refused", detail=found.pop("refused"))
-        return {}
     tell("verifying")
     verdict = verify(
         model,
@@ -220,6 +201,36 @@ def _steps(
     document["bench"] = _renamed(times, str(temporary), document["output"])
     _compile_unless_run(document, options, temporary, tell)
     document["said"] = what_was_run(document)
+    return hub
+
+
+def _export(
+    document: Document, options: OptimizeOptions, temporary: Path, tell: Callable[[str], None]
+) -> dict[str, str] | None:
+    """Write to `temporary`; returns the files for the Hub, or None where `document` says why nothing was written."""
+    model = document["model"]
+    tell("looking for chains")
+    kwargs = {"model_path": model, "output_path": str(temporary), "precision": options.precision}
+    kwargs["hub"] = None if options.hub is None else check_hub_folder(options.hub)
+    written = run_isolated(
+        "gemmnorm.cli.optimize:child_export",
+        {**kwargs, "target": options.target, "strategy": options.strategy},
+        time_limit=options.time_limit,
+        on_progress=lambda message: tell(message["stage"]),
+    )
+    if not written.ok:
+        ours = written.stage == WRITING and not written.names_the_file
+        document.update(status="failed" if ours else "bad model", detail=written.why())
+        return None
+    found = written.value
+    hub: dict[str, str] = found.pop("hub", {})
+    document["export"] = found
+    if not found["matches"]:
+        document.update(status="no chain", detail=f"{model}: {found['report']}")
+        return None
+    if "refused" in found:
+        document.update(status="refused", detail=found.pop("refused"))
+        return None
     return hub
 
 

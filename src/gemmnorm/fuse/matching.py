@@ -421,7 +421,7 @@ def _is_of_users(function: Any) -> bool:
     """A function, the `apply` of an `autograd.Function`, or an operator of neither Python's nor PyTorch's own."""
     holder = getattr(function, "__self__", None)
     module = str(getattr(function, "__module__", ""))
-    custom = module.startswith("torch._ops.") and not module.startswith("torch._ops.aten")
+    custom = module.startswith("torch._ops.") and not module.endswith(".aten")
     return custom or is_of_users(holder if isinstance(holder, type) else function)
 
 
