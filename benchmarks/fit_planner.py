@@ -310,6 +310,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="fit to an H200's, and write the tables")
     parser.add_argument("--variants", action="store_true", help="print what each variant wins")
     options = parser.parse_args()
+    if options.write and options.results != RESULTS:
+        parser.error("--write: the tables are an H200's; expected its results")
     if options.variants:
         print(variant_table(rows(options.results, kept=False)))
         return
