@@ -8,7 +8,16 @@ from . import cast, gram, library
 from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .panels import SHARED
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
-from .split import ALL_ROWS, PREPARED, ROW_BYTES, counters_to_recompute, recompute, split_operands, split_rows
+from .split import (
+    ALL_ROWS,
+    OF_A_GUARD,
+    PREPARED,
+    ROW_BYTES,
+    counters_to_recompute,
+    recompute,
+    split_operands,
+    split_rows,
+)
 from .steps import OPERAND_MAPS, Buffer, Extent, Launch, Map, Plan, Step, operand_maps
 
 WIDE, TALL = 128, 256  # columns, or rows, of a tile that is multiplied as W·xᵀ
@@ -329,7 +338,7 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
             aliases = (("product", "y"),)
     if problem.split:
         weight_rows = 0 if problem.prepared else gemm.weight_rows
-        steps = (split_rows(problem, True, gemm.x_rows, weight_rows), launch, recompute(problem))
+        steps = (split_rows(problem, gemm.x_rows, weight_rows, ("split_x", *OF_A_GUARD)), launch, recompute(problem))
         workspace += split_operands(problem)
         workspace.append(Buffer("fallback_features", "int32", (features,)))
         workspace += [Buffer(role, "float32", (features,)) for role in ("weight_amax", "weight_abs_sum")]

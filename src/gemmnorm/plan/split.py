@@ -17,6 +17,10 @@ WARP_COLUMNS = 1024  # of a row, that a warp holds
 
 # What is kept of a weight that is split ahead of the calls, beside itself.
 PREPARED = ("split_weight", "weight_exponents", "weight_amax", "weight_abs_sum", "weight_checksums")
+# What `split_rows` gives where it is wanted, beside the weight split and exponents: x split, sizes of rows that a guard
+# wants to know, checksums of the weight's rows.
+OF_A_GUARD = ("weight_amax", "weight_abs_sum", "amax_state")
+OPTIONAL = ("split_x", *OF_A_GUARD, "weight_checksums")
 
 
 def rows_of_block(columns: int) -> int:
@@ -29,11 +33,8 @@ def row_threads(columns: int) -> int:
     return 32 if columns <= WARP_COLUMNS else THREADS
 
 
-def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, checksums: bool = False) -> Launch:
-    """The pass that splits the first rows of x and of the weight, with the sizes of rows that a guard wants to know."""
-    known: tuple[str, ...] = ("weight_amax", "weight_abs_sum", "amax_state") if guarded else ()
-    known += ("weight_checksums",) if checksums else ()
-    optional = ("weight_amax", "weight_abs_sum", "amax_state", "weight_checksums")
+def split_rows(problem: Problem, x_rows: int, weight_rows: int, optional: tuple[str, ...]) -> Launch:
+    """The pass that splits the first rows of x and of the weight, and which it gives of `OPTIONAL`."""
     each = rows_of_block(problem.in_features)
     before = -(-weight_rows // each)
     return Launch(
@@ -44,11 +45,10 @@ def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, c
         (
             "x",
             "weight",
-            "split_x",
             "split_weight",
             "x_exponents",
             "weight_exponents",
-            *known,
+            *optional,
             "weight_rows",
             "in_features",
             "batch",
@@ -56,14 +56,14 @@ def split_rows(problem: Problem, guarded: bool, x_rows: int, weight_rows: int, c
         Extent(1, each, limit=0 if x_rows == ALL_ROWS else -(-x_rows // each) + before, plus=before),
         resident=4,
         numbers=(("weight_rows", weight_rows),),
-        absent=tuple(field for field in optional if field not in known),
+        absent=tuple(field for field in OPTIONAL if field not in optional),
     )
 
 
 def prepare(problem: Problem) -> Plan:
     """The weight alone, split: the buffers of `PREPARED`, of which the checksums come zeroed from the caller."""
     features = Extent(problem.out_features)
-    launch = split_rows(problem, True, 0, problem.out_features, checksums=True)
+    launch = split_rows(problem, 0, problem.out_features, OPTIONAL)
     launch = replace(launch, grid=Extent(launch.grid.plus))
     weight, exponents = split_operands(problem)[1::2]
     sizes = (Buffer(role, "float32", (features,)) for role in ("weight_amax", "weight_abs_sum"))
@@ -117,22 +117,38 @@ def split_backward(problem: Problem, plan: Plan) -> Plan:
     dx = da·W and dW = daᵀ·x add up along the rows of W and x, which is where their exponents belong: da is multiplied
     by those powers of two before it is split, by rows for one product and by columns for the other. So W and x are
     split as for the forward, and nothing is transposed.
+
+    What one product reads is let go of before what the other reads is made: x is split, and da by columns, once dx is
+    there. The latter lies in da's own memory where rows take as many bytes split as they are.
     """
     features, padded = Extent(problem.out_features), _padded(problem.out_features)
-    split_gradient = Launch(
-        "fused_gemm_split_gradient",
+    in_place = padded.times == 2 * problem.out_features
+    for_grad_x = Launch(
+        "fused_gemm_split_for_grad_x",
         "backward/split_gradient.cuh",
-        "split_gradient",
+        "split_for_grad_x",
         (("kRowThreads", row_threads(problem.out_features)),),
-        ("grad_product", "x_exponents", "weight_exponents", "column_exponents", "split_by_rows", "split_by_columns",
-         "row_exponents", "batch", "features"),
+        ("grad_product", "weight_exponents", "split_by_rows", "row_exponents", "batch", "features"),
         Extent(1, rows_of_block(problem.out_features)),
+        only_for="grad_x",
+    )
+    widest = max(problem.in_features, problem.out_features)
+    for_grad_weight = Launch(
+        "fused_gemm_split_for_grad_weight",
+        "backward/split_gradient.cuh",
+        "split_for_grad_weight",
+        (("kRowThreads", row_threads(widest)),),
+        ("x", "grad_product", "x_exponents", "column_exponents", "split_x", "split_by_columns", "batch", "in_features",
+         "features"),
+        Extent(1, rows_of_block(widest)),
+        only_for="grad_weight",
     )  # fmt: skip
     steps = (
-        split_rows(problem, False, ALL_ROWS, problem.out_features),
+        split_rows(problem, ALL_ROWS, problem.out_features, ()),
         *plan.launches,
-        split_gradient,
+        for_grad_x,
         _split_gemm(problem, "grad_x", ("split_by_rows", "split_weight", "row_exponents"), "batch", "features"),
+        for_grad_weight,
         _split_gemm(problem, "grad_weight", ("split_by_columns", "split_x", "column_exponents"), "features", "batch"),
     )
     workspace = (
@@ -142,7 +158,8 @@ def split_backward(problem: Problem, plan: Plan) -> Plan:
         Buffer("row_exponents", "int32", (ROWS,)),
         Buffer("column_exponents", "int32", (features,)),
     )
-    return replace(plan, steps=steps, workspace=workspace)
+    aliases = (*plan.aliases, *([("split_by_columns", "grad_product")] if in_place else []))
+    return replace(plan, steps=steps, workspace=workspace, aliases=aliases)
 
 
 def _split_gemm(problem: Problem, out: str, operands: tuple[str, str, str], rows: str, inner: str) -> Launch:

@@ -178,8 +178,12 @@ class _Memory:
             role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)
         }
         operands |= {m.tensor for launch in chosen.launches for m in launch.maps}
+        aliases = dict(chosen.aliases)
+        operands |= {aliases[role] for role in operands if role in aliases}
         size = 0
         for buffer in chosen.workspace:
+            if buffer.role in aliases:
+                continue
             elements = math.prod(extent.value(batch) for extent in buffer.stored)
             bytes_ = -(-elements * DTYPE_BYTES[buffer.dtype] // 256) * 256
             if buffer.role in operands or bytes_ > BORROWED:
@@ -263,7 +267,13 @@ class Bound:
         self._parts = tuple(part for part in parts if not len(inputs) <= part[0] < len(inputs) + self._made)
         owner = {slot: place for place, slot, _ in parts} | {place: place for place in range(len(names))}
 
+        aliases = dict(chosen.aliases)
+        dtype_of = {b.role: DTYPES[b.dtype] for b in chosen.workspace if b.role in aliases}
+
         def find(role: str) -> Callable[[Sequence[Any]], Tensor]:
+            if role in dtype_of:
+                owned, dtype = find(aliases[role]), dtype_of[role]
+                return lambda tensors: owned(tensors).view(dtype)
             if slots[role] < len(names):
                 return itemgetter(slots[role])
             return lambda tensors: unpacked(tensors[names.index("kept")], chosen.problem)[0]
@@ -281,7 +291,7 @@ class Bound:
                 needed = slots.get(step.only_for, always)
                 launcher = driver.Launcher(step, chosen.problem)
                 steps.append(_Step((), maps, launcher, itemgetter(*chosen_slots), needed, ()))
-                used.append({owner[slot] for slot in (*chosen_slots, *(m[1] for m in maps)) if slot in owner})
+                used.append({owner[slot] for slot in (*chosen_slots, needed, *(m[1] for m in maps)) if slot in owner})
             else:
                 out, left, right = slots[step.out], slots[step.left], slots[step.right]
                 product = _Product(out, left, right, step.transpose_left, step.transpose_right)
@@ -337,6 +347,7 @@ class Bound:
                 if wanted is None or place >= end or wanted[place - before]:
                     made = tensors[place] = empty(size, strides, dtype)
                     pool[place] = address = made.data_ptr()
+                    del made  # else it would live until the next is there
                     for slot, offset in parts:
                         pool[slot] = address + offset
             if step.picked is None:

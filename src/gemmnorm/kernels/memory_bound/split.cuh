@@ -3,7 +3,8 @@
 //
 // For the guard (split_loses) it also gives amax and abs_sum of the weight's rows, and the maxima of x's over all rows. The
 // weight's rows come in descending order and x's last: what the GEMM reads first is then still in the L2. The planner takes
-// it before every GEMM of split operands, for the first rows or for all, to prepare a weight, and in the backward.
+// it before every GEMM of split operands, for the first rows or for all, to prepare a weight, and in the backward, where of x
+// it gives the exponents alone.
 #pragma once
 #include "common/fp16x2.cuh"
 #include "memory_bound/row_tile.cuh"
@@ -51,6 +52,7 @@ __device__ __forceinline__ RowSizes split_row(const Params& p, bool of_weight, i
     tile.visit(p.in_features, [&](int c, const Vec<float, 4>& v) { code += checksum(c, v); });
     atomicAdd(&p.weight_checksums[row], code);
   }
+  if (!of_weight && !p.split_x) return {amax_bits, magnitude_bits(abs_sum)};
   const PowerOfTwo scale = power_of_two(-exponent);
   tile.visit(padded, [&](int c, const Vec<float, 4>& v) {
     const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
