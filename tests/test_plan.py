@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -110,15 +109,8 @@ def test_nothing_is_allocated_twice_and_nothing_is_used_before_it_exists():
         for buffer in (*p.outputs, *p.workspace):
             assert isinstance(buffer, Buffer)
             assert all(e.value(p.problem.batch) > 0 for e in buffer.shape)
-        buffers = {b.role: b for b in (*p.outputs, *p.workspace)}
         for alias, role in p.aliases:
-            assert role in roles
-            if alias in roles:  # in another dtype: as many bytes
-                sizes = [
-                    math.prod(e.value(p.problem.batch) for e in b.stored) * plan.DTYPE_BYTES[b.dtype]
-                    for b in (buffers[alias], buffers[role])
-                ]
-                assert alias not in {b.role for b in p.outputs} and sizes[0] == sizes[1]
+            assert role in roles and alias not in roles
 
 
 def test_a_forward_that_saves_hands_back_what_the_backward_reads():

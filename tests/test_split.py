@@ -240,7 +240,7 @@ def test_the_planner_chooses_it_for_float32_unless_ieee_is_asked_for() -> None:
     assert chosen.strategy == "one_kernel" and chosen.launches[1].member("Operand") == "gemmnorm::fp16x2"
     assert "three float16 products" in str(chosen)
     backward = plan.make_plan(replace(problem, save=True), phase="backward")
-    assert [launch.only_for for launch in backward.launches][-4:] == [*2 * ["grad_x"], *2 * ["grad_weight"]]
+    assert [launch.only_for for launch in backward.launches][-3:] == ["grad_x", *2 * ["grad_weight"]]
     assert plan.make_plan(replace(problem, arithmetic="ieee")).strategy == "cublas_folded_bn"
 
 
@@ -289,11 +289,8 @@ def test_only_one_gradient_is_wanted(wanted: str) -> None:
 
 
 @pytest.mark.usefixtures("small_gradients")
-@pytest.mark.parametrize("features", [128, 72])
-def test_what_one_product_reads_does_not_lie_beside_what_the_other_reads(
-    monkeypatch: pytest.MonkeyPatch, features: int
-) -> None:
-    """dx is done, and the split weight let go of, before x is split; da is split by columns where it lies."""
+def test_what_one_product_reads_does_not_lie_beside_what_the_other_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dx is done, and what it reads is let go of, before x is split and the weight's gradient allocated."""
     alive: list[weakref.ref[Tensor]] = []
     beside: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
@@ -303,19 +300,17 @@ def test_what_one_product_reads_does_not_lie_beside_what_the_other_reads(
         alive.append(weakref.ref(made))
         return made
 
-    batch, wide = 200, 320
+    batch, wide, features = 200, 320, 72
     x, weight = torch.randn(batch, wide, requires_grad=True), torch.randn(features, wide, requires_grad=True)
     with emulated(SMALL_HOPPER):
         y = chain(x, weight, strategy="one_kernel")
         monkeypatch.setattr(driver, "empty", empty)
         y.sin().sum().backward()
     split_weight, split_x, split_gradient = (features, 2 * wide), (batch, 2 * wide), (batch, 256)
-    assert split_weight in beside[batch, wide]
+    assert {split_weight, split_gradient} <= set(beside[batch, wide])
     for late in (split_x, (features, wide)):
         assert (batch, wide) in beside[late] and split_weight not in beside[late]
-        assert split_gradient not in beside[late]
-    made_again = (features, wide) in beside[split_gradient]  # when the weight's gradient was there
-    assert made_again == (features % 64 > 0)
+        assert beside[late].count(split_gradient) == 1  # by columns
 
 
 @pytest.mark.usefixtures("small_gradients")

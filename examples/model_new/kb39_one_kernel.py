@@ -2901,22 +2901,23 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
 }
 
 // --- backward/split_gradient.cuh -----------------------------------------------------------------------------------
-// The operands of the backward's two products, split (arithmetic in common/fp16x2.cuh). For dx = da*W: the gradient of the
-// product, da, with an exponent per row, its columns multiplied by the weight's powers of two. For dW = da^T*x: x as in the
-// forward, and da with an exponent per column, its rows multiplied by x's powers of two. W and x lack just those powers.
+// The gradient of the product, da, split twice for the products of the backward (arithmetic in common/fp16x2.cuh): with an
+// exponent per row, its columns multiplied by the weight's powers of two, for dx = da*W; and with an exponent per column,
+// its rows multiplied by x's, for dW = da^T*x. W and x are split as in the forward, and lack just those powers.
 //
-// A block, or where rows are short a warp, splits one row. That of da for dx finds the row's exponent itself; those of its
-// columns come from the kernel that made da, those of x from split_rows. The planner takes both in training with split
-// operands, each before its product by split_gemm.cuh.
+// A block, or where rows are short a warp, splits one row: reads da once, writes it split twice. It finds the row's exponent
+// itself; those of the columns come from the kernel that made da. The planner takes it in training with split operands, before
+// split_gemm.cuh.
 
 template <class Config, class Params>
-__device__ __forceinline__ void split_for_grad_x(const Params& p) {
+__device__ __forceinline__ void split_gradient(const Params& p) {
   __shared__ int maxima[kWarps];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   using Row = RowTile<Config::kRowThreads>;
   const int row = Row::row_of(blockIdx.x), padded = padded_columns(p.features);
   if (row >= p.batch) return;
+  const int x_exponent = p.x_exponents[row];
   const Row tile(p.grad_product + static_cast<i64>(row) * p.features, p.features);
   int exponent = kLeastExponent;
   tile.visit(p.features, [&](int c, const Vec<float, 4>& v) {
@@ -2927,46 +2928,21 @@ __device__ __forceinline__ void split_for_grad_x(const Params& p) {
   exponent = largest_of<Config::kRowThreads>(exponent, maxima);
   if (tile.lane == 0) p.row_exponents[row] = exponent;
 
-  half* target = p.split_by_rows + static_cast<i64>(row) * 2 * padded;
+  half* by_rows = p.split_by_rows + static_cast<i64>(row) * 2 * padded;
+  half* by_columns = p.split_by_columns + static_cast<i64>(row) * 2 * padded;
   tile.visit(padded, [&](int c, const Vec<float, 4>& v) {
-    const Vec<int, 4> e = load_four(p.weight_exponents, c, p.features);
-    float scaled[4];
+    float to_rows[4] = {}, to_columns[4] = {};
+    if (c < p.features) {
+      const Vec<int, 4> of_weight = load_four(p.weight_exponents, c, p.features);
+      const Vec<int, 4> of_column = load_four(p.column_exponents, c, p.features);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scaled[i] = times(v.at[i], power_of_two(in_range(e.at[i] - exponent)));
-    store_split(target, c, scaled);
-  });
-}
-
-// `split_by_columns` may be da's own memory: 64 columns take as many bytes split as they are, and belong to one warp.
-template <class Config, class Params>
-__device__ __forceinline__ void split_for_grad_weight(const Params& p) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
-  using Row = RowTile<Config::kRowThreads>;
-  constexpr int kWarpColumns = 128;
-  static_assert(kWarpColumns % kSplitColumns == 0, "what 64 columns take belongs to one warp");
-  const int row = Row::row_of(blockIdx.x);
-  if (row >= p.batch) return;
-  const Row x(p.x + static_cast<i64>(row) * p.in_features, p.in_features);
-  const Row gradient(p.grad_product + static_cast<i64>(row) * p.features, p.features);
-  const int exponent = p.x_exponents[row], padded_x = padded_columns(p.in_features), padded = padded_columns(p.features);
-
-  half* to_x = p.split_x + static_cast<i64>(row) * 2 * padded_x;
-  const PowerOfTwo scale = power_of_two(-exponent);
-  x.visit(padded_x, [&](int c, const Vec<float, 4>& v) {
-    const float scaled[4] = {times(v.at[0], scale), times(v.at[1], scale), times(v.at[2], scale), times(v.at[3], scale)};
-    store_split(to_x, c, scaled);
-  });
-
-  half* target = p.split_by_columns + static_cast<i64>(row) * 2 * padded;
-  const int whole_warps = (padded + kWarpColumns - 1) / kWarpColumns * kWarpColumns;
-  gradient.visit(whole_warps, [&](int c, const Vec<float, 4>& v) {
-    const Vec<int, 4> e = load_four(p.column_exponents, c, p.features);
-    float scaled[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) scaled[i] = times(v.at[i], power_of_two(in_range(exponent - e.at[i])));
-    __syncwarp();  // all of the warp have read what they overwrite
-    if (c < padded) store_split(target, c, scaled);
+      for (int i = 0; i < 4; ++i) {
+        to_rows[i] = times(v.at[i], power_of_two(in_range(of_weight.at[i] - exponent)));
+        to_columns[i] = times(v.at[i], power_of_two(in_range(x_exponent - of_column.at[i])));
+      }
+    }
+    store_split(by_rows, c, to_rows);
+    store_split(by_columns, c, to_columns);
   });
 }
 
@@ -3076,10 +3052,10 @@ struct Identity {
 struct SplitRowsParams {
   const float* x;  // [batch, in_features]
   const float* weight;  // [features, in_features]
-  gemmnorm::half* split_weight;  // [features, ceil(in_features/64), 2, 64]
   int* x_exponents;  // [batch]
   int* weight_exponents;  // [features]
   gemmnorm::half* split_x;  // [batch, ceil(in_features/64), 2, 64]
+  gemmnorm::half* split_weight;  // [features, ceil(in_features/64), 2, 64]
   float* weight_amax;  // [features]: largest magnitude of each row of the weight
   float* weight_abs_sum;  // [features]: sum of magnitudes of each row
   unsigned int* amax_state;  // [4], after a number for each 64 features: zero, and left zero
@@ -3248,9 +3224,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompu
 struct SplitRows2Params {
   const float* x;  // [batch, in_features]
   const float* weight;  // [features, in_features]
-  gemmnorm::half* split_weight;  // [features, ceil(in_features/64), 2, 64]
   int* x_exponents;  // [batch]
   int* weight_exponents;  // [features]
+  gemmnorm::half* split_weight;  // [features, ceil(in_features/64), 2, 64]
   int weight_rows;  // of the weight, likewise
   int in_features;
   int batch;
@@ -3371,21 +3347,24 @@ extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_gradien
   gemmnorm::product_gradient<FusedGemmScaleBnGradientApplyConfig>(p);
 }
 
-struct SplitForGradXParams {
+struct SplitGradientParams {
   float* grad_product;  // [batch, features]
+  int* x_exponents;  // [batch]
   int* weight_exponents;  // [features]
+  int* column_exponents;  // [features]
   gemmnorm::half* split_by_rows;  // [batch, ceil(features/64), 2, 64]
+  gemmnorm::half* split_by_columns;  // [batch, ceil(features/64), 2, 64]
   int* row_exponents;  // [batch]
   int batch;
   int features;
 };
 
-struct FusedGemmSplitForGradXConfig {
+struct FusedGemmSplitGradientConfig {
   static constexpr int kRowThreads = 256;
 };
-extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_split_for_grad_x(
-    const SplitForGradXParams p) {
-  gemmnorm::split_for_grad_x<FusedGemmSplitForGradXConfig>(p);
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_split_gradient(
+    const SplitGradientParams p) {
+  gemmnorm::split_gradient<FusedGemmSplitGradientConfig>(p);
 }
 
 struct SplitGemmFields {
@@ -3417,24 +3396,28 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_split_grad_x(
   gemmnorm::split_gemm<FusedGemmSplitGradXConfig>(SplitGemmView(p));
 }
 
-struct SplitForGradWeightParams {
+struct SplitRows3Params {
   const float* x;  // [batch, in_features]
-  float* grad_product;  // [batch, features]
+  const float* weight;  // [features, in_features]
   int* x_exponents;  // [batch]
-  int* column_exponents;  // [features]
+  int* weight_exponents;  // [features]
   gemmnorm::half* split_x;  // [batch, ceil(in_features/64), 2, 64]
-  gemmnorm::half* split_by_columns;  // [batch, ceil(features/64), 2, 64]
-  int batch;
+  int weight_rows;  // of the weight, likewise
   int in_features;
-  int features;
+  int batch;
+  static constexpr gemmnorm::half* split_weight = nullptr;
+  static constexpr float* weight_amax = nullptr;
+  static constexpr float* weight_abs_sum = nullptr;
+  static constexpr unsigned int* amax_state = nullptr;
+  static constexpr unsigned long long* weight_checksums = nullptr;
 };
 
-struct FusedGemmSplitForGradWeightConfig {
+struct FusedGemmSplitOperandsBackward2Config {
   static constexpr int kRowThreads = 256;
 };
-extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_split_for_grad_weight(
-    const SplitForGradWeightParams p) {
-  gemmnorm::split_for_grad_weight<FusedGemmSplitForGradWeightConfig>(p);
+extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_operands_backward_2(
+    const SplitRows3Params p) {
+  gemmnorm::split_rows<FusedGemmSplitOperandsBackward2Config>(p);
 }
 
 struct FusedGemmSplitGradWeightConfig {
@@ -3678,8 +3661,8 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
 
   {
     SplitRowsParams p;
-    p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.split_weight = split_weight;
-    p.x_exponents = x_exponents; p.weight_exponents = weight_exponents; p.split_x = split_x;
+    p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.x_exponents = x_exponents;
+    p.weight_exponents = weight_exponents; p.split_x = split_x; p.split_weight = split_weight;
     p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
     p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 1024; p.in_features = 4096;
     p.batch = batch;
@@ -3752,8 +3735,8 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
 
   {
     SplitRowsParams p;
-    p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.split_weight = split_weight;
-    p.x_exponents = x_exponents; p.weight_exponents = weight_exponents; p.split_x = split_x;
+    p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.x_exponents = x_exponents;
+    p.weight_exponents = weight_exponents; p.split_x = split_x; p.split_weight = split_weight;
     p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
     p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 2560; p.in_features = 4096;
     p.batch = batch;
@@ -3819,8 +3802,8 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
   torch::Tensor grad_bn_weight = needs[4] ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
   torch::Tensor grad_bn_bias = needs[5] ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
   const Scratch scratch(x, {4 * groups * 4096, 4 * groups * 4096, 4 * 4096, 4 * 4096, 4 * batch * 4096,
-                            2 * batch * 8192, 2 * 4096 * 8192, 4 * batch, 4 * 4096, 2 * batch * 8192, 4 * batch,
-                            4 * 4096});
+                            2 * batch * 8192, 2 * 4096 * 8192, 4 * batch, 4 * 4096, 2 * batch * 8192,
+                            2 * batch * 8192, 4 * batch, 4 * 4096});
   float* group_sum = scratch.piece<float>(0);
   float* group_dot = scratch.piece<float>(1);
   float* mean_grad = scratch.piece<float>(2);
@@ -3831,16 +3814,16 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
   int* x_exponents = scratch.piece<int>(7);
   int* weight_exponents = scratch.piece<int>(8);
   gemmnorm::half* split_by_rows = scratch.piece<gemmnorm::half>(9);
-  int* row_exponents = scratch.piece<int>(10);
-  int* column_exponents = scratch.piece<int>(11);
-  gemmnorm::half* split_by_columns = reinterpret_cast<gemmnorm::half*>(grad_product);
+  gemmnorm::half* split_by_columns = scratch.piece<gemmnorm::half>(10);
+  int* row_exponents = scratch.piece<int>(11);
+  int* column_exponents = scratch.piece<int>(12);
   const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
 
   {
     SplitRows2Params p;
-    p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.split_weight = split_weight;
-    p.x_exponents = x_exponents; p.weight_exponents = weight_exponents; p.weight_rows = 4096; p.in_features = 4096;
-    p.batch = batch;
+    p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.x_exponents = x_exponents;
+    p.weight_exponents = weight_exponents; p.split_weight = split_weight; p.weight_rows = 4096;
+    p.in_features = 4096; p.batch = batch;
     launch(fused_gemm_split_operands_backward, batch + 4096, 256, stream, p);
   }
   {
@@ -3872,11 +3855,12 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
     p.scale_value = scale_value; p.batch = batch; p.features = 4096;
     launch(fused_gemm_scale_bn_gradient_apply, 32 * groups, 256, stream, p);
   }
-  if (grad_x.defined()) {
-    SplitForGradXParams p;
-    p.grad_product = grad_product; p.weight_exponents = weight_exponents; p.split_by_rows = split_by_rows;
+  {
+    SplitGradientParams p;
+    p.grad_product = grad_product; p.x_exponents = x_exponents; p.weight_exponents = weight_exponents;
+    p.column_exponents = column_exponents; p.split_by_rows = split_by_rows; p.split_by_columns = split_by_columns;
     p.row_exponents = row_exponents; p.batch = batch; p.features = 4096;
-    launch(fused_gemm_split_for_grad_x, batch, 256, stream, p);
+    launch(fused_gemm_split_gradient, batch, 256, stream, p);
   }
   if (grad_x.defined()) {
     SplitGemmParams p;
@@ -3888,11 +3872,11 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
                   197632 /* shared */, 1 /* cluster */, false /* cooperative */, stream, p);
   }
   if (grad_weight.defined()) {
-    SplitForGradWeightParams p;
-    p.x = pointer<float>(x); p.grad_product = grad_product; p.x_exponents = x_exponents;
-    p.column_exponents = column_exponents; p.split_x = split_x; p.split_by_columns = split_by_columns;
-    p.batch = batch; p.in_features = 4096; p.features = 4096;
-    launch(fused_gemm_split_for_grad_weight, batch, 256, stream, p);
+    SplitRows3Params p;
+    p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.x_exponents = x_exponents;
+    p.weight_exponents = weight_exponents; p.split_x = split_x; p.weight_rows = 0; p.in_features = 4096;
+    p.batch = batch;
+    launch(fused_gemm_split_operands_backward_2, batch, 256, stream, p);
   }
   if (grad_weight.defined()) {
     SplitGemmParams p;

@@ -301,12 +301,9 @@ class _Body:
         """What dies with the call: the operands of products as tensors, the rest from one allocation."""
         products = [s for s in self.plan.steps if isinstance(s, Product)]
         operands = {role for p in products for role in (p.out, p.left, p.right)}
-        aliases = dict(self.plan.aliases)
         scratch = []
         for buffer in buffers:
             check_known(buffer)
-            if buffer.role in aliases:
-                continue
             if buffer.role in operands:
                 self.tensor(buffer)
             else:
@@ -322,13 +319,8 @@ class _Body:
 
     def aliases(self) -> None:
         for role, target in self.plan.aliases:
-            if target in self.pointers:
-                kind = self.element_type(role)
-                self.pointers.add(role)
-                self.line(f"{kind}* {role} = reinterpret_cast<{kind}*>({target});")
-            else:
-                self.tensors.add(role)
-                self.line(f"torch::Tensor {role} = {target};")
+            self.tensors.add(role)
+            self.line(f"torch::Tensor {role} = {target};")
 
     def element_type(self, role: str) -> str:
         """The C type of one element of `role`."""
@@ -392,12 +384,10 @@ class _Body:
     def tensor_map(self, found: Map) -> str:
         """The expression that encodes a tensor map."""
         check_known(found)
-        p, role = self.plan.problem, found.tensor
+        p, role = self.plan.problem, dict(self.plan.aliases).get(found.tensor, found.tensor)
         buffers = {b.role: b for b in (*self.plan.outputs, *self.plan.workspace)}
         buffers["x"] = Buffer("x", p.dtype, (Extent(1, 1), Extent(p.in_features)))
         buffers["weight"] = Buffer("weight", p.dtype, (Extent(p.out_features), Extent(p.in_features)))
-        if role not in buffers:
-            role = dict(self.plan.aliases)[role]
         rows, columns = map(self.extent, buffers[role].shape)
         dtype = buffers[role].dtype
         kind = "CU_TENSOR_MAP_DATA_TYPE_" + ("FLOAT32" if found.exact and dtype == "float32" else _MAP_TYPES[dtype])

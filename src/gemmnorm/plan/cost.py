@@ -360,9 +360,9 @@ def count_backward(problem: Problem, way: Any) -> Counted:
         counted["groups"] = -(-b // 64)
     _pass(problem, counted, once + b * o * size, 1e12 if way.kernel == "cluster_gradient" else once)
     if way.split:
-        _convert(counted, -(-(b + o) // split.rows_of_block(i)), 4.0 * b * i + 8.0 * o * i)
-        _convert(counted, -(-b // split.rows_of_block(o)), 8.0 * b * o)
-        _convert(counted, -(-b // split.rows_of_block(max(i, o))), 8.0 * b * (i + o))
+        _convert(counted, -(-(b + o) // split.rows_of_block(i)), 4.0 * (b + 2 * o) * i)
+        count_split(counted, b, i)
+        _convert(counted, -(-b // split.rows_of_block(o)), 12.0 * b * o)
     return counted | {
         **held,
         "turns": float(way.kernel == "persistent_gradient"),

@@ -11,6 +11,7 @@ from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .split import (
     ALL_ROWS,
     OF_A_GUARD,
+    OPERANDS,
     PREPARED,
     ROW_BYTES,
     counters_to_recompute,
@@ -338,7 +339,7 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
             aliases = (("product", "y"),)
     if problem.split:
         weight_rows = 0 if problem.prepared else gemm.weight_rows
-        steps = (split_rows(problem, gemm.x_rows, weight_rows, ("split_x", *OF_A_GUARD)), launch, recompute(problem))
+        steps = (split_rows(problem, gemm.x_rows, weight_rows, (*OPERANDS, *OF_A_GUARD)), launch, recompute(problem))
         workspace += split_operands(problem)
         workspace.append(Buffer("fallback_features", "int32", (features,)))
         workspace += [Buffer(role, "float32", (features,)) for role in ("weight_amax", "weight_abs_sum")]

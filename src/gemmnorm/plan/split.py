@@ -17,10 +17,11 @@ WARP_COLUMNS = 1024  # of a row, that a warp holds
 
 # What is kept of a weight that is split ahead of the calls, beside itself.
 PREPARED = ("split_weight", "weight_exponents", "weight_amax", "weight_abs_sum", "weight_checksums")
-# What `split_rows` gives where it is wanted, beside the weight split and exponents: x split, sizes of rows that a guard
-# wants to know, checksums of the weight's rows.
+# What `split_rows` gives where it is wanted, beside exponents: x and the weight split, sizes of rows that a guard wants
+# to know, checksums of the weight's rows.
+OPERANDS = ("split_x", "split_weight")
 OF_A_GUARD = ("weight_amax", "weight_abs_sum", "amax_state")
-OPTIONAL = ("split_x", *OF_A_GUARD, "weight_checksums")
+OPTIONAL = (*OPERANDS, *OF_A_GUARD, "weight_checksums")
 
 
 def rows_of_block(columns: int) -> int:
@@ -34,7 +35,7 @@ def row_threads(columns: int) -> int:
 
 
 def split_rows(problem: Problem, x_rows: int, weight_rows: int, optional: tuple[str, ...]) -> Launch:
-    """The pass that splits the first rows of x and of the weight, and which it gives of `OPTIONAL`."""
+    """The pass that splits the first rows of x and of the weight, and which of `OPTIONAL` it gives."""
     each = rows_of_block(problem.in_features)
     before = -(-weight_rows // each)
     return Launch(
@@ -45,7 +46,6 @@ def split_rows(problem: Problem, x_rows: int, weight_rows: int, optional: tuple[
         (
             "x",
             "weight",
-            "split_weight",
             "x_exponents",
             "weight_exponents",
             *optional,
@@ -116,39 +116,25 @@ def split_backward(problem: Problem, plan: Plan) -> Plan:
 
     dx = da·W and dW = daᵀ·x add up along the rows of W and x, which is where their exponents belong: da is multiplied
     by those powers of two before it is split, by rows for one product and by columns for the other. So W and x are
-    split as for the forward, and nothing is transposed.
-
-    What one product reads is let go of before what the other reads is made: x is split, and da by columns, once dx is
-    there. The latter lies in da's own memory where rows take as many bytes split as they are.
+    split as for the forward, and nothing is transposed. The kernels up to da need x's exponents alone: x is split once
+    dx is there, and its pieces take the place of the weight's.
     """
     features, padded = Extent(problem.out_features), _padded(problem.out_features)
-    in_place = padded.times == 2 * problem.out_features
-    for_grad_x = Launch(
-        "fused_gemm_split_for_grad_x",
+    split_gradient = Launch(
+        "fused_gemm_split_gradient",
         "backward/split_gradient.cuh",
-        "split_for_grad_x",
+        "split_gradient",
         (("kRowThreads", row_threads(problem.out_features)),),
-        ("grad_product", "weight_exponents", "split_by_rows", "row_exponents", "batch", "features"),
+        ("grad_product", "x_exponents", "weight_exponents", "column_exponents", "split_by_rows", "split_by_columns",
+         "row_exponents", "batch", "features"),
         Extent(1, rows_of_block(problem.out_features)),
-        only_for="grad_x",
-    )
-    widest = max(problem.in_features, problem.out_features)
-    for_grad_weight = Launch(
-        "fused_gemm_split_for_grad_weight",
-        "backward/split_gradient.cuh",
-        "split_for_grad_weight",
-        (("kRowThreads", row_threads(widest)),),
-        ("x", "grad_product", "x_exponents", "column_exponents", "split_x", "split_by_columns", "batch", "in_features",
-         "features"),
-        Extent(1, rows_of_block(widest)),
-        only_for="grad_weight",
     )  # fmt: skip
     steps = (
-        split_rows(problem, ALL_ROWS, problem.out_features, ()),
+        split_rows(problem, ALL_ROWS, problem.out_features, ("split_weight",)),
         *plan.launches,
-        for_grad_x,
+        split_gradient,
         _split_gemm(problem, "grad_x", ("split_by_rows", "split_weight", "row_exponents"), "batch", "features"),
-        for_grad_weight,
+        replace(split_rows(problem, ALL_ROWS, 0, ("split_x",)), only_for="grad_weight"),
         _split_gemm(problem, "grad_weight", ("split_by_columns", "split_x", "column_exponents"), "features", "batch"),
     )
     workspace = (
@@ -158,8 +144,7 @@ def split_backward(problem: Problem, plan: Plan) -> Plan:
         Buffer("row_exponents", "int32", (ROWS,)),
         Buffer("column_exponents", "int32", (features,)),
     )
-    aliases = (*plan.aliases, *([("split_by_columns", "grad_product")] if in_place else []))
-    return replace(plan, steps=steps, workspace=workspace, aliases=aliases)
+    return replace(plan, steps=steps, workspace=workspace)
 
 
 def _split_gemm(problem: Problem, out: str, operands: tuple[str, str, str], rows: str, inner: str) -> Launch:

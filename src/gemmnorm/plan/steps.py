@@ -269,8 +269,7 @@ class Plan:
         steps: products and launches.
         outputs: tensors handed back.
         workspace: tensors that die with the call.
-        aliases: role → role whose memory it shares (y over the product where nothing needs it later). One that is in
-            `workspace` too has the dtype and the shape that it has there.
+        aliases: role → role whose memory it shares (y over the product where nothing needs it later).
         counters: 32-bit numbers that the launches find zero and leave zero; `amax_state` is the last four.
         seconds: predicted time.
         floor: the product alone at the rate of the library.

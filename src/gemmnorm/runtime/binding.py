@@ -178,12 +178,8 @@ class _Memory:
             role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)
         }
         operands |= {m.tensor for launch in chosen.launches for m in launch.maps}
-        aliases = dict(chosen.aliases)
-        operands |= {aliases[role] for role in operands if role in aliases}
         size = 0
         for buffer in chosen.workspace:
-            if buffer.role in aliases:
-                continue
             elements = math.prod(extent.value(batch) for extent in buffer.stored)
             bytes_ = -(-elements * DTYPE_BYTES[buffer.dtype] // 256) * 256
             if buffer.role in operands or bytes_ > BORROWED:
@@ -267,13 +263,7 @@ class Bound:
         self._parts = tuple(part for part in parts if not len(inputs) <= part[0] < len(inputs) + self._made)
         owner = {slot: place for place, slot, _ in parts} | {place: place for place in range(len(names))}
 
-        aliases = dict(chosen.aliases)
-        dtype_of = {b.role: DTYPES[b.dtype] for b in chosen.workspace if b.role in aliases}
-
         def find(role: str) -> Callable[[Sequence[Any]], Tensor]:
-            if role in dtype_of:
-                owned, dtype = find(aliases[role]), dtype_of[role]
-                return lambda tensors: owned(tensors).view(dtype)
             if slots[role] < len(names):
                 return itemgetter(slots[role])
             return lambda tensors: unpacked(tensors[names.index("kept")], chosen.problem)[0]
