@@ -141,6 +141,7 @@ def _two_steps(rank: int, rows: list[int], options: dict[str, Any], how: str) ->
     ([7, 0], {"affine": False, "bias": False}, "eager"),
     ([0, 5, 1], {"activation": "gelu", "scale": (1,)}, "eager"),
     ([1, 1, 1], {"scale": False}, "eager"),
+    ([4, 5], {"scale": (1, 5)}, "eager"),
     ([6, 3], {"activation": "silu"}, "compiled"),
     ([6, 0], {"activation": "silu"}, "DistributedDataParallel"),
 ])  # fmt: skip
@@ -168,6 +169,21 @@ def test_ranks_are_one_batch(rows, options, how):
             assert worst(torch.from_numpy(rank[name].reshape(b.shape)), b, 1e-9, 1e-10) is None, name
             assert rank[name].tobytes() == found[0][name].tobytes(), name
         assert worst(torch.from_numpy(rank["evaluated"]), original.eval()(every), 1e-9, 1e-10) is None
+
+
+def _own_statistics(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = LinearScaleBatchNorm1d(6, 5, track_running_stats=False, process_group=dist.group.WORLD).eval()
+    x = torch.randn(8, 6).split([3, 5])[rank]
+    return _numpy(
+        {"y": module(x), "own": nn.functional.batch_norm(module.gemm(x) * module.scale, None, None, training=True)}
+    )
+
+
+@needs_gloo
+def test_an_evaluation_by_the_batch_is_by_the_ranks_own_rows_as_in_sync_batchnorm():
+    for found in on_ranks(2, _own_statistics):
+        assert worst(torch.from_numpy(found["y"]), torch.from_numpy(found["own"]), 1e-4, 1e-5) is None
 
 
 def _over_all_ranks(rank: int, rows: list[int]) -> dict[str, Any]:

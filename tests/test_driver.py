@@ -95,6 +95,18 @@ def test_a_cache_that_cannot_be_written_is_one_warning(monkeypatch, tmp_path, fr
 
 
 @compiler
+def test_without_a_home_directory_there_is_no_cache(monkeypatch, fresh_cache):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("GEMMNORM_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(driver.Path, "home", no_home)
+    with pytest.warns(GemmNormWarning, match="home directory"):
+        assert driver._disk_cache() is None
+
+
+@compiler
 def test_compiled_code_is_found_again_and_a_broken_file_is_not_trusted(monkeypatch, tmp_path, fresh_cache):
     """Truncated, overwritten and foreign entries are as good as none: the driver would crash on them."""
     monkeypatch.setenv("GEMMNORM_CACHE_DIR", str(tmp_path))

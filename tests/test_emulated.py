@@ -370,7 +370,7 @@ def test_the_emulator_reports_what_never_comes(monkeypatch):
         monkeypatch.setattr(driver, "Launcher", lambda launch, p: launcher(replace(launch, cooperative=False), p))
         with pytest.raises(EmulationError, match="waits for a counter in global memory"), torch.no_grad():
             run(module, x, "one_kernel", "SingleWave")
-        binding.counters.cache_clear()  # the kernel had no chance to leave them at zero
+        binding._counters.clear()  # the kernel had no chance to leave them at zero
 
 
 def test_captured_calls_have_counters_of_their_own():
@@ -398,7 +398,7 @@ def test_what_is_kept_is_allocated_by_another_thread(monkeypatch):
     x = torch.randn(70, 32, dtype=torch.bfloat16)
     here = []
     with emulated(SMALL_HOPPER):
-        binding.scratch.cache_clear()
+        binding._scratch.clear()
         for target, name in ((driver, "empty"), (torch, "zeros")):
             plain = getattr(target, name)
             monkeypatch.setattr(

@@ -27,6 +27,7 @@ PAGE = (ROOT / "docs" / "private_api.md").read_text(encoding="utf-8")
 NAMES = {
     "TensorGuards": torch._C._dynamo.guards,
     "_len_torch_dispatch_stack": torch._C,
+    "_len_torch_function_stack": torch._C,
     "peek_interpreter_stack": torch._C._functorch,
     "_current_level": forward_ad,
     "_is_profiler_enabled": torch.autograd.profiler,

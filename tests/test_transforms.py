@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import COMPILER, emulated
 from support import stir, twin
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import gemmnorm
+from gemmnorm import plan
+from gemmnorm.runtime import call as runtime
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +59,35 @@ counts_ours = pytest.mark.skipif(
 
 
 @counts_ours
+class Quantised(TorchFunctionMode):
+    """Whoever calls `F.linear` gets the product by a rounded weight."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            args = (args[0], args[1].round(), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+def test_a_function_mode_sees_the_functions_and_a_default_device_does_not_stand_in_the_way(cached: bool) -> None:
+    module = stir(gemmnorm.LinearScaleBatchNorm1d(24, 32)).bfloat16().eval().requires_grad_(False)
+    x = torch.randn(70, 24, dtype=torch.bfloat16)
+    gemmnorm.set_strategy(None)
+    with emulated(plan.chip_for(90, 3)), runtime.recording() as plans:
+        if cached:
+            module(x)
+        with Quantised():
+            got = module(x)
+        assert len(plans) == cached
+        with torch.device("cpu"):
+            module(x)
+        assert len(plans) == cached + 1
+    expected = twin(module)
+    expected.gemm.weight.data.round_()
+    torch.testing.assert_close(got, plain(expected, x))
+
+
 def test_flops_of_a_synchronised_product() -> None:
     operands, options = (
         (torch.randn(5, 6), torch.randn(4, 6), *[None] * 7),

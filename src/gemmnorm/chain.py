@@ -30,7 +30,7 @@ from .children import (
     rows_of,
 )
 from .errors import GemmNormRuntimeError, GemmNormWarning
-from .functional import as_factor, as_number, as_vector, call, synchronises
+from .functional import as_factor, as_number, as_vector, call, read_scale, synchronises
 from .op import column_parallel
 from .op.route import UNKNOWN, CachedCall, cached_call, in_a_subgraph, is_exporting, surroundings, why_plain_ops
 from .runtime.arithmetic import convolutions_differ
@@ -122,7 +122,7 @@ class ChainCall:
         Raises:
             GemmNormRuntimeError: `process_group` is to synchronise the statistics and the modules must run one by one.
         """
-        state = None
+        state, scale = None, read_scale(x, scale)
         if view is None and is_plain_tensor(x) and not torch.compiler.is_compiling():
             state = self._state(x, linear, bn, scale, activation, process_group, keep_product)
             found = self._cached.get(state)
@@ -147,7 +147,7 @@ class ChainCall:
         if not is_matrix:
             operands = operands._replace(x=rows_of(x, product), weight=matrix(operands.weight))
         options = _options(operands, bn, scale, name, keep_product)
-        group = process_group or (_group_of(bn) if bn.training else None)
+        group = (process_group or _group_of(bn)) if bn.training else None  # as nn.SyncBatchNorm
         found = cached_call(operands, options, group) if state is not None and is_matrix else None
         if found is not None:
             if len(self._cached) >= _KEPT:
@@ -302,7 +302,7 @@ def _unfit(
     ranks: tuple[int, ...],
 ) -> str | None:
     """x, the modules' `tensors` or the scale are not those of one operation."""
-    weight, _, running_mean, running_var, *_ = tensors
+    weight, _, running_mean, running_var, counter, *_ = tensors
     if not is_plain_tensor(x):
         return f"x is a {type(x).__name__}"
     plain = is_plain_tensor(weight)
@@ -318,6 +318,8 @@ def _unfit(
         return "x and the weight differ in dtype"
     if (running_mean is None) != (running_var is None):
         return "the BatchNorm1d has one of two running statistics"
+    if counter is not None and counter.dtype != torch.int64:
+        return "the BatchNorm1d counts its batches in another dtype than int64"
     if isinstance(scale, Tensor) and not (
         is_plain_tensor(scale) is plain and tuple(scale.shape) in ((features,), (1, features), (1,), ())
     ):

@@ -73,6 +73,7 @@ def linear_scale_batch_norm(
         >>> x, weight = torch.randn(32, 128), torch.randn(256, 128)
         >>> y = gemmnorm.linear_scale_batch_norm(x, weight, scale=torch.randn(256), training=True, activation="relu")
     """
+    scale = read_scale(input, scale)
     operands = Operands(
         input, weight, bias, as_vector(scale), running_mean, running_var, num_batches_tracked, bn_weight, bn_bias
     )  # fmt: skip
@@ -96,6 +97,13 @@ def call(operands: Operands, options: Options, process_group: Any | None) -> Ten
             with torch.profiler.record_function("gemmnorm.linear_scale_batch_norm"):
                 return route.linear_scale_batch_norm(operands, options, process_group)
     return route.linear_scale_batch_norm(operands, options, process_group)
+
+
+def read_scale(x: Tensor, scale: Tensor | float | None) -> Tensor | float | None:
+    """`scale`; as a number where it is a tensor without dimensions on the CPU, and x on a GPU: PyTorch reads it too."""
+    if not isinstance(scale, Tensor) or scale.dim() > 0 or scale.device.type != "cpu" or not x.is_cuda:
+        return scale
+    return scale if scale.requires_grad or torch.compiler.is_compiling() else float(scale)
 
 
 def as_vector(scale: Tensor | float | None) -> Tensor | None:

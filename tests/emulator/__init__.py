@@ -191,7 +191,7 @@ def emulated(chip: Chip) -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         runtime.forget()
-        binding.counters.cache_clear()
+        binding._counters.clear()
         try:
             yield
             # Every kernel leaves the counters as it found them: zero.

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils._device
 from torch import Tensor
 from torch.fx.experimental import proxy_tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -193,11 +194,21 @@ def _can_redispatch() -> bool:
 
 
 def has_modes() -> bool:
-    """A mode has to see the operators that run. True where PyTorch does not say."""
+    """A mode has to see the operators that run, or the functions. True where PyTorch does not say."""
     try:
-        return bool(torch._C._len_torch_dispatch_stack())
+        return bool(torch._C._len_torch_dispatch_stack()) or has_function_modes()
     except AttributeError:  # private names: docs/private_api.md
         return True
+
+
+_DEFAULT_DEVICE = getattr(torch.utils._device, "DeviceContext", None)
+
+
+def has_function_modes() -> bool:
+    """A `TorchFunctionMode` has to see the functions that are called; a default device's does not."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    return any(type(mode) is not _DEFAULT_DEVICE for mode in torch.overrides._get_current_function_mode_stack())
 
 
 def _can_run_here(tensor: Tensor) -> bool:

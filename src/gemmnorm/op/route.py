@@ -19,7 +19,7 @@ from ..runtime.operands import Likeness, Operands, Options
 from ..runtime.settings import settings
 from ..runtime.traced import traced_as_constant
 from . import autograd, column_parallel, reference, sync
-from .registration import forward_op, has_modes
+from .registration import forward_op, has_function_modes, has_modes
 
 
 def linear_scale_batch_norm(operands: Operands, options: Options, process_group: Any | None) -> Tensor:
@@ -171,7 +171,7 @@ UNKNOWN = "this PyTorch lacks private names that gemmnorm needs (docs/private_ap
 
 
 def why_plain_ops() -> str | None:
-    """Who needs the single operations: a function transform, forward-mode differentiation, a trace, an export.
+    """Who needs the single operations: a function transform or mode, forward-mode differentiation, a trace, an export.
 
     None where nobody does, `UNKNOWN` where PyTorch does not say. What is exported holds PyTorch's own operations and
     runs without this package.
@@ -181,6 +181,8 @@ def why_plain_ops() -> str | None:
     try:
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return "inside a function transform"
+        if has_function_modes():
+            return "inside a TorchFunctionMode"
     except AttributeError:  # private names: docs/private_api.md
         return UNKNOWN
     return "traced by torch.jit" if torch.jit.is_tracing() else None  # type: ignore[attr-defined]

@@ -172,10 +172,13 @@ class PlainParts:
         g = self._through_activation(grad, operands, kept)
         total, dot = g.sum(0), (g * (_wide(product) - mean)).sum(0)
         gamma = 1.0 if bn_weight is None else bn_weight
-        of_scale = (gamma * self._options.eps * rstd.pow(3) * dot) if scale is not None else None
+        of_scale = None
+        if scale is not None:
+            of_scale = gamma * self._options.eps * rstd.pow(3) * dot
+            of_scale = of_scale.sum_to_size(scale.shape[-1:] or (1,)).view_as(scale)
         found = (
             None if bias is None else torch.zeros_like(bias),
-            of_scale if scale is None or of_scale is None else of_scale.sum_to_size(scale.shape or (1,)).view_as(scale),
+            of_scale,
             None if bn_weight is None else factor * rstd * dot,
             total,
         )

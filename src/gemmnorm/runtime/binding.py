@@ -6,6 +6,7 @@ addresses, and the launches.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -318,7 +319,22 @@ class Bound:
             with torch.cuda.device(index):
                 return self(inputs, scalars, wanted)
         driver.enter(index)
-        empty, handle, capturing = driver.empty, driver.stream_handle(index), driver.capturing()
+        handle, capturing = driver.stream_handle(index), driver.capturing()
+        if self._counters and len(self._steps) > 1 and not capturing:
+            with counters(index).in_turn(handle):
+                return self._run(inputs, scalars, wanted, index, handle, capturing)
+        return self._run(inputs, scalars, wanted, index, handle, capturing)
+
+    def _run(
+        self,
+        inputs: tuple[Tensor | None, ...],
+        scalars: tuple[Any, ...],
+        wanted: tuple[bool, ...] | None,
+        index: int | None,
+        handle: int,
+        capturing: bool,
+    ) -> list[Tensor | None]:
+        empty = driver.empty
         before, tensors = self._inputs, [*inputs, *(None,) * self._made]
         if self._borrowed:  # not by a captured call, which may be replayed beside anything
             tensors.append(empty((self._borrowed,), (1,), torch.uint8) if capturing else scratch(index, handle))
@@ -357,17 +373,36 @@ def bind(chosen: Plan, packed: bool = False) -> Bound:
     return Bound(chosen, packed)
 
 
-@functools.lru_cache(maxsize=256)
+class _Lasting(dict[Any, Any]):
+    """What `make` gives for a key, made once whichever threads ask, and never let go: a kernel may be using it."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._make, self._lock = make, threading.RLock()
+
+    def __missing__(self, key: Any) -> Any:
+        with self._lock:
+            if key not in self:
+                self[key] = self._make(key)
+            return self.get(key)
+
+
+_scratch = _Lasting(
+    lambda key: driver.outside_pools(_device(key[0]), lambda: driver.empty((BORROWED,), (1,), torch.uint8))
+)
+
+
 def scratch(index: int | None, stream: int) -> Tensor:
     """Memory for kernels that keep nothing in it, on one stream of a device; one after the other."""
-    return driver.outside_pools(_device(index), lambda: driver.empty((BORROWED,), (1,), torch.uint8))
+    found: Tensor = _scratch[index, stream]
+    return found
 
 
 class Counters:
     """Device memory that is zero whenever no kernel runs on it: the kernels leave it as they found it.
 
-    Calls on one stream follow each other and share their numbers; a captured call may be replayed at any time, beside
-    anything, so it gets numbers of its own for good, or zeros of the graph's where none are left.
+    Calls on one stream follow each other (`in_turn`) and share their numbers; a captured call may be replayed at any
+    time, beside anything, so it gets numbers of its own for good, or zeros of the graph's where none are left.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -376,6 +411,21 @@ class Counters:
         self._blocks: list[Tensor] = []  # all memory that was ever handed out
         self._next, self._end = 0, 0  # addresses: what is left of the newest block
         self._lock = threading.Lock()
+        self._turns: dict[int, Any] = {}  # by stream
+
+    @contextlib.contextmanager
+    def in_turn(self, stream: int) -> Iterator[None]:
+        """Around the launches of one call, of which the numbers go from one to the next: no other call's come between.
+
+        Where the call breaks off, the numbers may not be zero, and the stream gets others.
+        """
+        with self._turns.setdefault(stream, threading.RLock()):
+            try:
+                yield
+            except BaseException:
+                with self._lock:
+                    self._by_stream = {key: at for key, at in self._by_stream.items() if key[0] != stream}
+                raise
 
     def take(self, stream: int, count: int, capturing: bool) -> tuple[int, Tensor | None]:
         """The address of at least `count` numbers for a call on `stream`, the current one; what to hold meanwhile."""
@@ -411,10 +461,13 @@ class Counters:
         return found, None
 
 
-@functools.lru_cache(maxsize=64)
+_counters = _Lasting(lambda index: Counters(_device(index)))
+
+
 def counters(index: int | None) -> Counters:
     """The counters of the GPU of this index."""
-    return Counters(_device(index))
+    found: Counters = _counters[index]
+    return found
 
 
 def _device(index: int | None) -> torch.device:

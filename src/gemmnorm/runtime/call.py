@@ -466,4 +466,3 @@ def forget() -> None:
     _latest.clear()
     _resolved.cache_clear()
     binding.bind.cache_clear()
-    binding.scratch.cache_clear()

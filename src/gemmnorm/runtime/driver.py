@@ -85,7 +85,7 @@ def _disk_cache() -> Any | None:
         if not os.access(directory, os.W_OK):
             raise PermissionError(f"no permission to write {directory}")
         return FileStreamProgramCache(directory)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter: there is no home directory
         warnings.warn(
             f"kernels are compiled anew in every process: {error} (GEMMNORM_CACHE_DIR names another directory)",
             GemmNormWarning,
