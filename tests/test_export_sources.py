@@ -35,6 +35,16 @@ def test_the_figures_are_those_of_the_result_file():
                 assert figures[0] == pytest.approx(row["error"], rel=0.25), (strategy, dtype, model)
 
 
+def test_statistics_by_the_gram_matrix_take_the_multiprocessors_that_are_there():
+    """No more than their memory is for, and not fewer than the matrix has parts."""
+    half = ("bfloat16",) * 4
+    problem = plan.Problem(65536, 256, 2048, *half, "native", chip=plan.chip_for(90))
+    launch = plan.make_plan(problem, "gemm_stats_apply").launches[0]
+    assert launch.function == "gram_statistics" and launch.least == 3
+    text = host.cuda_text([plan_site(problem, "gemm_stats_apply")]).host
+    assert "std::min<int64_t>(132, multiprocessors())" in text and "TORCH_CHECK(multiprocessors() >= 3, " in text
+
+
 @pytest.mark.parametrize("name", sorted(str(path.relative_to(KERNELS)) for path in KERNELS.rglob("*.cuh")))
 def test_pruning_loses_nothing_that_it_keeps(name):
     """With everything kept a file's text is what it was, but for blank lines and comments to tools."""

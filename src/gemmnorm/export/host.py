@@ -367,6 +367,9 @@ class _Body:
             self.line(f"if ({step.only_for}.defined()) {{")
         else:
             self.line("{")
+        if step.least > 1:
+            needs = f"{kernel.name} needs {step.least} multiprocessors"
+            self.line(f'  TORCH_CHECK(multiprocessors() >= {step.least}, "{needs}");')
         self.line(f"  {kernel.params} p;")
         self.lines += wrap(
             "    ", [f"p.{f.name} = {own.get(f.name) or self.argument(f.role)}" for f in fields], ";", ";"

@@ -20,7 +20,7 @@ WIDTH = 116
 
 _KNOWN = {
     Launch: {"entry", "source", "parts", "function", "config", "params", "roles", "absent", "grid", "block", "resident",
-             "shared", "cooperative", "cluster", "maps", "numbers", "only_for"},
+             "shared", "cooperative", "least", "cluster", "maps", "numbers", "only_for"},
     Map: {"role", "tensor", "rows", "columns", "exact", "last"},
     Product: {"out", "left", "right", "transpose_left", "transpose_right"},
     Buffer: {"role", "dtype", "shape", "pitch"},

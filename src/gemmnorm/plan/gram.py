@@ -56,6 +56,7 @@ def launch(problem: Problem) -> Launch:
     x, weight = (cast.operand(problem, name) for name in cast.OPERANDS)
     pitches = {buffer.role: buffer.pitch for buffer in cast.operands(problem)}
     columns = ROW_BYTES // DTYPE_BYTES[problem.dtype]
+    blocks = (problem.chip or CHIPS[90]).multiprocessors
     return Launch(
         "fused_gemm_gram_statistics",
         "gram/kernel.cuh",
@@ -69,11 +70,12 @@ def launch(problem: Problem) -> Launch:
         ("map_x", "map_weight", "map_gram", "x", "gram_partial", "gram_sum", "gram", "gram_columns", "gram_scalars",
          *VECTORS, "running_mean", "running_var", "num_batches_tracked", "momentum", "eps", "mean", "rstd", "inexact",
          "counters", "x_pitch", "batch", "in_features", "features"),
-        Extent((problem.chip or CHIPS[90]).multiprocessors),
+        Extent(blocks, limit=blocks),
         block=32 * (WARPS + 1),
         resident=1,
         shared=SHARED,
         cooperative=True,
+        least=parts(problem),
         maps=(
             Map("map_x", x, STEP, columns),
             Map("map_weight", weight, TILE, columns),

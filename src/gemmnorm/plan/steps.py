@@ -25,11 +25,12 @@ class Extent:
 
     def cpp(self) -> str:
         """The same as a C++ expression in `batch`."""
-        if not self.rows:
-            return str(self.value(0))
-        groups = "batch" if self.rows == 1 else f"((batch + {self.rows - 1}) / {self.rows})"
-        size = groups if self.times == 1 else f"{self.times} * {groups}"
-        size += f" + {self.plus}" if self.plus else ""
+        if self.rows:
+            groups = "batch" if self.rows == 1 else f"((batch + {self.rows - 1}) / {self.rows})"
+            size = groups if self.times == 1 else f"{self.times} * {groups}"
+            size += f" + {self.plus}" if self.plus else ""
+        else:
+            size = str(self.times + self.plus)
         return f"std::min<int64_t>({size}, {self.limit})" if self.limit else size
 
 
@@ -113,6 +114,7 @@ class Launch:
         resident: blocks that must fit on one multiprocessor.
         shared: bytes of dynamic shared memory.
         cooperative: all blocks must run at once, because they wait for each other.
+        least: blocks that the kernel needs, where an exported file meets a GPU with fewer multiprocessors.
         cluster: blocks that run together and see each other's shared memory; the grid is a multiple of it.
         maps: tensor maps among the arguments.
         numbers: arguments that the plan itself decides.
@@ -129,6 +131,7 @@ class Launch:
     resident: int = 2
     shared: int = 0
     cooperative: bool = False
+    least: int = 1
     cluster: int = 1
     maps: tuple[Map, ...] = ()
     numbers: tuple[tuple[str, int], ...] = ()
