@@ -270,7 +270,8 @@ def _fused(model: nn.Module, owners: Sequence[OwnerPlan], run: _Run) -> list[_Su
     for why in dict.fromkeys(refused.values()):
         names = ", ".join(s for s, reason in refused.items() if reason == why)
         run.notes.append(f"{names}: not run, {why}")
-    return [_Subject(f"fused: {s}", "fused", module, s) for s in able]
+    asked = run.options.strategies  # where nobody asks, plain ops run as the model's user gets them
+    return [_Subject(f"fused: {s}", "fused", module, s if asked or s != "reference" else None) for s in able]
 
 
 def _candidate(path: str, spec: ModelFile, run: _Run) -> _Subject | None:
