@@ -231,7 +231,7 @@ def exceptions(every: Sequence[Row], times: Sequence[dict[str, float]]) -> list[
         seen.add(key)
         if row.held and row.us[min(predictions, key=predictions.__getitem__)] > REGRET * row.best:
             name = min(row.us, key=row.us.__getitem__)
-            found.setdefault(key, name)
+            found.setdefault(key, name if row.phase == "forward" else name.partition(" ")[2])  # `Candidate.listed`
     return [(*key, name) for key, name in sorted(found.items())]
 
 

@@ -84,7 +84,7 @@ def tile_at(number: int, rows: int, panels: int, together: int) -> tuple[int, in
 
 def gemm() -> str:
     of = problem(2048, 2048, 8192)
-    launch = candidate(of, "forward", "single-wave", "one_kernel").launches[0]
+    launch = candidate(of, "forward", "co-resident", "one_kernel").launches[0]
     rows, columns = int(launch.member("kTileRows")), int(launch.member("kTileColumns"))
     across, down, grid = of.out_features // columns, of.batch // rows, launch.grid.value(of.batch)
     together = dict(launch.numbers)["group_panels"]

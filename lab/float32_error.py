@@ -151,7 +151,7 @@ def blocked(x: Tensor, w: Tensor) -> Tensor:
 
 
 def recomputed(x: Tensor, w: Tensor) -> Tensor:
-    """As recompute.cuh: a warp's lanes take four neighbours each of every 128 of K, then add up in a tree."""
+    """As fallback.cuh: a warp's lanes take four neighbours each of every 128 of K, then add up in a tree."""
     lanes = [v.unflatten(1, (-1, 32, 4)).transpose(1, 2).flatten(2) for v in (x, w)]
     total = fma_chains(*lanes)
     while total.shape[2] > 1:

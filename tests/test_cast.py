@@ -95,13 +95,13 @@ def epilogue(chosen: Plan) -> str:
         (70, 64, 24, "cublas_folded_bn", True, "cluster_normalize", BOTH),
         (70, 37, 40, "one_kernel", True, "small_panel", BOTH),
         (70, 72, 40, "one_kernel", True, "small_panel", BOTH),
-        (140, 72, 40, "one_kernel", True, "SingleWave", BOTH),  # one wave: nothing is left to the product
-        (400, 200, 264, "one_kernel", True, "Persistent", ("x",)),  # nor of rows that are no whole chunks
-        (400, 131, 264, "one_kernel", True, "Persistent", ("weight",)),  # and x copied
-        (300, 2048, 264, "one_kernel", True, "SingleWave", ("weight",)),
-        (600, 2048, 136, "one_kernel", True, "SingleWave", BOTH),
-        (600, 2048, 264, "one_kernel", True, "Persistent", BOTH),
-        (400, 2048, 264, "one_kernel", True, "Persistent", ("x",)),
+        (140, 72, 40, "one_kernel", True, "CoResident", BOTH),  # one wave: nothing is left to the product
+        (400, 200, 264, "one_kernel", True, "Deferred", ("x",)),  # nor of rows that are no whole chunks
+        (400, 131, 264, "one_kernel", True, "Deferred", ("weight",)),  # and x copied
+        (300, 2048, 264, "one_kernel", True, "CoResident", ("weight",)),
+        (600, 2048, 136, "one_kernel", True, "CoResident", BOTH),
+        (600, 2048, 264, "one_kernel", True, "Deferred", BOTH),
+        (400, 2048, 264, "one_kernel", True, "Deferred", ("x",)),
         (400, 2048, 264, "gemm_stats_apply", True, "Statistics", BOTH),
         (300, 2048, 264, "gemm_stats_apply", True, "Normalize", BOTH),
         (400, 2048, 264, "one_kernel", False, "Evaluate", BOTH),
@@ -131,19 +131,19 @@ def test_the_kernels_cast_as_pytorch_does(
     ("precision", "epilogue", "batch", "in_features", "features"),
     [
         ("amp", None, 70, 36, 40),
-        ("amp", "SingleWave", 140, 100, 72),
-        ("amp", "Persistent", 1200, 101, 264),
+        ("amp", "CoResident", 140, 100, 72),
+        ("amp", "Deferred", 1200, 101, 264),
         ("amp", "Statistics", 300, 36, 264),
         ("amp", "Normalize", 300, 37, 264),
         ("amp", "Evaluate", 300, 260, 264),
         ("bf16", None, 70, 1, 40),
-        ("bf16", "SingleWave", 140, 101, 72),
-        ("bf16", "Persistent", 1200, 36, 264),
+        ("bf16", "CoResident", 140, 101, 72),
+        ("bf16", "Deferred", 1200, 36, 264),
         ("bf16", "Normalize", 300, 37, 264),
         ("bf16", "Evaluate", 300, 261, 264),
-        ("fp16", "Persistent", 400, 2051, 264),
+        ("fp16", "Deferred", 400, 2051, 264),
         ("tf32", None, 70, 37, 40),
-        ("tf32", "Persistent", 400, 101, 264),
+        ("tf32", "Deferred", 400, 101, 264),
     ],
 )
 def test_rows_that_tma_would_refuse(
@@ -159,10 +159,10 @@ def test_rows_that_tma_would_refuse(
 @pytest.mark.parametrize(
     ("batch", "features", "training", "way", "wide"),
     [
-        (300, 136, True, "SingleWave", BOTH),
+        (300, 136, True, "CoResident", BOTH),
         (300, 136, False, "Evaluate", ("weight",)),
         (300, 136, False, "Evaluate", BOTH),
-        (600, 264, True, "Persistent", BOTH),  # and rows of x are left, of which all chunks are cast before
+        (600, 264, True, "Deferred", BOTH),  # and rows of x are left, of which all chunks are cast before
     ],
 )
 def test_the_product_begins_with_a_part_of_k(

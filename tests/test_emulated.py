@@ -80,9 +80,9 @@ def test_no_thread_of_a_block_lies_beyond_the_last_feature_where_fewer_would_do(
     [
         ("SingleTile", 100, 72, 72),
         ("SingleTile", 2, 8, 8),
-        ("SingleWave", 200, 136, 40),
-        ("Persistent", 400, 200, 264),
-        ("Persistent", 1027, 64, 520),
+        ("CoResident", 200, 136, 40),
+        ("Deferred", 400, 200, 264),
+        ("Deferred", 1027, 64, 520),
     ],
 )
 @pytest.mark.parametrize("name", ["bf16", "tf32"])
@@ -106,9 +106,9 @@ def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, featur
     forced(ways.in_registers(waits_in == "registers"))
     chip = plan.chip_for(90, blocks)
     options = {"scale_shape": (features,), "activation": "silu"}
-    check(chip, "one_kernel", "bf16", batch, 72, features, epilogue="SingleWave", **options)
+    check(chip, "one_kernel", "bf16", batch, 72, features, epilogue="CoResident", **options)
     if waits_in == "registers":  # where TF32 always waits
-        check(chip, "one_kernel", "tf32", batch, 72, features, epilogue="SingleWave", **options)
+        check(chip, "one_kernel", "tf32", batch, 72, features, epilogue="CoResident", **options)
 
     module = stir(Chain(72, features, **options))
     x = torch.randn(batch, 72).bfloat16().float()
@@ -117,7 +117,7 @@ def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, featur
         exact = twin(module).double()(x.double())
     grad = waits_in == "registers"  # with a kept product and without
     with emulated(chip), poisoned_memory(), torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
-        y = run(twin(module), x, "one_kernel", "SingleWave")
+        y = run(twin(module), x, "one_kernel", "CoResident")
     assert y.dtype == torch.float32
     assert error(y.detach(), exact) < 6e-3
 
@@ -127,7 +127,7 @@ def test_whole_panels_in_several_waves(waits_in, one_tile, blocks, batch, featur
 )
 def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(one_tile, features, forced):
     forced(ways.in_registers(False))
-    check(plan.chip_for(90, 66), "one_kernel", "bf16", 8290, 16, features, epilogue="SingleWave")
+    check(plan.chip_for(90, 66), "one_kernel", "bf16", 8290, 16, features, epilogue="CoResident")
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def test_few_tiles_of_a_panel_are_a_cluster(name, batch, features, forced):
     found = plan.make_plan(plan.Problem(batch, 136, features, *dtypes, arithmetic, chip=chip), "one_kernel")
     (launch,) = (launch for launch in found.launches if launch.function == "fused_gemm")
     assert launch.cluster == -(-batch // launch.grid.rows) > 1 and not launch.cooperative
-    check(chip, "one_kernel", name, batch, 136, features, epilogue="SingleWave")
+    check(chip, "one_kernel", name, batch, 136, features, epilogue="CoResident")
 
 
 def test_more_groups_than_a_block_merges_for_itself():
-    check(SMALL_HOPPER, "one_kernel", "fp16", 8290, 16, 40, epilogue="Persistent", scale_shape=(40,), bias=False)
+    check(SMALL_HOPPER, "one_kernel", "fp16", 8290, 16, 40, epilogue="Deferred", scale_shape=(40,), bias=False)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_multiplied_twice_a_constant_column_is_exactly_beta(batch, one_tile):
 def test_every_tile_that_passes_through_shared_memory(one_tile):
     """By rows and by features; the last tile is not full."""
     columns = one_tile[1]
-    check(SMALL_HOPPER, "one_kernel", "bf16", 950, 72, 2 * columns + 8, epilogue="Persistent", activation="relu")
+    check(SMALL_HOPPER, "one_kernel", "bf16", 950, 72, 2 * columns + 8, epilogue="Deferred", activation="relu")
     check(SMALL_HOPPER, "gemm_stats_apply", "fp16", 300, 72, columns + 8, epilogue="Statistics", bias=False)
 
 
@@ -322,10 +322,10 @@ def test_equal_bits_whatever_the_order_of_events():
     x = torch.randn(400, 64, dtype=torch.bfloat16)
     grad = torch.randn(400, 264, dtype=torch.bfloat16)
     found = []
-    with plan.forcing(ways.epilogue("Persistent")), emulated(SMALL_HOPPER), poisoned_memory():
+    with plan.forcing(ways.epilogue("Deferred")), emulated(SMALL_HOPPER), poisoned_memory():
         for _ in range(6):
             ours = twin(module)
-            found.append(step(ours, lambda x, m=ours: run(m, x, "one_kernel", "Persistent"), x, grad))
+            found.append(step(ours, lambda x, m=ours: run(m, x, "one_kernel", "Deferred"), x, grad))
     for other in found[1:]:
         assert all(torch.equal(found[0][key], other[key]) for key in other)
 
@@ -345,7 +345,7 @@ def test_mean_far_larger_than_the_deviation():
                 assert error(y, exact, columns=False) < 3e-3
 
 
-@pytest.mark.parametrize(("epilogue", "batch"), [("SingleTile", 100), ("Persistent", 1500)])
+@pytest.mark.parametrize(("epilogue", "batch"), [("SingleTile", 100), ("Deferred", 1500)])
 def test_a_value_that_stands_out(epilogue, batch):
     """One row far larger than the rest: statistics are those of the product as it is stored, so that its rounding is
     normalised away and what is left is the rounding of y."""
@@ -369,7 +369,7 @@ def test_the_emulator_reports_what_never_comes(monkeypatch):
         launcher = driver.Launcher
         monkeypatch.setattr(driver, "Launcher", lambda launch, p: launcher(replace(launch, cooperative=False), p))
         with pytest.raises(EmulationError, match="waits for a counter in global memory"), torch.no_grad():
-            run(module, x, "one_kernel", "SingleWave")
+            run(module, x, "one_kernel", "CoResident")
         binding._counters.clear()  # the kernel had no chance to leave them at zero
 
 

@@ -153,7 +153,7 @@ def host_function(source: str, name: str) -> str:
 @pytest.fixture
 def large_schedules():
     """Forwards of own products are those of large batches; the others have tests of their own."""
-    wanted = ("persistent", "single-wave", "statistics", "evaluate")
+    wanted = ("deferred", "co-resident", "statistics", "evaluate")
     with plan.forcing(lambda c: c.phase == "backward" or getattr(c.way, "schedule", "") in wanted):
         yield
 
@@ -178,19 +178,19 @@ def test_the_models_own_batch_has_its_plan_and_any_other_the_persistent_one(tmp_
     )
     assert any_batch.count("save ? 1 : 0") == 1 and "if (!save) return {y};" in any_batch
     if ending is None:
-        assert kernels[0] == "Persistent" and kernels[1:] == ["Evaluate"]
+        assert kernels[0] == "Deferred" and kernels[1:] == ["Evaluate"]
         return
     chosen = rf"run = {condition} \? forward_training{ending} : forward_training_any_batch;"
     assert re.search(chosen, host_function(source, "forward_training"))
     launch = host_function(source, f"forward_training{ending}")
     if ending in ("_one_tile", "_few_tiles"):
-        assert kernels[0] == "Persistent" and "gemmnorm::small_panel<" in source
+        assert kernels[0] == "Deferred" and "gemmnorm::small_panel<" in source
         assert re.search(r"288,\s+\d+ /\* shared \*/, \d+ /\* cluster \*/,\s+false /\* cooperative \*/", launch)
         few, any_batch = (host_function(source, f"forward_evaluation{which}") for which in (ending, "_any_batch"))
         assert "((batch - 1) % 128 + 8) / 8 * 8, 64)" in few  # rows of the last tile's boxes
         assert "1 /* cluster */" in any_batch and "at::mm_out" not in any_batch
     else:
-        assert kernels[0] == "Persistent" and kernels[1:] == ["SingleWave", "Evaluate"]
+        assert kernels[0] == "Deferred" and kernels[1:] == ["CoResident", "Evaluate"]
         assert f"{2 if batch == 256 else 1} /* cluster */" in launch
         assert f"{'false' if batch == 256 else 'true'} /* cooperative */" in launch
 
@@ -285,7 +285,7 @@ def test_launches_bind_maps_counters_and_numbers(tmp_path):
         assert launches == [
             ("launch", "fused_gemm_split_operands"),
             ("launch_hopper", "fused_gemm_scale_bn" + ("_one_wave" if ending == "_one_wave" else "")),
-            ("launch", "fused_gemm_scale_bn_recompute"),
+            ("launch", "fused_gemm_scale_bn_fallback"),
         ]
 
 

@@ -103,7 +103,7 @@ def test_a_file_holds_what_its_plans_reach(tmp_path):
         *(
             "OperandTraits<tf32>",
             "cluster_gradient",
-            "SingleWaveEpilogue",
+            "CoResidentEpilogue",
             "normalize_staged",
             "cast_rows",
             '#include "',

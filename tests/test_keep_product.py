@@ -200,7 +200,7 @@ def test_who_decides(monkeypatch):
     """The argument, the switch, the variable, the predicted time: in this order."""
     thin = Problem(65536, 128, 1024, *HALF, "native", save=True)
     square = Problem(16384, 4096, 4096, *HALF, "native", save=True)
-    assert not plan.keeps_product(thin, None) and plan.keeps_product(square, None)
+    assert not plan.decide_keep_product(thin, None) and plan.decide_keep_product(square, None)
     assert plan.check_keep_product(None) is None
     monkeypatch.setenv("GEMMNORM_KEEP_PRODUCT", "0")
     assert plan.check_keep_product(None) is False and plan.check_keep_product(True) is True
@@ -231,7 +231,7 @@ def test_who_decides(monkeypatch):
 )
 def test_where_the_product_is_kept_whatever_is_asked(changes):
     problem = replace(Problem(65536, 128, 1024, *HALF, "native", save=True), **changes)
-    assert plan.keeps_product(problem, None, False)
+    assert plan.decide_keep_product(problem, None, False)
 
 
 def test_a_call_that_no_kernel_serves_keeps_it():

@@ -29,7 +29,7 @@ def test_every_file_on_the_way_of_a_call_exists():
 def test_the_example_of_kernels_md():
     """2048 × 2048 → 8192 in bf16 training, as the page tells it."""
     forward = pictures.plan.make_plan(pictures.problem(2048, 2048, 8192)).launches[0]
-    assert (forward.source, forward.member("Epilogue<>")) == ("gemm/kernel.cuh", "gemmnorm::SingleWaveEpilogue")
+    assert (forward.source, forward.member("Epilogue<>")) == ("gemm/kernel.cuh", "gemmnorm::CoResidentEpilogue")
     assert (forward.member("kTileRows"), forward.member("kTileColumns")) == (256, 128)
     assert forward.grid.value(2048) == 128
     backward = pictures.plan.make_plan(pictures.problem(2048, 2048, 8192), None, "backward").launches[0]

@@ -287,8 +287,8 @@ def test_the_tiles_of_a_panel_are_a_cluster_where_all_clusters_run_at_once(batch
     [
         (128, 8192, True, (128, 64), "SingleTile"),
         (200, 16384, True, (256, 128), "SingleTile"),
-        (1024, 8192, True, (256, 128), "SingleWave"),
-        (16384, 4096, True, (256, 128), "Persistent"),
+        (1024, 8192, True, (256, 128), "CoResident"),
+        (16384, 4096, True, (256, 128), "Deferred"),
     ],
 )
 def test_tiles(batch, features, training, tile, epilogue):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import sys
 from collections import defaultdict
@@ -12,6 +13,9 @@ import pytest
 pytest.importorskip("numpy")
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import fit_planner
+
+from gemmnorm import plan
+from gemmnorm.plan import tables
 
 # Kind → bounds of the mean, the 90% and the 99% quantile of the chosen candidate's measured time over the best one's.
 BOUNDS = {
@@ -39,3 +43,23 @@ def test_choices_are_close_to_the_measured_best(gpu: str) -> None:
         assert math.exp(sum(map(math.log, ordered)) / len(ordered)) <= mean, kind
         assert ordered[int(0.9 * (len(ordered) - 1))] <= most, kind
         assert ordered[int(0.99 * (len(ordered) - 1))] <= nearly_all, kind
+
+
+@pytest.mark.parametrize("forward", ["one_kernel", "cublas_folded_bn"])
+def test_every_line_of_the_table_of_bests_names_a_candidate_and_is_taken(forward: str) -> None:
+    with tables.BEST.open(newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) > 50 and tuple(lines[0]) == tables.COLUMNS
+    for line in lines:
+        dtype, out = line["dtype"], line["out_dtype"]
+        sizes = (int(line[name]) for name in ("batch", "in_features", "out_features"))
+        problem = plan.Problem(
+            *sizes, dtype, out, out, out, line["arithmetic"],
+            training=line["training"] == "1", save=line["save"] == "1",
+            cast=tuple(filter(None, line["cast"].split("+"))), chip=plan.chip_for(90),
+        )  # fmt: skip
+        phase, of_own = line["phase"], line["candidate"].endswith("split products")
+        if phase == "backward" and not (of_own and forward not in plan.OWN_GEMM):
+            assert plan.ranking(problem, phase, forward)[0][1].listed == line["candidate"], line
+        elif phase == "forward":
+            assert plan.ranking(problem)[0][1].listed == line["candidate"], line

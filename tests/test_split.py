@@ -181,11 +181,11 @@ def test_what_is_not_finite_propagates_as_in_eager(value: float, training: bool)
     ("epilogue", "batch", "in_features", "out_features"),
     [
         ("SingleTile", 100, 72, 1000),
-        ("SingleWave", 180, 136, 40),
-        ("Persistent", 300, 200, 264),
+        ("CoResident", 180, 136, 40),
+        ("Deferred", 300, 200, 264),
         ("SingleTile", 100, 37, 1001),  # rows that do not all begin at a whole word
-        ("SingleWave", 180, 37, 39),
-        ("Persistent", 300, 203, 263),
+        ("CoResident", 180, 37, 39),
+        ("Deferred", 300, 203, 263),
     ],
 )
 def test_forward_and_backward(epilogue: str, batch: int, in_features: int, out_features: int) -> None:

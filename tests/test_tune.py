@@ -109,11 +109,11 @@ def test_a_name_that_the_planner_does_not_have_changes_nothing() -> None:
 
 def test_whether_the_product_is_kept_does_not_depend_on_it() -> None:
     problem = problem_of(65536, 128, 1024, save=True)
-    kept = plan.keeps_product(problem, None)
+    kept = plan.decide_keep_product(problem, None)
     slowest = plan.ranking(replace(problem, keep_product=kept))[-2][1]
     choice.set_measured_here(GPU.chip, {tables.key_here(replace(problem, keep_product=kept), "forward"): slowest.name})
     assert plan.ranking(replace(problem, keep_product=kept))[0][1] == slowest
-    assert plan.keeps_product(problem, None) is kept
+    assert plan.decide_keep_product(problem, None) is kept
 
 
 def test_exported_files_say_it() -> None:
@@ -245,7 +245,8 @@ def test_the_phases_of_a_problem_are_those_that_the_runtime_poses() -> None:
     autocast = problem_of(65536, 128, 1024, cast=("weight",))
     plain, saving, backward = tuning.phases(autocast)
     assert (plain[0].save, saving[0].save, backward[1]) == (False, True, "backward")
-    assert saving[0].keep_product is backward[0].keep_product is plan.keeps_product(replace(autocast, save=True), None)
+    decided = plan.decide_keep_product(replace(autocast, save=True), None)
+    assert saving[0].keep_product is backward[0].keep_product is decided
     assert (backward[0].cast, backward[0].grad_dtypes) == ((), ("bfloat16", "float32"))
     with plan.set_keep_product(False):
         assert not list(tuning.phases(autocast))[2][0].keep_product

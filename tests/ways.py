@@ -23,7 +23,7 @@ def in_registers(wanted: bool) -> Callable[[Candidate], bool]:
     return lambda c: (
         isinstance(c.way, Gemm)
         and (c.way.in_registers == wanted or not c.way.tile.waits)
-        and c.way.schedule == "single-wave"
+        and c.way.schedule == "co-resident"
     )
 
 
@@ -52,5 +52,5 @@ def split_products(c: Candidate) -> bool:
 
 def least_converted(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
     """In place of `candidates._conversions`: one tile of rows and one panel before the product."""
-    if gemm.schedule in ("persistent", "evaluate"):
+    if gemm.schedule in ("deferred", "evaluate"):
         yield replace(gemm, x_rows=gemm.tile.rows, weight_rows=gemm.tile.columns)

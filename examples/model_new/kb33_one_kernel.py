@@ -1956,7 +1956,7 @@ __device__ __forceinline__ void normalize_stored_singly(const Features<Params>& 
   }
 }
 
-// --- gemm/epilogue_persistent.cuh ----------------------------------------------------------------------------------
+// --- gemm/epilogue_deferred.cuh ------------------------------------------------------------------------------------
 // Epilogue, training, any number of rows: tiles are stored, and normalised later out of the L2; only the last tile of every
 // block waits for its panel's statistics in the accumulators.
 //
@@ -1966,7 +1966,7 @@ __device__ __forceinline__ void normalize_stored_singly(const Features<Params>& 
 // that come before it, and all blocks run at once: the launch is cooperative.
 
 template <class G, class Params>
-struct PersistentEpilogue {
+struct DeferredEpilogue {
   using Shared = TrainingShared<G>;
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = false;
@@ -2402,7 +2402,7 @@ struct SplitMainloop {
   }
 };
 
-// --- gemm/recompute.cuh --------------------------------------------------------------------------------------------
+// --- gemm/fallback.cuh ---------------------------------------------------------------------------------------------
 // The float32 fallback: features whose fp16x2 operands were not enough, once more in float32 arithmetic. Returns at once
 // where the list is empty.
 //
@@ -2518,7 +2518,7 @@ __device__ __forceinline__ void normalize_column(const Params& p, int j, float* 
 }
 
 template <class Config, class Params>
-__device__ __forceinline__ void recompute_features(const Params& p) {
+__device__ __forceinline__ void compute_fallback_features(const Params& p) {
   __shared__ FallbackShared shared;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
@@ -3108,7 +3108,7 @@ struct FusedGemmFields {
   int weight_rows;  // of the weight, likewise
   int group_panels;  // panels that are worked on together
   int stream_x;  // whether the L2 should let go of x first
-  int keep_product;  // whether the product has memory of its own
+  int keep_product;  // 1: every tile of the product is written, for a backward or a later launch
   int batch;
   int in_features;
   int features;
@@ -3141,7 +3141,7 @@ struct FusedGemmScaleBnConfig {
   static constexpr int kStages = 3;
   static constexpr int kSharedBytes = 231424;
   template <class... A>
-  using Epilogue = gemmnorm::PersistentEpilogue<A...>;
+  using Epilogue = gemmnorm::DeferredEpilogue<A...>;
   template <class... A>
   using Conversion = gemmnorm::SplitConversion<A...>;
   using Activation = Identity;
@@ -3151,7 +3151,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn(
   gemmnorm::fused_gemm<FusedGemmScaleBnConfig>(FusedGemmView(p));
 }
 
-struct RecomputeFeaturesParams {
+struct ComputeFallbackFeaturesParams {
   const float* x;  // [batch, in_features]
   const float* weight;  // [features, in_features]
   int* fallback_features;  // [features]: a list, in any order, of those to be computed in float32
@@ -3172,21 +3172,21 @@ struct RecomputeFeaturesParams {
   float scale_value;  // the scale where it is a plain number
   float momentum;  // negative for the cumulative average
   float eps;
-  int keep_product;  // whether the product has memory of its own
+  int keep_product;  // 1: every tile of the product is written, for a backward or a later launch
   int batch;
   int in_features;
   int features;
 };
 
-struct FusedGemmScaleBnRecomputeConfig {
+struct FusedGemmScaleBnFallbackConfig {
   using L = float;
   using R = float;
   static constexpr bool kTraining = true;
   using Activation = Identity;
 };
-extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompute(
-    const RecomputeFeaturesParams p) {
-  gemmnorm::recompute_features<FusedGemmScaleBnRecomputeConfig>(p);
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_fallback(
+    const ComputeFallbackFeaturesParams p) {
+  gemmnorm::compute_fallback_features<FusedGemmScaleBnFallbackConfig>(p);
 }
 
 struct FusedGemmScaleBnEvaluateConfig {
@@ -3210,15 +3210,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) fused_gemm_scale_bn_evaluat
   gemmnorm::fused_gemm<FusedGemmScaleBnEvaluateConfig>(FusedGemmView(p));
 }
 
-struct FusedGemmScaleBnRecomputeEvaluationConfig {
+struct FusedGemmScaleBnFallbackEvaluationConfig {
   using L = float;
   using R = float;
   static constexpr bool kTraining = false;
   using Activation = Identity;
 };
-extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_recompute_evaluation(
-    const RecomputeFeaturesParams p) {
-  gemmnorm::recompute_features<FusedGemmScaleBnRecomputeEvaluationConfig>(p);
+extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_fallback_evaluation(
+    const ComputeFallbackFeaturesParams p) {
+  gemmnorm::compute_fallback_features<FusedGemmScaleBnFallbackEvaluationConfig>(p);
 }
 
 struct SplitRows2Params {
@@ -3691,7 +3691,7 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 8192] */, const torch
                   231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
   }
   {
-    RecomputeFeaturesParams p;
+    ComputeFallbackFeaturesParams p;
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.fallback_features = fallback_features;
     p.amax_state = pointer<unsigned int>(counters) + 386; p.stored_product = pointer<float>(product);
     p.y = pointer<float>(y); p.bias = pointer<float>(bias); p.scale = pointer<float>(scale);
@@ -3701,7 +3701,7 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 8192] */, const torch
     p.rstd = pointer<float>(rstd); p.scale_stride = scale_stride; p.scale_value = scale_value;
     p.momentum = momentum; p.eps = eps; p.keep_product = save ? 1 : 0; p.batch = batch; p.in_features = 8192;
     p.features = 8192;
-    launch(fused_gemm_scale_bn_recompute, 264, 256, stream, p);
+    launch(fused_gemm_scale_bn_fallback, 264, 256, stream, p);
   }
 
   if (!save) return {y};
@@ -3767,7 +3767,7 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 8192] */,
                   231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
   }
   {
-    RecomputeFeaturesParams p;
+    ComputeFallbackFeaturesParams p;
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.fallback_features = fallback_features;
     p.amax_state = pointer<unsigned int>(counters) + 386; p.stored_product = pointer<float>(product);
     p.y = pointer<float>(y); p.bias = pointer<float>(bias); p.scale = pointer<float>(scale);
@@ -3776,7 +3776,7 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 8192] */,
     p.bn_bias = pointer<float>(bn_bias); p.group_mean = nullptr /* group_mean */; p.mean = nullptr /* mean */;
     p.rstd = nullptr /* rstd */; p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum;
     p.eps = eps; p.keep_product = 0; p.batch = batch; p.in_features = 8192; p.features = 8192;
-    launch(fused_gemm_scale_bn_recompute_evaluation, 264, 256, stream, p);
+    launch(fused_gemm_scale_bn_fallback_evaluation, 264, 256, stream, p);
   }
 
   return {y};

@@ -35,7 +35,7 @@ def phases(problem: Problem) -> Iterator[tuple[Problem, str]]:
     yield plain, "forward"
     if problem.training:
         saving = replace(plain, save=True)
-        saving = replace(saving, keep_product=plan.keeps_product(saving, None, plan.check_keep_product(None)))
+        saving = replace(saving, keep_product=plan.decide_keep_product(saving, None, plan.check_keep_product(None)))
         yield saving, "forward"
         dtypes = ["float32" if name in problem.cast else problem.dtype for name in ("x", "weight")]
         yield replace(saving, cast=(), grad_dtypes=tuple(dtypes)), "backward"
@@ -113,7 +113,7 @@ def measure(problem: Problem, phase: str, strategy: str | None, device: torch.de
         row = _compared(calls, clock)
     best = every[row["best"]]
     kept = row["best"] == next(iter(every))  # what the planner takes; where that does not run, the best of the others
-    line = None if kept else best.choices if phase == "backward" else best.name
+    line = None if kept else best.listed
     return {**row, "line": line, "strategy": strategy or best.strategy, "candidates": len(calls), "failed": failed}
 
 

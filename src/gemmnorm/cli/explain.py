@@ -39,7 +39,7 @@ def explain_problem(problem: Problem, *, target: str | None = None, strategy: st
     found = [plan.make_plan(problem, plan.check_strategy(strategy))]
     if problem.training:
         saving, strategy = replace(problem, save=True), plan.check_strategy(strategy)
-        keep = plan.keeps_product(saving, strategy, plan.check_keep_product(None))
+        keep = plan.decide_keep_product(saving, strategy, plan.check_keep_product(None))
         found.append(plan.make_plan(replace(saving, keep_product=keep), strategy, "backward"))
     lines = [where, *map(described, found)]
     return _document(_sizes(problem), lines=lines, plans=plan_documents(found))
@@ -68,7 +68,7 @@ def plan_documents(plans: Iterable[Plan]) -> list[Document]:
 
 def _candidates(made: Plan) -> Document:
     """What a plan was chosen from; nothing where no kernel serves the problem."""
-    if plan.applicable(made.problem)["cublas_bn"] is not None:
+    if plan.why_no_kernels(made.problem):
         return {"candidates": [], "refused": []}
     backward = made.phase == "backward"
     ranked = plan.ranking(made.problem, made.phase, made.strategy if backward else None)

@@ -99,9 +99,9 @@ def child(path: str | None, sizes: dict[str, Any] | None, device: str, evaluatio
         else:
             found, plans = plans_of_file(path, where, evaluation=evaluation)
             problems, report = [p.problem for p in plans if p.phase == "forward"], str(found)
-        served = [replace(p, prepared=False) for p in problems if plan.applicable(p)["cublas_bn"] is None]
+        served = [replace(p, prepared=False) for p in problems if plan.why_no_kernels(p) is None]
         for row in tune(served, where, QueueClock(where), lambda text: progress({"stage": text})):
             progress({"stage": f"{row['title']}, {row['phase']}", "row": row})
     if problems and not served:
-        return f"no kernels serve it: {plan.applicable(problems[0])['cublas_bn']}"
+        return f"no kernels serve it: {plan.why_no_kernels(problems[0])}"
     return report if not served else ""

@@ -147,7 +147,7 @@ def _few_batches(found: Plan) -> tuple[str, str] | None:
             return _few_tiles(found.problem)
         if ("Epilogue<>", "gemmnorm::SingleTileEpilogue") in launch.config:  # a block has all rows of its features
             return "_one_tile", f"batch <= {tiles.rows}"
-        if ("Epilogue<>", "gemmnorm::SingleWaveEpilogue") in launch.config:  # all tiles of a panel run at the same time
+        if ("Epilogue<>", "gemmnorm::CoResidentEpilogue") in launch.config:  # all tiles of a panel run at the same time
             rows = Extent(1, tiles.rows)
             blocks = replace(tiles, limit=0).value(found.problem.batch)
             return "_one_wave", f"{rows.cpp()} == {rows.value(found.problem.batch)} && {blocks} <= multiprocessors()"

@@ -33,18 +33,19 @@ the weight by TMA into a ring in shared memory; two consumer warpgroups multiply
 feature, mean and M2 (sum of squared deviations) of its rows from the accumulators, and stores the product less that
 mean.
 """
-_PERSISTENT = """\
+_DEFERRED = """\
 When the last tile of a panel (all rows of some features) is done, its partial statistics are merged, and the tiles are
 normalised out of the L2 cache while other tiles are being multiplied.
 """
-_SINGLE_WAVE = """\
-For batches of the model's size all tiles run at the same time: each waits on the chip for its panel's statistics, and
-normalises its own accumulators. Any other batch takes the persistent kernel.
+_CO_RESIDENT = """\
+For batches of the model's size the tiles of some panels are resident at once. A block's last tile waits in its
+accumulators for its panel's statistics; earlier ones wait in shared memory, and are normalised while the next is
+multiplied. Any other batch stores its tiles, and normalises them later.
 """
 _SMALL_PANEL = """\
 In small batches a cluster of blocks owns some features, and the blocks of each 128 rows share out the sum over
 in_features; partial sums, and those over the rows, meet in distributed shared memory. A larger batch takes the
-persistent kernel.
+kernel above.
 """
 _THREE_LAUNCHES = """\
 Two more launches merge the partial statistics and apply scale and shift.
@@ -131,8 +132,8 @@ def explained(strategy: str, plans: Sequence[Plan]) -> tuple[str, str]:
     epilogues = {value for launch in launches for name, value in launch.config if name == "Epilogue<>"}
     method = [_OWN] if own else [_CUBLAS.format(folded=_FOLDED if strategy == "cublas_folded_bn" else _SCALED)]
     method += [_SMALL_PANEL] if "small_panel" in functions else []
-    method += [_SINGLE_WAVE] if "gemmnorm::SingleWaveEpilogue" in epilogues else []
-    method += [_PERSISTENT] if "gemmnorm::PersistentEpilogue" in epilogues else []
+    method += [_CO_RESIDENT] if "gemmnorm::CoResidentEpilogue" in epilogues else []
+    method += [_DEFERRED] if "gemmnorm::DeferredEpilogue" in epilogues else []
     method += [_THREE_LAUNCHES] if "gemmnorm::StatisticsEpilogue" in epilogues else []
     method += [_GRAM] if "gram_statistics" in functions else []
     method += [_TWO_PASSES] if "gemmnorm::ExactStatisticsEpilogue" in epilogues else []

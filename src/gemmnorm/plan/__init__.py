@@ -12,14 +12,15 @@ from .choice import (
     cached_plan,
     check_keep_product,
     check_strategy,
+    decide_keep_product,
     forcing,
-    keeps_product,
     make_plan,
     parse_keep_product,
     preference,
     ranking,
     set_keep_product,
     set_strategy,
+    why_no_kernels,
 )
 from .comparison import comparison, kept, kept_bytes
 from .library import GROUP_ROWS
@@ -53,8 +54,8 @@ __all__ = [
     "check_strategy",
     "chip_for",
     "comparison",
+    "decide_keep_product",
     "forcing",
-    "keeps_product",
     "kept",
     "kept_bytes",
     "make_plan",
@@ -66,4 +67,5 @@ __all__ = [
     "set_strategy",
     "target",
     "type_members",
+    "why_no_kernels",
 ]

@@ -60,6 +60,11 @@ class Candidate:
         """All choices in a few words: unique among the candidates of a problem."""
         return f"{self.strategy} {self.choices}".rstrip()
 
+    @property
+    def listed(self) -> str:
+        """Its name in a table of measured bests: a backward's holds whatever strategy its forward ran by."""
+        return self.choices if self.phase == "backward" else self.name
+
     def counted(self) -> tuple[Callable[[Mapping[str, Any], cost.Constants], dict[str, Any]], cost.Counted]:
         """The form of its terms, and what they multiply."""
         problem, way = self.problem, self.way
@@ -77,7 +82,7 @@ class Candidate:
             return cost.library_terms, cost.count_library(problem, way)
         if isinstance(way, small.Shape):
             blocks = (problem.chip or CHIPS[90]).multiprocessors
-            at_once = way.resident * clusters_at_once(blocks, way.cluster_size(problem))
+            at_once = clusters_at_once(blocks, way.cluster_size(problem))
             return cost.small_terms, cost.count_small(problem, way, at_once)
         return cost.library_terms, cost.count_library(problem)
 
@@ -165,7 +170,7 @@ def variants(problem: Problem) -> tuple[Candidate, ...]:
     return tuple(
         replace(found, way=replace(found.way, group_panels=count))
         for found in _gemms(problem)
-        if isinstance(found.way, Gemm) and found.way.schedule != "single-wave" and not found.way.converts(problem)
+        if isinstance(found.way, Gemm) and found.way.schedule != "co-resident" and not found.way.converts(problem)
         for count in TOGETHER
         if _several_waves(problem, found.way.tile) and found.way.group_panels != count <= found.way.panels
     )
@@ -237,8 +242,8 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
         if not tile.halves_rows:
             yield replace(everything, schedule="single-tile")
     else:
-        yield replace(everything, schedule="persistent")
-        yield from _single_waves(problem, everything)
+        yield replace(everything, schedule="deferred")
+        yield from _co_resident(problem, everything)
 
 
 def _several_waves(problem: Problem, tile: Tile) -> bool:
@@ -256,19 +261,19 @@ def _dividing(panels: int, most: int) -> int:
     return max(n for n in range(1, most + 1) if panels % n == 0)
 
 
-def _single_waves(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
-    """All tiles of a panel at once: as clusters, in one wave of blocks, or in several over whole panels."""
+def _co_resident(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
+    """All tiles of a panel at once: as clusters, by one wave of blocks, or by several over whole panels."""
     blocks, tile = (problem.chip or CHIPS[90]).multiprocessors, everything.tile
     rows, panels = tile.counts(problem)
-    one_wave = replace(everything, schedule="single-wave")
+    together = replace(everything, schedule="co-resident")
     if rows <= CLUSTER and panels <= clusters_at_once(blocks, rows):
-        yield replace(one_wave, cluster=rows, group_panels=1)
+        yield replace(together, cluster=rows, group_panels=1)
     if rows * panels <= blocks:
-        yield replace(one_wave, group_panels=_dividing(panels, everything.group_panels))
+        yield replace(together, group_panels=_dividing(panels, everything.group_panels))
     elif rows <= blocks and not problem.split:
         waves = -(-panels // (blocks // rows))
         at_once = -(-panels // waves)
-        several = replace(one_wave, panels=at_once, group_panels=_dividing(at_once, everything.group_panels))
+        several = replace(together, panels=at_once, group_panels=_dividing(at_once, everything.group_panels))
         yield several
         if tile.waits:
             yield replace(several, in_registers=True)
@@ -279,7 +284,7 @@ def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
     yield gemm
     if not (problem.split or problem.made) or gemm.schedule in ("single-tile", "gram"):
         return
-    if problem.split and gemm.schedule not in ("persistent", "evaluate"):
+    if problem.split and gemm.schedule not in ("deferred", "evaluate"):
         return
     if problem.made and problem.in_features % cast.COLUMNS:  # the kernel casts whole chunks
         return

@@ -115,25 +115,30 @@ def set_keep_product(value: bool | str) -> contextlib.AbstractContextManager[Non
     return _restoring("_keep_product", previous)
 
 
+def why_no_kernels(problem: Problem) -> str | None:
+    """Why plain PyTorch ops run, whatever the strategy; None where kernels can serve."""
+    chip = problem.chip
+    if chip is None:
+        return "the tensors are not on an NVIDIA GPU that the kernels can run on"
+    if chip.arch < 80:
+        return f"compute capability {chip.arch / 10} is below 8.0"
+    if problem.dtype not in C_TYPES or problem.out_dtype not in C_TYPES:
+        return f"{problem.dtype} is computed by plain PyTorch ops"
+    if problem.batch == 0 or problem.out_features == 0 or problem.in_features == 0:
+        return "there is nothing to compute"
+    if problem.batch > 2**30 or problem.out_features > 2**30:
+        return "a dimension is beyond 2³⁰"
+    return None
+
+
 def applicable(problem: Problem) -> dict[str, str | None]:
     """For every strategy None where it can serve the problem, else the reason why not."""
-    chip = problem.chip
-    kernels: str | None = None
-    if chip is None:
-        kernels = "the tensors are not on an NVIDIA GPU that the kernels can run on"
-    elif chip.arch < 80:
-        kernels = f"compute capability {chip.arch / 10} is below 8.0"
-    elif problem.dtype not in C_TYPES or problem.out_dtype not in C_TYPES:
-        kernels = f"{problem.dtype} is computed by plain PyTorch ops"
-    elif problem.batch == 0 or problem.out_features == 0 or problem.in_features == 0:
-        kernels = "there is nothing to compute"
-    elif problem.batch > 2**30 or problem.out_features > 2**30:
-        kernels = "a dimension is beyond 2³⁰"
+    none_serve = why_no_kernels(problem)
     return {
-        "cublas_bn": kernels,
-        "cublas_folded_bn": kernels,
-        "gemm_stats_apply": kernels or refusal(problem, "gemm_stats_apply"),
-        "one_kernel": kernels or refusal(problem, "one_kernel"),
+        "cublas_bn": none_serve,
+        "cublas_folded_bn": none_serve,
+        "gemm_stats_apply": none_serve or refusal(problem, "gemm_stats_apply"),
+        "one_kernel": none_serve or refusal(problem, "one_kernel"),
         "reference": None,
     }
 
@@ -175,7 +180,7 @@ def measured_here(made: Plan) -> bool:
     if known is None or not made.steps:
         return False
     chosen = ranking(replace(made.problem, copied=()), made.phase, made.strategy)[0][1]
-    return known in (chosen.name, chosen.choices) and chosen.plan().steps == made.steps
+    return known == chosen.listed and chosen.plan().steps == made.steps
 
 
 def ranking(
@@ -203,26 +208,26 @@ def ranking(
     known = _forced is None and tables.measured_best(problem, phase, shipped)
     if known:
         listed = [c for _, c in ranked] + [c for c in variants(problem) if strategy in (None, c.strategy)]
-        best = [c for c in listed if c.choices == known or c.name == known]
+        best = [c for c in listed if c.listed == known]
         ranked = [(c.cost(), c) for c in best] + [pair for pair in ranked if pair[1] not in best]
     return ranked
 
 
 def preference(problem: Problem, strategy: str | None) -> tuple[str, ...]:
     """The strategies in the order in which they are tried: the one asked for, then the planner's own."""
-    if applicable(problem)["cublas_bn"] is not None:
+    if why_no_kernels(problem):
         return ("reference",)
     best_first = dict.fromkeys(candidate.strategy for _, candidate in ranking(problem))
     return (*((strategy,) if strategy else ()), *best_first, "reference")
 
 
-def keeps_product(problem: Problem, strategy: str | None, wanted: bool | None = None) -> bool:
+def decide_keep_product(problem: Problem, strategy: str | None, wanted: bool | None = None) -> bool:
     """Whether a forward that saves for a backward keeps the product, or the backward multiplies again.
 
     `wanted`: True or False; None for what is predicted to take less time, forward and backward together. The product is
     kept wherever it cannot be multiplied again.
     """
-    refused = gradient.refusal_to_multiply_again(problem) or applicable(problem)["cublas_bn"]
+    refused = gradient.refusal_to_multiply_again(problem) or why_no_kernels(problem)
     if not problem.save or refused is not None or strategy == "reference":
         return True
     return _keeping_is_faster(problem, strategy) if wanted is None else wanted
@@ -245,9 +250,10 @@ def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forwa
     """
     verdicts = applicable(problem)
     refused = {name: reason for name, reason in verdicts.items() if reason is not None}
-    of_forward = phase == "backward" and "cublas_bn" not in refused
+    kernels = why_no_kernels(problem) is None
+    of_forward = phase == "backward" and kernels
     if strategy is None or (strategy in refused and not of_forward):
-        ranked = [] if "cublas_bn" in refused else ranking(problem)
+        ranked = ranking(problem) if kernels else []
         chosen = ranked[0][1].strategy if ranked else "reference"
         if strategy is None and phase == "forward":
             times = {c.strategy: us for us, c in reversed(ranked)}

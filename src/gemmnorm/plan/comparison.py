@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from . import tables
 from .candidates import candidates
-from .choice import applicable, ranking
+from .choice import ranking, why_no_kernels
 from .gradient import refusal_to_multiply_again
 from .library import GROUP_ROWS
 from .problem import DTYPE_BYTES
@@ -41,7 +41,7 @@ def comparison(plan: Plan) -> list[str]:
     A problem in the table of measured bests begins with that candidate, whatever is predicted (docs/planner.md).
     """
     problem, phase = plan.problem, plan.phase
-    if applicable(problem)["cublas_bn"] is not None or phase == "prepare":
+    if why_no_kernels(problem) or phase == "prepare":
         return []
     strategy = plan.strategy if phase == "backward" else None
     ranked = [(us, found) for us, found in ranking(problem, phase, strategy) if found.strategy != "cublas_bn"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from . import cast, small, split, tables
+from .gemm import writes_product
 from .problem import CHIPS, DTYPE_BYTES, Chip, Problem
 from .split import ROW_BYTES
 
@@ -62,12 +63,12 @@ class Constants:
     )
     staged_ns: float = 0.2  # of an element that waits in shared memory, and leaves during the next tile's main loop
     store_ns: float = 0.1  # of a byte of a tile that is stored
-    normalize_ns: float = 0.1  # of an element that a persistent kernel normalises out of the L2
+    normalize_ns: float = 0.1  # of an element that is normalised out of the L2
     registers_ns: float = 0.1  # of a byte of a tile that is stored from registers rather than shared memory
     wait: float = 1.5  # of a wave for a panel's statistics, between any blocks
     cluster_wait: float = 1.0  # likewise, within a cluster
     row_tile_ns: float = 20.0  # of that, for each tile of rows
-    tail: float = 2.0  # of a persistent kernel: its last panel
+    tail: float = 2.0  # of the deferred schedule: its last panel
     # Statistics by the Gram matrix of x.
     gram: float = 6.0  # its barriers, the pivot
     gram_stage_ns: float = 300.0  # of 64 rows of a block's part
@@ -77,7 +78,7 @@ class Constants:
     inside_row_ns: float = 3.0  # likewise, by the kernel itself
     inside: float = 1.0  # TB/s of conversion by the kernel itself
     begin_inside: float = 2.0  # of the barriers that this takes
-    recompute: float = 2.0  # of the launch that looks for features to compute again
+    fallback: float = 2.0  # of the launch that looks for features to compute again
     # small_panel.
     small_prologue: float = 3.0
     small_stage_ns: float = 150.0  # of a block's stage of K
@@ -217,7 +218,7 @@ def count_library(problem: Problem, shape: Any = None) -> Counted:
     elements, size = problem.batch * problem.out_features, DTYPE_BYTES[problem.dtype]
     count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
     if shape is not None:
-        counted |= {"panels": 1.0, **_held(problem, shape, 2)}
+        counted |= {"panels": 1.0, **_held(problem, shape)}
     elif problem.training:
         _pass(problem, counted, size * elements, size * elements)
         counted["launches"] += 1
@@ -232,22 +233,20 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
     blocks = (problem.chip or CHIPS[90]).multiprocessors
     (rows, panels), size = tile.counts(problem), DTYPE_BYTES[problem.dtype]
     out_size, elements = DTYPE_BYTES[problem.out_dtype], problem.batch * problem.out_features
-    persistent, single = gemm.schedule == "persistent", gemm.schedule == "single-wave"
+    deferred, co_resident = gemm.schedule == "deferred", gemm.schedule == "co-resident"
     statistics = gemm.schedule in ("statistics", "exact-statistics")
-    waves = -(-panels // gemm.panels) if single else -(-rows * panels // blocks)
+    waves = -(-panels // gemm.panels) if co_resident else -(-rows * panels // blocks)
     steps = -(-problem.in_features // tile.k)
-    stored = (
-        persistent or gemm.schedule == "statistics" or (problem.saves_product and gemm.schedule != "exact-statistics")
-    )
+    stored = deferred or writes_product(problem, gemm.schedule)
     of_tile = tile.rows * tile.columns
-    staged = single and tile.waits and not gemm.in_registers
+    staged = co_resident and tile.waits and not gemm.in_registers
     # The operands from device memory: x again for every group of panels where the L2 does not keep it.
     of_x, of_weight = problem.batch * problem.in_features * size, problem.out_features * problem.in_features * size
     groups = -(-panels // gemm.group_panels)
     again = (groups - 1) * (1 - kept_by_l2(problem, of_x))
     traffic = of_x * (1 + again) + of_weight + elements * ((0 if statistics else out_size) + size * stored)
     last = 0.0
-    if persistent:  # the product again, once the last tile of its panel is there; of the last group beside nothing
+    if deferred:  # the product again, once the last tile of its panel is there; of the last group beside nothing
         together = gemm.group_panels * tile.columns * problem.batch * size
         traffic += elements * size * (1 - kept_by_l2(problem, together))
         last = float(max(min(gemm.group_panels, panels) * rows - blocks, 0) * of_tile)
@@ -284,13 +283,13 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
         "products": 3 if tile.planes == 2 else 1,
         "tile_elements": waves * of_tile,
         "tile_bytes": (1 if staged else waves) * of_tile * ((not statistics) * out_size + size * stored),
-        "normalized": max(waves * of_tile - last / blocks, 0.0) if persistent else 0,
+        "normalized": max(waves * of_tile - last / blocks, 0.0) if deferred else 0,
         "last_bytes": last * (size + out_size),
-        "register_bytes": waves * of_tile * out_size * (gemm.in_registers or (single and not tile.waits)),
-        "grid_waits": (1 if staged else waves) * (single and gemm.cluster == 1),
-        "cluster_waits": float(single and gemm.cluster > 1),
-        "row_tiles": rows * (1 if staged else waves) * single,
-        "persistent": float(persistent),
+        "register_bytes": waves * of_tile * out_size * (gemm.in_registers or (co_resident and not tile.waits)),
+        "grid_waits": (1 if staged else waves) * (co_resident and gemm.cluster == 1),
+        "cluster_waits": float(co_resident and gemm.cluster > 1),
+        "row_tiles": rows * (1 if staged else waves) * co_resident,
+        "deferred": float(deferred),
         "traffic": traffic,
         "inside_bytes": inside,
         "inside_rows": inside_rows,
@@ -331,9 +330,9 @@ def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
     }
 
 
-def _held(problem: Problem, shape: Any, most: int) -> Counted:
+def _held(problem: Problem, shape: Any) -> Counted:
     """Panels that clusters hold: what a warp works through, in rows of 128 bytes; exchanges between blocks but one."""
-    grid, resident = shape.launched(problem, most)
+    grid, resident = shape.launched(problem, 2)
     rounds = -(-(-(-problem.out_features // shape.columns) * shape.cluster) // grid.times)
     at_once = min(resident, -(-grid.times // (problem.chip or CHIPS[90]).multiprocessors))
     return {
@@ -351,7 +350,7 @@ def count_backward(problem: Problem, way: Any) -> Counted:
     once = b * o * (size + DTYPE_BYTES[problem.out_dtype])
     held = {"held_rows": 0.0, "exchanges": 0.0}
     if way.kernel == "cluster_gradient":
-        held = _held(problem, way.shape, 2)
+        held = _held(problem, way.shape)
     elif way.kernel == "persistent_gradient":
         _pass(problem, counted, once, once)
     else:
@@ -431,9 +430,9 @@ def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
         + n["unswapped"] * c.unswapped
         + n["trained"] * c.statistics,
         "wait": n["grid_waits"] * c.wait + n["cluster_waits"] * c.cluster_wait + n["row_tiles"] * c.row_tile_ns / 1e3,
-        "last panel": n["persistent"] * c.tail + n["last_bytes"] / c.l2_bandwidth / 1e6,
+        "last panel": n["deferred"] * c.tail + n["last_bytes"] / c.l2_bandwidth / 1e6,
         "conversion inside": n["inside"] * c.begin_inside,
-        "recomputation": n["split"] * c.recompute,
+        "fallback": n["split"] * c.fallback,
         **pass_terms(n, c),
     }
 

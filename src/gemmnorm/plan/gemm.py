@@ -14,8 +14,8 @@ from .split import (
     OPERANDS,
     PREPARED,
     ROW_BYTES,
-    counters_to_recompute,
-    recompute,
+    fallback,
+    fallback_counters,
     split_operands,
     split_rows,
 )
@@ -51,14 +51,14 @@ EPILOGUES = {
     "normalize": ("NormalizeEpilogue", "evaluate"),
     # A block has all rows of its features.
     "single-tile": ("SingleTileEpilogue", "single_tile"),
-    # All tiles of a panel run at once, and wait for each other on the chip.
-    "single-wave": ("SingleWaveEpilogue", "single_wave"),
-    # Tiles are stored, and normalised out of the L2 when their panel is complete.
-    "persistent": ("PersistentEpilogue", "persistent"),
+    # The tiles of some panels run at once, and wait on the chip for their panel's statistics.
+    "co-resident": ("CoResidentEpilogue", "co_resident"),
+    # Tiles are stored, and normalised out of the L2 once their panel is complete.
+    "deferred": ("DeferredEpilogue", "deferred"),
 }
 TWICE = ("two-pass", "gram")  # schedules that launch "exact-statistics" and "normalize"
 UNSTORED = (*TWICE, "exact-statistics", "normalize")  # schedules that have no use for a product
-ONE_LAUNCH = ("single-tile", "single-wave", "persistent")  # training schedules that are one
+ONE_LAUNCH = ("single-tile", "co-resident", "deferred")  # training schedules that are one
 # Fields of the operands that the kernel converts, and of what only split operands have.
 _CONVERTED = ("source_x", "source_weight", "converted_x", "converted_weight")
 _SPLIT = (
@@ -172,9 +172,9 @@ class Gemm:
         tile: of a block. schedule: a key of `EPILOGUES`; or of `TWICE`: "two-pass" multiplies for the statistics and
             again for y, "gram" has them from the Gram matrix of x, and the first product only where that is inexact.
         group_panels: panels (columns of tiles) that are worked on together, so that the L2 holds what they share.
-        panels: that the grid has blocks for; all of them, or in a single wave as many as run at once.
+        panels: that the grid has blocks for; all of them, or, co-resident, as many as run at once.
         cluster: blocks; the tiles of a panel where those are a cluster.
-        in_registers: tiles of a single wave wait for their panel in registers, where shared memory has room too.
+        in_registers: co-resident tiles wait for their panel in registers, where shared memory has room too.
         x_rows, weight_rows, chunks: of the operands, that a launch before converts; the kernel converts the others
             beside its multiplications. Chunks of `cast.COLUMNS` of K.
     """
@@ -197,7 +197,7 @@ class Gemm:
     @property
     def merges(self) -> bool:
         """A warp merges a panel's statistics for tiles that have left the registers."""
-        return self.schedule == "persistent" or (self.schedule == "single-wave" and self.tile.waits)
+        return self.schedule == "deferred" or (self.schedule == "co-resident" and self.tile.waits)
 
 
 def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Launch:
@@ -206,10 +206,10 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
     if schedule == "exact-statistics":
         tile = tile.without_staging()
     left = gemm.converts(problem)
-    ahead = schedule in ("persistent", "evaluate") if problem.split else left
+    ahead = schedule in ("deferred", "evaluate") if problem.split else left
     shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
-    boxes_product = boxes if stores_product(problem, schedule) else boxes_y
+    boxes_product = boxes if product_has_buffer(problem, schedule) else boxes_y
     results = (("product", boxes_product), ("y", boxes_y)) if tile.staged else ()  # else from registers to memory
     stored = tuple(Map(f"map_{name}", name, GROUP_ROWS, columns, exact=True) for name, columns in results)
     operands = [f"split_{name}" if problem.split else cast.operand(problem, name) for name in cast.OPERANDS]
@@ -243,7 +243,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
         resident=1,
         shared=shared,
         cluster=gemm.cluster,
-        cooperative=left or schedule == "persistent" or (schedule == "single-wave" and gemm.cluster == 1),
+        cooperative=left or schedule == "deferred" or (schedule == "co-resident" and gemm.cluster == 1),
         maps=(
             *operand_maps(operands[0], operands[1], (tile.rows, tile.columns), tile.k),
             *stored,
@@ -255,7 +255,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
             ("group_panels", gemm.group_panels),
             ("in_registers", int(gemm.in_registers)),
             ("stream_x", int(streams_x(problem, schedule))),
-            ("keep_product", int(keeps_product(problem, schedule))),
+            ("keep_product", int(writes_product(problem, schedule))),
         ),
         roles=made,
         absent=absent,
@@ -278,7 +278,7 @@ def members(problem: Problem, tile: Tile, shared: int) -> tuple[tuple[str, str |
 
 def streams_x(problem: Problem, schedule: str) -> bool:
     """The L2 lets go of x first."""
-    return schedule != "single-wave" and problem.dtype != "float32" and bytes_of_x(problem) > LARGE_X
+    return schedule != "co-resident" and problem.dtype != "float32" and bytes_of_x(problem) > LARGE_X
 
 
 def _converted_roles(problem: Problem, ahead: bool) -> tuple[tuple[str, str], ...]:
@@ -297,12 +297,12 @@ def bytes_of_x(problem: Problem) -> int:
     return problem.batch * problem.in_features * DTYPE_BYTES[problem.dtype]
 
 
-def keeps_product(problem: Problem, schedule: str) -> bool:
-    """A launch stores the product for others: where gradients are wanted, or another launch normalises it."""
+def writes_product(problem: Problem, schedule: str) -> bool:
+    """A launch stores every tile of the product: where gradients are wanted, or another launch normalises it."""
     return schedule == "statistics" or (problem.saves_product and schedule != "exact-statistics")
 
 
-def stores_product(problem: Problem, schedule: str) -> bool:
+def product_has_buffer(problem: Problem, schedule: str) -> bool:
     """The product has memory of its own type; else its role shares y's, and nothing is stored under it."""
     return problem.training and (problem.saves_product or schedule not in UNSTORED)
 
@@ -333,13 +333,13 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
         workspace += partial[1:] if problem.saves_product else partial
         workspace += [] if problem.save else vectors
     if not problem.saves_product:
-        if stores_product(problem, gemm.schedule) and problem.dtype != problem.out_dtype:
+        if product_has_buffer(problem, gemm.schedule) and problem.dtype != problem.out_dtype:
             workspace.append(product)
         else:
             aliases = (("product", "y"),)
     if problem.split:
         weight_rows = 0 if problem.prepared else gemm.weight_rows
-        steps = (split_rows(problem, gemm.x_rows, weight_rows, (*OPERANDS, *OF_A_GUARD)), launch, recompute(problem))
+        steps = (split_rows(problem, gemm.x_rows, weight_rows, (*OPERANDS, *OF_A_GUARD)), launch, fallback(problem))
         workspace += split_operands(problem)
         workspace.append(Buffer("fallback_features", "int32", (features,)))
         workspace += [Buffer(role, "float32", (features,)) for role in ("weight_amax", "weight_abs_sum")]
@@ -366,11 +366,11 @@ def _counters(problem: Problem, gemm: Gemm) -> int:
     """32-bit numbers that the kernel counts with, and those of the features to compute once more."""
     _, panels = gemm.tile.counts(problem)
     of_panels = COUNTERS + 2 * panels
-    ahead = gemm.schedule in ("persistent", "evaluate") if problem.split else gemm.converts(problem)
+    ahead = gemm.schedule in ("deferred", "evaluate") if problem.split else gemm.converts(problem)
     if gemm.schedule == "gram":
         return COUNTERS
     if ahead:
         count = of_panels + (panels + BANDS) * cast.chunks(problem)
     else:
         count = of_panels if gemm.schedule in ONE_LAUNCH else 0
-    return (count or of_panels) + counters_to_recompute(problem) if problem.split else count
+    return (count or of_panels) + fallback_counters(problem) if problem.split else count

@@ -39,11 +39,6 @@ class Shape:
         return self.lanes * 16 // self.size
 
     @property
-    def batch(self) -> int:
-        """The rows that a cluster holds."""
-        return self.rows * self.cluster * WARPS
-
-    @property
     def shared(self) -> int:
         """sizeof(Shared): the kernel asserts at compile time that it is."""
         held = self.rows * WARPS * self.held

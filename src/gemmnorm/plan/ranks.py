@@ -36,7 +36,7 @@ def _cuts(candidate: Candidate) -> bool:
 def strategies(problem: Problem) -> tuple[str, ...]:
     """Those that serve `problem` (in training) with synchronised statistics, the fastest first."""
     problem = _not_empty(problem)
-    if choice.applicable(problem)["cublas_folded_bn"] is not None:
+    if choice.why_no_kernels(problem):
         return ()
     return tuple(dict.fromkeys(c.strategy for _, c in choice.ranking(problem) if _cuts(c)))
 

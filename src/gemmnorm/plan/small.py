@@ -20,13 +20,11 @@ class Shape:
     Attributes:
         columns: of a panel; blocks: for each tile of its rows, each of which multiplies its part of K.
         stages: of a block's ring; all of them are in flight at once.
-        resident: blocks that fit on one multiprocessor.
     """
 
     columns: int
     blocks: int
     stages: int
-    resident: int = 1
 
     def cluster_size(self, problem: Problem) -> int:
         """Blocks of a cluster: in training it has all tiles of the batch."""
@@ -96,7 +94,7 @@ def small_plan(problem: Problem, strategy: str, found: Shape) -> Plan:
          "running_var", "bn_weight", "bn_bias", "momentum", "eps", "keep_product", "batch", "in_features", "features"),
         Extent(-(-problem.out_features // found.columns) * found.blocks, TILE_ROWS),
         block=288,
-        resident=found.resident,
+        resident=1,
         shared=shared,
         cluster=found.cluster_size(problem),
         maps=operand_maps("x", "weight", (TILE_ROWS, found.columns), ROW_BYTES // size, problem.split),

@@ -86,18 +86,18 @@ def split_operands(problem: Problem) -> tuple[Buffer, ...]:
     )
 
 
-def counters_to_recompute(problem: Problem) -> int:
-    """Numbers that `recompute` needs: one for each 64 features, then `amax_state`."""
+def fallback_counters(problem: Problem) -> int:
+    """Numbers that `fallback` needs: one for each 64 features, then `amax_state`."""
     return -(-problem.out_features // 64) + 4
 
 
-def recompute(problem: Problem) -> Launch:
+def fallback(problem: Problem) -> Launch:
     """Features of too small an exponent, which the product has listed, once more in float32 arithmetic."""
     chip = problem.chip or CHIPS[90]
     return Launch(
-        "fused_gemm_scale_bn_recompute",
-        "gemm/recompute.cuh",
-        "recompute_features",
+        "fused_gemm_scale_bn_fallback",
+        "gemm/fallback.cuh",
+        "compute_fallback_features",
         (
             *type_members(problem, "LR"),
             ("kTraining", "true" if problem.training else "false"),

@@ -199,7 +199,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "in_registers": ("int", "tiles wait for their panel there"),
     "stream_x": ("int", "whether the L2 should let go of x first"),
     "lag": ("int", "panels that are read again later"),
-    "keep_product": ("int", "whether the product has memory of its own"),
+    "keep_product": ("int", "1: every tile of the product is written, for a backward or a later launch"),
     "in_features": ("int", ""),
     "map_gram": ("gemmnorm::TensorMap", "[2 · columns, columns] of the matrix"),
     "gram_partial": ("float*", "[slices of rows, parts, 128 · 128]: of the Gram matrix"),

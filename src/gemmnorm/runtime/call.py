@@ -120,7 +120,7 @@ def _name(dtype: torch.dtype) -> str:
 def _decided(problem: Problem, options: Options) -> Problem:
     """`problem` with the product kept or not: as asked for where that can be, else as the planner decides."""
     wanted, strategy = plan.check_keep_product(options.keep_product), plan.check_strategy(options.strategy)
-    return replace(problem, keep_product=plan.keeps_product(problem, strategy, wanted))
+    return replace(problem, keep_product=plan.decide_keep_product(problem, strategy, wanted))
 
 
 _warned: set[str] = set()

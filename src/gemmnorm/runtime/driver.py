@@ -29,7 +29,6 @@ from ..plan import Launch, Map, Problem, params, target
 from . import sources
 
 _lock = threading.Lock()
-_failures: dict[str, str] = {}
 
 
 @functools.lru_cache(maxsize=1)

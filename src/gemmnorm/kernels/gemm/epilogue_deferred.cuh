@@ -12,7 +12,7 @@
 namespace gemmnorm {
 
 template <class G, class Params>
-struct PersistentEpilogue {
+struct DeferredEpilogue {
   using Shared = TrainingShared<G>;
   static constexpr bool kStores = true;
   static constexpr bool kEvaluates = false;

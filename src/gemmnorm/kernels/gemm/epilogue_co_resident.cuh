@@ -1,7 +1,7 @@
-// Epilogue, training, one wave of blocks works on all tiles of its panels at once: of the tiles nothing but y, and the product
-// where it is kept, goes to memory.
+// Epilogue, training, the tiles of some panels are resident at once: of the tiles nothing but y, and the product where it is
+// kept, goes to memory.
 //
-// Serves where the tiles of some panels fit the multiprocessors once, or several times; taken where predicted cheapest. A tile
+// Serves where a panel's tiles fit the multiprocessors; further panels follow in waves. Taken where predicted cheapest. A tile
 // waits for the statistics of its panel: the last of a block in the accumulators; the others in the staging buffer, where the
 // tile fits it, while the next is multiplied. Blocks wait for each other: the launch is cooperative, or a cluster has all tiles
 // of a panel.
@@ -34,7 +34,7 @@ __device__ __forceinline__ void merge_share(const Features<Params>& f, const Til
 }
 
 template <class G, class Params>
-struct SingleWaveEpilogue {
+struct CoResidentEpilogue {
   using Shared = TrainingShared<G>;
   using Shape = typename G::Shape;
   static constexpr bool kStores = true;

@@ -117,7 +117,7 @@ __device__ __forceinline__ void normalize_column(const Params& p, int j, float* 
 }
 
 template <class Config, class Params>
-__device__ __forceinline__ void recompute_features(const Params& p) {
+__device__ __forceinline__ void compute_fallback_features(const Params& p) {
   __shared__ FallbackShared shared;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
