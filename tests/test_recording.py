@@ -219,7 +219,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     counts_by_a_global: "assigns the global COUNT (line ",
     notes_in_a_global: "changes a list or dictionary, or an object",
     notes_in_an_object: "changes a list or dictionary, or an object",
-    registers: "changes a list or dictionary, or an object",
+    registers: "uses a tensor that is no input of its own (line ",
     goes_past_setattr: "changes a list or dictionary, or an object",
     keeps: "changes a list or dictionary, or an object",
     prints: "prints",

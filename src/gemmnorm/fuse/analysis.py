@@ -18,21 +18,13 @@ from torch import fx, nn
 from .. import children
 from ..errors import GemmNormTypeError
 from ..module import LinearScaleBatchNorm1d
-from . import guards, inlining, matching, optional, outside, tracing, views, writing
+from . import comparing, guards, inlining, matching, optional, outside, tracing, views, writing
 from .matching import Chain, Refusal
 from .scanning import Untraceable
+from .structure import Assumed, assume, child_names, original_class
 from .tracing import Trace
 
 _INDENT = "    "
-
-
-class Assumed(NamedTuple):
-    """A descendant that does not run as a module: its path, class, attributes with their values, children's names."""
-
-    path: str
-    cls: type[nn.Module]
-    attributes: tuple[tuple[str, Any], ...]
-    structure: tuple[Any, ...]
 
 
 class Form(NamedTuple):
@@ -88,9 +80,11 @@ class OwnerPlan:
         instead = f"{_INDENT}return {original.format(self.forwarded)}"
         lines = [f"if {guard}:", instead] if guard and others else []
         for form in others:
-            lines += [f"if not ({' or '.join(form.conditions)}):", *(_INDENT + line for line in form.body)]
+            before, holds, _ = comparing.questions(form.conditions)
+            lines += [*before, f"if {holds}:", *(_INDENT + line for line in form.body)]
         if conditions := [*([guard] if guard and not others else []), *last.conditions]:
-            lines += [f"if {' or '.join(conditions)}:", instead]
+            before, _, fails = comparing.questions(conditions)
+            lines += [*before, f"if {fails}:", instead]
         lines = [f"def forward(self{self.signature}):", *(_INDENT + line for line in [*lines, *last.body])]
         text = "\n".join(lines) + "\n"
         for i, chain in enumerate(self.chains):
@@ -152,53 +146,12 @@ def check_is_module(model: object) -> None:
         raise GemmNormTypeError(f"model: expected an nn.Module; got {type(model).__name__}")
 
 
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` before `fuse`; its own where that class was derived from later."""
-    cls = type(module)
-    original: type[nn.Module] = getattr(cls, "_gemmnorm_original", cls)
-    return original if getattr(cls, "_gemmnorm_fused", None) is cls else cls
-
-
 def is_owner(module: nn.Module) -> bool:
     """Has a `forward` of its own that may hold a chain: a user's module, or an `nn.Sequential`."""
     forward = tracing.forward_of(type(module))
     if isinstance(module, LinearScaleBatchNorm1d) or forward in (None, nn.Module.forward):
         return False
     return forward is nn.Sequential.forward or not str(getattr(forward, "__module__", "")).startswith("torch.nn.")
-
-
-def child_names(owner: nn.Module) -> tuple[Any, ...]:
-    """Names of the children that are not None, those inside of lists and dictionaries of modules included."""
-    return tuple(
-        (name, child_names(child)) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else name
-        for name, child in owner._modules.items()
-        if child is not None
-    )
-
-
-def is_as_recorded(owner: nn.Module, structure: tuple[Any, ...], assumed: tuple[Assumed, ...]) -> bool:
-    """The owner's children go by the names that they had when its `forward` was recorded, and `assumed` still holds."""
-    if child_names(owner) != structure:
-        return False
-    for path, cls, attributes, inner in assumed:
-        module: Any = owner
-        for name in path.split("."):  # Dynamo of 2.4 does not know `get_submodule`
-            module = getattr(module, name)
-        if original_class(module) is not cls or not children.is_untouched(module) or child_names(module) != inner:
-            return False
-        if module.training != owner.training:
-            return False
-        if any(getattr(module, name) != value for name, value in attributes):
-            return False
-    return True
-
-
-def _assume(owner: nn.Module, path: str) -> Assumed:
-    """What is taken for granted about a descendant that does not run as a module."""
-    module = owner.get_submodule(path)
-    names = {nn.Flatten: ("start_dim", "end_dim"), nn.Dropout: ("p",)}.get(type(module), ())
-    attributes = tuple((name, getattr(module, name)) for name in names)
-    return Assumed(path, original_class(module), attributes, child_names(module))
 
 
 class _Records:
@@ -333,7 +286,7 @@ def _plan_of_traces(
         writer = writing.Writer(owner, trace.graph, called, namespace, variables)
         bodies.append(writer.body())
         paths = (str(n.target) for f in found for n in f.views if n.op == "call_module")
-        assumed |= dict.fromkeys(_assume(owner, path) for path in paths)
+        assumed |= dict.fromkeys(assume(owner, path) for path in paths)
         namespace, variables = writer.namespace, writer.variables
         imports |= dict.fromkeys(writer.imports)
     for mode, missed, other in (("in training", *refused), ("in evaluation", *reversed(refused))):  # type: ignore[assignment]
@@ -368,6 +321,9 @@ def _conditions(owner: nn.Module, trace: Trace) -> list[str]:
         found = [*trace.conditions(render), *guards.conditions(owner, trace.graph, render)]
     except guards.NotByShape as error:
         raise Untraceable("decides by the shape of a value that it computes") from error
+    named = (str(node.target) for node in trace.graph.nodes if node.op == "get_attr")
+    tested = [p for p in named if trace.tests_values or p.rpartition(".")[2] in trace.tested_attributes]
+    found += [f"{render(path)} is None" for path in tested]
     if trace.tests_values:
         found += optional.conditions(owner, trace.graph)
     guards.forget(trace.graph)
@@ -416,7 +372,7 @@ def _joined_recording(
         try:
             inner = records.of(owner.get_submodule(path))[mode]
             trace = inlining.inline(owner, trace, called[0], inner)
-            assumed[_assume(owner, path)] = None
+            assumed[assume(owner, path)] = None
         except (inlining.NotInlined, Untraceable):
             refused.add(path)
 

@@ -29,7 +29,8 @@ from torch import nn
 
 from ..chain import ChainCall
 from ..errors import GemmNormRuntimeError
-from .analysis import OwnerPlan, analyse, check_is_module, is_as_recorded, original_class, plan_of
+from .analysis import OwnerPlan, analyse, check_is_module, plan_of
+from .structure import is_as_recorded, original_class
 from .tracing import forward_of, is_replaced
 from .writing import forwarded, signature
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from ..children import is_untouched
+from .comparing import below
 from .guards import is_tensor
 from .recorder import Method
 from .tracing import Trace
@@ -55,13 +56,19 @@ def inline(owner: nn.Module, outer: Trace, node: fx.Node, inner: Trace) -> Trace
         raise NotInlined
     node.replace_all_uses_with(values[returned])
     graph.erase_node(node)
-    below = [(f"{prefix}.{path}" if path else prefix, name, value) for path, name, value in inner.attributes]
-    new = [entry for entry in below if entry not in outer.attributes]
+    read = [
+        (f"{prefix}.{path}" if path else prefix, name, below(prefix, value)) for path, name, value in inner.attributes
+    ]
+    around = ((expression, below(prefix, value)) for expression, value in inner.surroundings)
+    relations = ((f"{prefix}.{path}" if path else prefix, below(prefix, value)) for path, value in inner.relations)
+    new = [entry for entry in read if entry not in outer.attributes]
     return replace(
         outer,
         attributes=(*outer.attributes, *new),
-        surroundings=(*outer.surroundings, *(entry for entry in inner.surroundings if entry not in outer.surroundings)),
+        surroundings=(*outer.surroundings, *(entry for entry in around if entry not in outer.surroundings)),
         namespaces={**outer.namespaces, **inner.namespaces},
+        relations=(*outer.relations, *(entry for entry in relations if entry not in outer.relations)),
+        tested_attributes=outer.tested_attributes | inner.tested_attributes,
         tests_values=outer.tests_values or inner.tests_values,
     )
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import enum
 import functools
 import inspect
 import itertools
 import re
+import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from .comparing import Absent, IsInstance, Keys, Length, Names, Same
 from .outside import (
     attribute_of,
     goes_on,
@@ -29,15 +33,18 @@ from .outside import (
     path_of,
 )
 from .scanning import CONTAINERS, Scan, Untraceable, changed_by, content
-from .stand_ins import IN_PLACE, LOST, refusing
+from .scanning import is_of_users as is_of_user
+from .stand_ins import IN_PLACE
+from .watching import by_us, function_of
 
 PLAIN = (bool, int, float, str, type(None))
 _WRITTEN = (complex, range, torch.dtype, torch.device)  # whose `literal` is theirs too
-_ITEMS = 16  # of a list of configurations
-
-
-class Absent:
-    """In place of an attribute's value: the owner has none of that name."""
+# What makes a plain one of a number or text of a class of its own.
+_EXACT: tuple[tuple[Any, str], ...] = ((int, "__int__"), (float, "__float__"), (complex, "__pos__"), (str, "__str__"))
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
+_ITEMS = 64  # of a list of configurations
+_DEEP = 16  # configurations inside of each other
+_MANY = 400  # conditions
 
 
 @dataclass(frozen=True)
@@ -71,9 +78,12 @@ class Recorder:
         self.surroundings: dict[str, Any] = {}
         self.namespaces: dict[str, Any] = {}
         self.containers = {id(container): (container, copy.copy(container)) for container in held}
-        self.replaced: list[tuple[dict[str, Any], str, Any]] = []  # globals that `forward` must not call
+        self.slots: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}  # object, their descriptors, values
+        self.noted: dict[tuple[int, str, int], tuple[nn.Module, str, Any]] = {}  # to look at when `scan` knows more
+        self.relations: list[tuple[str, Any]] = []  # (path of a module, what it was found to be)
         self.called = ""  # a method that stayed a call: what attributes are after it, nobody knows
         self.thread = threading.get_ident()
+        tracer.is_one_of = self.is_one_of
         self.take_up()
 
     def __enter__(self) -> Recorder:
@@ -88,14 +98,20 @@ class Recorder:
                 if recorder.watches(module) and not name.startswith("__"):
                     recorder.note_missing(module, name)
                 raise
-            if not name.startswith("__") and recorder.watches(module):
+            if name.startswith("__"):
+                return value
+            if not recorder.watches(module):
+                recorder.refuse_stranger(module, name)
+                return value
+            if name in _REGISTRIES:
+                return recorder.registry(module, name, value)
+            with recorder.tracer.watch.paused():
                 known = len(recorder.scan.seen)
                 recorder.scan.follow(value)
                 if len(recorder.scan.seen) > known:
-                    recorder.take_up()
-                    recorder.replace_lost()
+                    recorder.look_again()
                 recorder.note(module, name, value)
-            return value
+                return recorder.tracer.named(value) if isinstance(value, Tensor) else value
 
         def setattribute(module: nn.Module, name: str, value: Any) -> None:
             if recorder.watches(module):
@@ -109,17 +125,53 @@ class Recorder:
         self.plain_setattr = plain_setattr
         nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = setattribute  # type: ignore[method-assign, assignment]
-        self.replace_lost()
         return self
 
     def __exit__(self, *_: object) -> None:
         del nn.Module.__getattribute__
         nn.Module.__setattr__ = self.plain_setattr  # type: ignore[method-assign]
-        for holder, name, value in self.replaced:
-            holder[name] = value
 
     def watches(self, module: nn.Module) -> bool:
         return id(module) in self.paths and threading.get_ident() == self.thread
+
+    def refuse_stranger(self, module: nn.Module, name: str) -> None:
+        if id(module) in self.tracer.made or threading.get_ident() != self.thread:
+            return
+        if is_of_user(sys._getframe(2).f_code.co_filename):
+            raise Untraceable(f"reads {name} of a module that is none of its own")
+
+    def registry(self, module: nn.Module, kind: str, held: dict[str, Any]) -> dict[str, Any]:
+        """The children, parameters or buffers of `module` for who lists them: these may be others later."""
+        if by_us(sys._getframe(2)):
+            return held
+        path, names = self.paths[id(module)], tuple(name for name, value in held.items() if value is not None)
+        self.watch(held)
+        if kind == "_modules":
+            if not self.is_in_a_list(path):
+                positions = tuple(map(str, range(len(held))))
+                listed = isinstance(module, (nn.Sequential, nn.ModuleList)) and names == positions
+                self.relate(path, Length(len(names))) if listed else self.note_value(path, kind, Names(names))
+            return held
+        self.note_value(path, kind, Names(names))
+        given = {name: self.tracer.named(value) for name, value in held.items()}
+        self.containers[id(given)] = (given, dict(given))
+        return given
+
+    def is_in_a_list(self, path: str) -> bool:
+        """Its children are among what `analysis.child_names` has of the owner."""
+        above = path.split(".") if path else []
+        modules = [self.owner.get_submodule(".".join(above[: i + 1])) for i in range(len(above))]
+        return all(isinstance(m, (nn.ModuleList, nn.ModuleDict)) for m in modules)
+
+    def relate(self, path: str, value: Any) -> None:
+        if (path, value) not in self.relations:
+            self.relations.append((path, value))
+            self.hold(*(value.classes if isinstance(value, IsInstance) else ()))
+
+    def is_one_of(self, module: nn.Module, classes: tuple[type, ...], answer: bool) -> None:
+        """`forward` has asked whether a module is."""
+        if self.paths.get(id(module)):
+            self.relate(self.paths[id(module)], IsInstance(classes, answer))
 
     def is_the_same(self, module: nn.Module, name: str, value: Any) -> bool:
         """`self.steps += 1`: the buffer or parameter has been changed in place, and stays what it is."""
@@ -149,13 +201,16 @@ class Recorder:
             self.note(module, name, None)
 
     def note(self, module: nn.Module, name: str, value: Any) -> None:
-        if name in ("_modules", "_parameters", "_buffers"):
-            return
-        known = value is Absent or _is_known(value) or type(value) in CONTAINERS
+        known = value is Absent or _is_known(value) or isinstance(value, CONTAINERS)
         if self.called and known and name != "training":
             raise Untraceable(f"reads {name} after calling {self.called}, which cannot be recorded")
         if known and self.may_have_changed(module, name, value):
             raise Untraceable(f"reads {name} of {self.paths[id(module)]} after calling it, which may change {name}")
+        if not isinstance(value, (nn.Module, Tensor, fx.Proxy)):
+            self.noted[id(module), name, id(value)] = (module, name, value)
+            self.note_parts(module, name, value)
+
+    def note_parts(self, module: nn.Module, name: str, value: Any) -> None:
         path = self.paths[id(module)]
         given = name in vars(module) or isinstance(inspect.getattr_static(type(module), name, None), staticmethod)
         defined = not given or (_is_named(value, name) and name not in vars(module))
@@ -171,13 +226,16 @@ class Recorder:
             inside = list(child.modules())
             if any(module is m for m in inside):
                 kinds: set[Any] = {type(m) for m in inside}
-                return any(name in changed_by(kind)[type(value) in CONTAINERS] for kind in kinds)
+                return any(name in changed_by(kind)[isinstance(value, CONTAINERS)] for kind in kinds)
         return False
 
-    def parts(self, text: str, value: Any, depth: int = 3, defined: bool = False) -> Iterator[tuple[str, Any]]:
-        """(expression, plain value, function or class) of what code may ask of `value`, which `text` stands for: itself
-        or, of a configuration, parts whose names occur. What `value` holds is watched from now on.
+    def parts(
+        self, text: str, value: Any, inside: tuple[int, ...] = (), defined: bool = False
+    ) -> Iterator[tuple[str, Any]]:
+        """(expression, value to compare with) of what code may ask of `value`, which `text` stands for: itself or, of a
+        configuration, parts whose names occur. What `value` holds is watched from now on.
 
+        `inside`: ids of what it is a part of.
         `defined`: a function or class under its own name, which stays what it is.
         """
         self.watch(value)
@@ -188,22 +246,44 @@ class Recorder:
             yield text, copy.deepcopy(value) if type(value) in CONTAINERS else value
         elif isinstance(value, enum.Enum):
             yield f"{text}.name", value.name
-        elif isinstance(value, dict) and depth:
-            for key in [key for key in value if type(key) is str and key in self.scan.names]:
-                yield from self.parts(f"{text}[{key!r}]", value[key], depth - 1)
-        elif type(value) in (list, tuple) and depth:
-            for i, item in enumerate(value[:_ITEMS]):
-                yield from self.parts(f"{text}[{i}]", item, depth - 1)
-        elif isinstance(value, (nn.Module, fx.Proxy)):
+        elif isinstance(value, nn.Module):
+            if inside and id(value) in self.paths:
+                yield text, Same(self.paths[id(value)])
+        elif isinstance(value, (Tensor, fx.Proxy)) or id(value) in inside or len(inside) > _DEEP:
             return
-        elif callable(value) and (hasattr(value, "__name__") or not is_of_users(type(value))):
-            yield from self.parts_of_callable(text, value, depth, defined)
-        elif depth and is_settings(value):
-            if callable(value) and not isinstance(value, type):
-                yield f"{text}.__class__", type(value)
-            yield from self.parts_of_settings(text, value, depth)
+        else:
+            yield from self.parts_of_object(text, value, (*inside, id(value)), defined)
 
-    def parts_of_callable(self, text: str, value: Any, depth: int, defined: bool) -> Iterator[tuple[str, Any]]:
+    def parts_of_object(
+        self, text: str, value: Any, inside: tuple[int, ...], defined: bool
+    ) -> Iterator[tuple[str, Any]]:
+        if plain := _plain(value):
+            yield f"{text}.__class__", type(value)
+            yield plain[0].format(text), plain[1]
+        elif callable(value) and (hasattr(value, "__name__") or not is_of_users(type(value))):
+            yield from self.parts_of_callable(text, value, inside, defined)
+        elif hasattr(type(value), "__array__") or isinstance(value, (bytearray, memoryview, array.array)):
+            raise Untraceable(f"reads {text}, a {type(value).__name__}, whose content may change")
+        else:
+            if isinstance(value, (*CONTAINERS, tuple, frozenset)):
+                yield from self.parts_of_container(text, value, inside)
+            if is_settings(value):
+                yield f"{text}.__class__", type(value)
+                yield from self.parts_of_settings(text, value, inside)
+
+    def parts_of_container(self, text: str, value: Any, inside: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+        """Those of its items, and which and how many there are."""
+        with_keys = isinstance(value, dict) and all(map(_is_known, value))
+        yield text, Keys(tuple(value)) if with_keys else Length(len(value))
+        items: Any = [*value.items()][:_ITEMS] if with_keys else ()
+        if isinstance(value, (list, tuple, deque)):
+            items = enumerate(itertools.islice(value, _ITEMS))
+        for key, item in items:
+            yield from self.parts(f"{text}[{key!r}]", item, inside)
+
+    def parts_of_callable(
+        self, text: str, value: Any, inside: tuple[int, ...], defined: bool
+    ) -> Iterator[tuple[str, Any]]:
         """Those of a function by its identity; of what a copy of the owner has a copy of, by what it consists of."""
         names: tuple[str, ...] = ()
         if isinstance(value, types.MethodType):
@@ -212,29 +292,60 @@ class Recorder:
             names = ("func", "args", "keywords")
         if not defined:
             yield (f"{text}.__class__", type(value)) if names else (text, value)
-        for name in names if depth else ():
-            yield from self.parts(f"{text}.{name}", getattr(value, name), depth - 1, defined)
-        if depth and isinstance(value, (type, types.FunctionType)) and is_settings(value):
-            yield from self.parts_of_settings(text, value, depth)
+        for name in names:
+            yield from self.parts(f"{text}.{name}", getattr(value, name), inside, defined)
+        if isinstance(value, (type, types.FunctionType)) and is_settings(value):
+            yield from self.parts_of_settings(text, value, inside)
 
-    def parts_of_settings(self, text: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    def parts_of_settings(self, text: str, value: Any, inside: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
         of_its_own = not isinstance(value, (type, types.FunctionType))
-        if hasattr(value, "__dict__") and of_its_own:
-            self.containers.setdefault(id(vars(value)), (vars(value), copy.copy(vars(value))))
-        for name in sorted(self.scan.names & names_of(value)):
+        if of_its_own:
+            self.watch_attributes(value)
+        there = names_of(value)
+        for name in sorted(self.scan.names & there):
             part = attribute_of(value, name)
             if not (of_its_own and callable(part) and is_of_class(value, name)):
                 defined = name == "__class__" or (_is_named(part, name) and not of_its_own)
-                yield from self.parts(f"{text}.{name}", part, depth - 1, defined)
+                yield from self.parts(f"{text}.{name}", part, inside, defined)
+        if of_its_own and not hasattr(type(value), "__getattr__"):
+            for name in sorted(self.scan.optional - there):
+                yield f"{text}.{name}", Absent
 
     def watch(self, value: Any) -> None:
         """Notice where a list, a dictionary or the like is changed, or one inside of it."""
-        if type(value) in CONTAINERS and id(value) not in self.containers:
-            self.containers[id(value)] = (value, copy.copy(value))
-        if type(value) in (tuple, *CONTAINERS):
+        if isinstance(value, CONTAINERS) and id(value) not in self.containers:
+            self.containers[id(value)] = (value, _copied(value))
+        if isinstance(value, (tuple, *CONTAINERS)):
             for item in _items(value):
-                if type(item) in (tuple, *CONTAINERS) and id(item) not in self.containers:
+                if isinstance(item, (tuple, *CONTAINERS)) and id(item) not in self.containers:
                     self.watch(item)
+
+    def watch_attributes(self, value: Any) -> None:
+        """Notice where an attribute of an object is changed."""
+        if hasattr(value, "__dict__"):
+            self.containers.setdefault(id(vars(value)), (vars(value), copy.copy(vars(value))))
+        slots = {
+            n: m
+            for cls in filter(is_of_users, type(value).__mro__)
+            for n, m in vars(cls).items()
+            if inspect.ismemberdescriptor(m)
+        }
+        if slots:
+            self.slots.setdefault(id(value), (value, slots, _slots(value, slots)))
+
+    def read_before(self, frame: types.FrameType) -> None:
+        """A function of a user's is about to run that nobody has read."""
+        self.scan.follow_running(frame.f_code, function_of(frame), frame.f_globals)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """At all that was read, now that more names have occurred."""
+        known = -1
+        while known != len(self.scan.names):
+            known = len(self.scan.names)
+            self.take_up()
+            for module, name, value in [*self.noted.values()]:
+                self.note_parts(module, name, value)
 
     def take_up(self) -> None:
         """What the scan has found up to now."""
@@ -246,25 +357,14 @@ class Recorder:
             self.definitions.setdefault(definition, _attributes(definition))
         self.note_globals()
 
-    def replace_lost(self) -> None:
-        """`from time import perf_counter`: as `stand_ins.honest` does for `time.perf_counter`."""
-        for holder, name in self.scan.globals:
-            if isinstance(holder, types.CellType):
-                continue
-            reason = _lost(holder.get(name))
-            if reason is not None:
-                self.replaced.append((holder, name, holder[name]))
-                holder[name] = refusing(holder[name], reason)
-
     def note_globals(self) -> None:
         """What `forward`, and what it calls, may read of modules' globals, closures and the owner's class."""
         if "__class__" in self.scan.names:
             for text, part in self.parts("__class__", self.scan.owner, defined=True):
                 self.note_value("", text, part)
         decorated = [vars(function).get("__wrapped__") for function in self.scan.functions]
-        replaced = [(id(holder), name) for holder, name, _ in self.replaced]
         for holder, name in self.scan.globals:
-            if name.startswith("__") or (id(holder), name) in replaced:
+            if name.startswith("__"):
                 continue
             if isinstance(holder, types.CellType):
                 place, (known, namespace), value = "cell_contents", (known_as(holder, name), holder), content(holder)
@@ -278,6 +378,8 @@ class Recorder:
                 self.hold(*found.values())
 
     def note_value(self, path: str, name: str, value: Any) -> None:
+        if len(self.attributes) > _MANY:
+            raise Untraceable(f"reads more than {_MANY} things that may change")
         if (path, name, value) not in self.attributes:
             self.attributes.append((path, name, value))
             self.hold(value)
@@ -291,11 +393,20 @@ class Recorder:
         """Change what `forward` has changed of lists, dictionaries, objects and classes back; what it was."""
         found = None
         for container, before in self.containers.values():
-            pairs = [(list(_items(c))) for c in (container, before)]
+            pairs = [[*_items(c)] for c in (container, before)]
             if len(pairs[0]) != len(pairs[1]) or any(a is not b for a, b in zip(*pairs, strict=True)):
-                container.clear()
-                (container.update if hasattr(container, "update") else container.extend)(before)
+                base = _base(container)
+                base.clear(container)
+                (getattr(base, "update", None) or base.extend)(container, before)
                 found = "a list or dictionary, or an object that the module holds"
+        for value, slots, attributes in self.slots.values():
+            now = _slots(value, slots)
+            for name in (name for name in slots if now[name] is not attributes[name]):
+                (slots[name].__delete__ if attributes[name] is Absent else slots[name].__set__)(
+                    value, *() if attributes[name] is Absent else (attributes[name],)
+                )
+                found = "a list or dictionary, or an object that the module holds"
+        self.containers.clear()
         for definition, attributes in self.definitions.items():
             kind, now = "class" if isinstance(definition, type) else "function", _attributes(definition)
             changed = [name for name, value in attributes.items() if now.get(name, Absent) is not value]
@@ -315,22 +426,46 @@ def _is_known(value: Any) -> bool:
     return type(value) in (*PLAIN, *_WRITTEN) or path_of(value) is not None
 
 
-def _lost(value: Any) -> str | None:
-    """Why code that is recorded must not call `value`; None where it may."""
-    return next((why for _, function, why in LOST if value is function), None)
-
-
 def _is_named(value: Any, name: str) -> bool:
     """A function or class by its own name."""
-    return callable(value) and getattr(value, "__name__", None) == name
+    return not isinstance(value, fx.Proxy) and callable(value) and getattr(value, "__name__", None) == name
 
 
 def _attributes(definition: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(definition).items() if not name.startswith("__")}
 
 
+def _plain(value: Any) -> tuple[str, Any] | None:
+    """What a number or text of a class of its own is without that class, and how to ask for it."""
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):
+        plain = value.item()
+        return ("{}.item()", plain) if type(plain) in PLAIN else None
+    for base, turn in _EXACT:
+        if isinstance(value, base):
+            return "{}", getattr(base, turn)(value)
+    return None
+
+
+def _base(container: Any) -> Any:
+    return next(base for base in (list, dict, set, deque, tuple, frozenset) if isinstance(container, base))
+
+
+def _copied(container: Any) -> Any:
+    return _base(container)(_items(container) if not isinstance(container, dict) else dict.items(container))
+
+
 def _items(container: Any) -> Iterator[Any]:
     if isinstance(container, dict):
-        yield from itertools.chain.from_iterable(container.items())
+        yield from itertools.chain.from_iterable(dict.items(container))
     else:
-        yield from container
+        yield from _base(container).__iter__(container)
+
+
+def _slots(value: Any, slots: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, descriptor in slots.items():
+        try:
+            found[name] = descriptor.__get__(value)
+        except AttributeError:
+            found[name] = Absent
+    return found

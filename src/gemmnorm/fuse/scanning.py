@@ -54,7 +54,10 @@ class Scan:
     Attributes:
         tested: the parameters of `forward` that it compares with `is`, in all likelihood with None.
         tests_values: it compares something else so, or what it has assigned.
+        codes: the byte code that was read.
+        tested_attributes: what it compares so of `self` or of anything else.
         names: the attributes and texts that occur.
+        optional: texts that occur where it is asked whether something has an attribute, or what it is if not.
         containers: the lists, dictionaries and sets that occur as globals.
         globals: (namespace of a module, or the closure's cell; name) of the globals and closure variables that occur.
         classes: those that occur as globals, and the owner's own.
@@ -67,9 +70,12 @@ class Scan:
         self.owner, self.whole = owner, whole
         self.forward = inspect.unwrap(forward).__code__
         self.seen: set[tuple[Any, ...]] = set()
+        self.codes: set[types.CodeType] = set()
+        self.optional: set[str] = set()
         self.assigned = {i.argval for i in dis.get_instructions(self.forward) if i.opname.startswith("STORE_FAST")}
         self.tested: set[str] = set()
         self.tests_values = False
+        self.tested_attributes: set[str] = set()
         self.names: set[Any] = set()
         self.containers: list[Any] = []
         self.globals: list[tuple[dict[str, Any] | types.CellType, str]] = []
@@ -95,14 +101,25 @@ class Scan:
                 cells = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=True))
                 self._read(f.__code__, f.__globals__, cells)
 
+    def follow_running(self, code: types.CodeType, function: types.FunctionType | None, namespace: Any) -> None:
+        """Read what has been called by whatever way; `function` is None where nobody knows which one it is."""
+        if function is None:
+            self._read(code, namespace, {})
+        else:
+            self.follow(function)
+        self.codes.add(code)
+
     def _read(self, code: types.CodeType, namespace: dict[str, Any], cells: dict[str, types.CellType]) -> None:
         """`cells`: the closure of the function that `code` is, or is inside of."""
         key = (code, *map(id, cells.values()))
         if key in self.seen:
             return
         self.seen.add(key)
+        self.codes.add(code)
         self._refuse_statements(code, cells)
         self.names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
+        if {"getattr", "hasattr"} & {*code.co_names}:
+            self.optional.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._read(constant, namespace, cells)
@@ -168,6 +185,7 @@ class Scan:
             raise Untraceable(f"compares a dtype by identity; == can be recorded (in {code.co_name})")
         if last.opname == "LOAD_ATTR":  # of `self` it is no value that is computed
             self.tests_values |= (before[0].argval,) != code.co_varnames[:1]
+            self.tested_attributes.add(last.argval)
         elif last.opname != "LOAD_GLOBAL":
             local = last.opname.startswith("LOAD_FAST") and isinstance(last.argval, str) and code is self.forward
             self.tested.add(last.argval if local else ANY)

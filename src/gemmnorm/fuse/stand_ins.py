@@ -13,15 +13,13 @@ import operator
 import os
 import sys
 import threading
-import time
 import types
 import typing
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from . import guards
 from .scanning import HERE, TORCH, Raised, Untraceable, is_of_python
@@ -39,19 +37,24 @@ _ENTERED = {  # context managers whose effect a recording would lose
     torch.amp.autocast_mode.autocast: "enters an autocast region",
     torch.autograd.graph.saved_tensors_hooks: "changes what autograd saves, as activation checkpointing does",
 }
-# Questions about the surroundings, whose answers become conditions.
-_SURROUNDINGS = (
-    *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "compiler.is_compiling"),
+# Questions about the surroundings, whose answers become conditions: the function, and its name below `torch`.
+_ASKED = (
+    *("is_grad_enabled", "is_inference_mode_enabled", "is_anomaly_enabled", "compiler.is_compiling", "jit.is_tracing"),
+    *("is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_cache_enabled"),
+    *("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"),
+    *("get_default_dtype", "get_num_threads", "get_float32_matmul_precision", "initial_seed"),
+    *("are_deterministic_algorithms_enabled", "is_deterministic_algorithms_warn_only_enabled"),
     *("distributed.is_initialized", "distributed.get_rank", "distributed.get_world_size"),
 )
-# What a recording would lose, or ask once for all calls: module, function, what a `forward` does that calls it.
-_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
-LOST: tuple[tuple[types.ModuleType, Callable[..., Any], str], ...] = (
-    *((time, getattr(time, f"{name}{unit}"), "asks for the time") for name in _CLOCKS for unit in ("", "_ns")),
-    (time, time.sleep, "sleeps"),
-    (warnings, warnings.warn, "warns"),
-    (warnings, warnings.warn_explicit, "warns"),
-)
+
+
+def _at(path: str) -> tuple[Any, str]:
+    """The module that has the question `path`, and its name there."""
+    module, _, name = f"torch.{path}".rpartition(".")
+    return sys.modules.get(module), name
+
+
+QUESTIONS = {getattr(*_at(path)): path for path in _ASKED if hasattr(*_at(path))}
 # Tensors made from no tensor: each call makes a new one.
 _FACTORIES = (
     "arange",
@@ -136,12 +139,22 @@ def _inside(depth: int) -> bool:
 
 def _is_instance(value: Any, classes: Any, plain: Callable[..., bool] = isinstance) -> bool:
     if not _asked(value):
-        return plain(value, classes)
-    listed = [c for group in (classes if plain(classes, tuple) else (classes,)) for c in _members(group)]
+        answer = plain(value, classes)
+        if plain(value, nn.Module) and not _inside(2):
+            _here.tracer.is_one_of(value, tuple(_flat(classes)), answer)
+        return answer
+    listed = [c for group in _flat(classes) for c in _members(group)]
     of_a_kind = any(issubclass(c, Tensor) and c is not Tensor for c in listed)
     if of_a_kind or not guards.is_tensor(value.tracer.root, value.node):
         raise Raised(_TYPE)
     return any(issubclass(Tensor, c) for c in listed)
+
+
+def _flat(classes: Any) -> Iterator[Any]:
+    for group in classes if type(classes) is tuple else ():
+        yield from _flat(group)
+    if type(classes) is not tuple:
+        yield from typing.get_args(classes) or (classes,)
 
 
 def _members(group: Any, plain: Callable[..., bool] = isinstance) -> Iterator[type]:
@@ -248,19 +261,6 @@ def _would_log(answers: dict[str, Any]) -> Callable[..., bool]:
     return ask
 
 
-def refusing(plain: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """`plain`, which the code that is recorded must not call: it would be called once, and then never again."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1)
-        file = caller.f_code.co_filename
-        if getattr(_here, "records", False) and not (file.startswith(_INSIDE) or is_of_python(file)):
-            raise Untraceable(f"{reason} (line {caller.f_lineno})")
-        return plain(*args, **kwargs)
-
-    return call
-
-
 def _making(tracer: fx.Tracer, plain: Callable[..., Any]) -> Callable[..., Any]:
     """A call of `plain` is recorded; the tensor that it would make now would be the same for ever."""
 
@@ -298,19 +298,16 @@ def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
         stack.enter_context(_replaced(torch, "is_tensor", _is_tensor))
         for name in _FACTORIES:
             stack.enter_context(_replaced(torch, name, _making(tracer, getattr(torch, name))))
-        for path in _SURROUNDINGS:
-            module, _, name = f"torch.{path}".rpartition(".")
-            if hasattr(sys.modules.get(module), name):
-                place = sys.modules[module]
-                stack.enter_context(_replaced(place, name, _about(path, getattr(place, name), answers)))
+        for path in QUESTIONS.values():
+            place, name = _at(path)
+            stack.enter_context(_replaced(place, name, _about(path, getattr(place, name), answers)))
         for name in ("__getitem__", "__setitem__", "__delitem__", "__iter__"):
             stack.enter_context(_replaced(type(os.environ), name, _environment(name, answers)))
         stack.enter_context(_replaced(logging.Logger, "isEnabledFor", _would_log(answers)))
-        for owner, function, reason in LOST:
-            stack.enter_context(_replaced(owner, function.__name__, refusing(function, reason)))
         for cls, reason in _ENTERED.items():
             stack.enter_context(_replaced(cls, "__enter__", enter(vars(cls)["__enter__"], reason)))
         stack.enter_context(_replaced(base, "apply", classmethod(apply)))
+        stack.enter_context(_replaced(_here, "tracer", tracer))
         stack.enter_context(_replaced(_here, "records", True))
         yield answers
 

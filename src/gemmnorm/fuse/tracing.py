@@ -14,11 +14,11 @@ import dis
 import functools
 import inspect
 import itertools
-import math
 import operator
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +27,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import guards, held
-from .outside import known_as, path_of
-from .recorder import PLAIN, Absent, Recorder
+from .comparing import differs
+from .recorder import PLAIN, Recorder
 from .scanning import ANY, Raised, Scan, Untraceable
 from .stand_ins import MAPPING, StandIn, honest
+from .structure import aliases
+from .watching import Watch, forget_frames, take_back
 
 _WRITTEN = "_gemmnorm_written"  # the original `forward` under the name that a fused class keeps it by
 _NUMBERS = (int, float)
@@ -53,7 +55,9 @@ class Trace:
         surroundings: (expression, value) of what `forward` asked PyTorch, such as whether gradients are on, and of
             modules' globals and closures.
         namespaces: the modules of those globals, cells of those closures, functions and classes, by name.
+        relations: (path below the owner, what was found there): the same module as elsewhere, one of a class.
         tests_values: it compares with `is` what it has computed, in all likelihood with None.
+        tested_attributes: attributes that it compares so.
     """
 
     graph: fx.Graph
@@ -65,13 +69,15 @@ class Trace:
     surroundings: tuple[tuple[str, Any], ...] = ()
     namespaces: Mapping[str, Any] = field(default_factory=dict)
     tests_values: bool = False
+    tested_attributes: frozenset[str] = frozenset()
+    relations: tuple[tuple[str, Any], ...] = ()
 
     def asks_more_than(self, *names: str) -> bool:
         """It holds only under conditions on other attributes of the owner, or on parameters of `forward`."""
         asked = any(path or name not in names for path, name, _ in self.attributes)
         return (
             asked
-            or bool(self.fixed or self.tested or self.surroundings)
+            or bool(self.fixed or self.tested or self.surroundings or self.relations)
             or any(p.kind in _VARIADIC for p in self.parameters)
         )
 
@@ -80,38 +86,16 @@ class Trace:
 
         `render` turns a dotted path below the owner ("" for itself) into an expression.
         """
-        found = [_differs(p.name, p.default) for p in self.parameters if p.name in self.fixed]
+        found = [differs(p.name, p.default, render) for p in self.parameters if p.name in self.fixed]
         found += [f"{p.name} is None" for p in self.parameters if p.name in self.tested - self.fixed]
         found += [
             f"len({p.name}) != 1" if _is_input(p, self.parameters) else p.name
             for p in self.parameters
             if p.kind in _VARIADIC and not _is_mapping(p, self.parameters)
         ]
-        found += [_differs(expression, value) for expression, value in self.surroundings]
-        return found + [_differs(f"{render(path)}.{name}", value) for path, name, value in self.attributes]
-
-
-def _differs(expression: str, value: Any) -> str:
-    if value is Absent:
-        return "hasattr({}, {!r})".format(*expression.rsplit(".", 1))
-    comparison = "is not" if value is None or isinstance(value, bool) or callable(value) else "!="
-    return f"{expression} {comparison} {literal(value)}"
-
-
-def literal(value: Any) -> str:
-    """A plain value, a function, a class, or a container of such, as Python; `repr(math.inf)` is none."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return f'float("{value}")'
-    if isinstance(value, torch.device):
-        return f'torch.device("{value}")'
-    if isinstance(value, set):
-        return f"{{{', '.join(sorted(map(literal, value)))}}}" if value else "set()"
-    if isinstance(value, (tuple, list)):
-        inside = ", ".join(map(literal, value))
-        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
-    return path_of(value) or (known_as(value) if callable(value) else repr(value))
+        found += [differs(render(path), value, render) for path, value in self.relations]
+        found += [differs(expression, value, render) for expression, value in self.surroundings]
+        return found + [differs(f"{render(path)}.{name}", value, render) for path, name, value in self.attributes]
 
 
 def forward_of(cls: type[nn.Module]) -> Any:
@@ -179,17 +163,25 @@ def _record(
     forward: Any = forward_of(type(owner))
     parameters = _parameters(forward)
     scan = Scan(type(owner), forward, whole)
+    failed: Untraceable | None = None
     with _LOCK, held.mode(owner, training), torch.enable_grad(), held.random_state() as drew:
         tracer = _OwnerTracer(owner, parameters, given, variable)
         recorder = Recorder(owner, tracer, whole, scan)
         try:
             with recorder, honest(tracer) as answers:
+                tracer.watch = Watch(recorder.read_before, answers)
                 graph = _run(tracer, owner)
-            recorder.note_globals()
+            recorder.look_again()
+        except Untraceable as reason:
+            failed = reason
+            forget_frames(reason)
         finally:
             changed = recorder.restore()
-        if changed:
-            raise Untraceable(f"changes {changed}")
+            kept = take_back(tracer.made_up())
+        if failed is not None:
+            raise failed
+        if changed or kept:
+            raise Untraceable(f"changes {changed}" if changed else f"keeps what it computes in {kept}")
         if drew():  # a number drawn while recording would be the same for ever
             raise Untraceable("draws random numbers")
     tested = {p.name for p in parameters if (p.name in scan.tested or ANY in scan.tested) and p.name not in given}
@@ -203,6 +195,8 @@ def _record(
         surroundings=(*answers.items(), *recorder.surroundings.items()),
         namespaces=recorder.namespaces,
         tests_values=scan.tests_values,
+        tested_attributes=frozenset(scan.tested_attributes),
+        relations=(*recorder.relations, *aliases(owner, graph, (path for path, _, _ in recorder.attributes))),
     )
 
 
@@ -241,6 +235,7 @@ def _run(tracer: _OwnerTracer, owner: nn.Module) -> fx.Graph:
         try:
             return _attempt(tracer, owner)
         except Raised as reason:
+            forget_frames(reason)
             raised.append(reason)
         if len(raised) == _ATTEMPTS or not tracer.turn_last_decision():
             raise raised[0]
@@ -286,6 +281,10 @@ class _OwnerTracer(fx.Tracer):
         self.parameters, self.given, self.variable = parameters, given, variable
         self.made: dict[int, nn.Module] = {}  # by `forward` itself
         self.called: list[nn.Module] = []  # children, in this attempt
+        self.names: dict[int, str] = {}  # of tensors
+        self.proxies: dict[str, fx.Proxy] = {}  # of those, in this attempt
+        self.watch: Watch
+        self.stand_ins: list[weakref.ref[fx.Proxy]] = []
         self.fixed: set[str] = set()
         self.traced_func_name = _WRITTEN if hasattr(root, _WRITTEN) else "forward"
         # How the first decisions are to fall, and whether both ways were tried; and how those of this attempt fell.
@@ -306,10 +305,31 @@ class _OwnerTracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return StandIn(node, self)
+        found = StandIn(node, self)
+        self.stand_ins.append(weakref.ref(found))
+        return found
+
+    def made_up(self) -> list[weakref.ref[fx.Proxy]]:
+        """The stand-ins of this recording, which the tracer lets go of."""
+        self.proxies = {}
+        return self.stand_ins
+
+    def named(self, value: Any) -> Any:
+        """What stands for a parameter or buffer of the owner, or for a tensor that is an attribute; else `value`."""
+        name = self.names.get(id(value))
+        if name is None:
+            return value
+        if name not in self.proxies:
+            self.proxies[name] = self.create_proxy("get_attr", name, (), {})
+        return self.proxies[name]
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return self.named(attr_val)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        self.taken, self.called = [], []
+        self.taken, self.called, self.proxies = [], [], {}
+        held = (*self.root.named_buffers(), *self.root.named_parameters())
+        self.names = {id(t): name for t, name in self.tensor_attrs.items()} | {id(t): name for name, t in held}
         positional: list[Any] = [self.root]
         keywords: dict[str, Any] = {}
         for p in self.parameters:
@@ -334,7 +354,16 @@ class _OwnerTracer(fx.Tracer):
                 keywords[p.name] = value
             else:
                 positional.append(value)
-        return (lambda *args: root_fn(*args, **keywords)), positional
+
+        def watched(*args: Any) -> Any:
+            with self.watch:
+                return root_fn(*args, **keywords)
+
+        return watched, positional
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        with self.watch.paused():
+            return super().create_proxy(*args, **kwargs)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) != self.grad_mode:

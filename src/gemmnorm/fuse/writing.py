@@ -8,6 +8,7 @@ cheap expressions used once stand where they are used.
 from __future__ import annotations
 
 import builtins
+import enum
 import inspect
 import keyword
 import math
@@ -21,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from .comparing import HOLDS, literal
 from .matching import Found, resolve
+from .outside import import_line, known_as
 from .recorder import Method
 from .scanning import Untraceable
-from .tracing import literal
 from .views import does_nothing
 
 LINE = 116
@@ -32,7 +34,21 @@ _STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Paramet
 _PRODUCT = "product"  # what a chain's product is called where it is laid out anew
 _MODULES = {"F": F, "torch": torch, "operator": operator, "math": math}
 # What no parameter or variable may be called: the text refers to these by name.
-_RESERVED = {*_MODULES, _PRODUCT, "float", "slice", "getattr", "hasattr", "isinstance", "super", "len", "os", "logging"}
+_RESERVED = {
+    *_MODULES,
+    _PRODUCT,
+    "float",
+    "slice",
+    "getattr",
+    "hasattr",
+    "isinstance",
+    "super",
+    "len",
+    "os",
+    "logging",
+    "type",
+    HOLDS,
+}
 _BINARY = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
     operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.and_: "&", operator.or_: "|",
@@ -268,14 +284,14 @@ class Writer:
                 return self._like_product(self.products[value])
             source = next((bn for bn, result in self.result.items() if result is value), value)
             return self._expression(source) if source in self.inlined else self.names[value]
-        if value is None or isinstance(value, (bool, int)):
-            return repr(value)
         if value is ...:
             return "..."
-        if isinstance(value, str):
+        if isinstance(value, str) and type(value) is str:
             return _quoted(value)
-        if isinstance(value, float):
+        if value is None or type(value) in (bool, int, float):
             return literal(value)
+        if isinstance(value, float) and type(value).__module__ == "numpy":
+            return literal(float(value))
         if isinstance(value, torch.Size):
             return self._argument(tuple(value))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -294,6 +310,10 @@ class Writer:
         if isinstance(value, torch.device):
             self._import("torch", torch, "import torch")
             return f'torch.device("{value}")'
+        if isinstance(value, enum.Enum) and type(value).__members__.get(value.name) is value:
+            name = known_as(type(value))
+            self._import(name, type(value), import_line(name, type(value)))
+            return f"{name}[{value.name!r}]"
         raise Untraceable(f"uses a {type(value).__name__} that cannot be written down")
 
     def _callable(self, target: Any) -> str:

@@ -1,0 +1,117 @@
+"""What a `forward` has read, as expressions that are true where it is something else."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .outside import known_as, path_of
+
+
+class Absent:
+    """In place of an attribute's value: the owner has none of that name."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """Of a list or the like whose items are looked at one by one."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Of a dictionary whose values are looked at one by one."""
+
+    keys: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Of a module's children, parameters or buffers that are not None."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Same:
+    """The very module at `path` below the owner."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class IsInstance:
+    """Whether it is one of a class, or of one out of several."""
+
+    classes: tuple[type, ...]
+    answer: bool
+
+
+HOLDS = "as_recorded"  # a variable: whether a recording does
+# Asks for a part of what an attribute or a global is, which may be None by now.
+_MAY_RAISE = re.compile(r"\b(self|globals_\w+|held_\w+)(\.\w+|\[[^]]*\])[.\[]|\[\*|\blen\((self|globals_|held_)")
+Render = Callable[[str], str]  # a dotted path below the owner ("" for itself) → an expression
+
+
+def differs(expression: str, value: Any, render: Render) -> str:
+    """An expression that is true where `expression` is not `value`."""
+    if value is Absent:
+        return "hasattr({}, {!r})".format(*expression.rsplit(".", 1))
+    if isinstance(value, Length):
+        return f"len({expression}) != {value.length}"
+    if isinstance(value, Keys):
+        return f"[*{expression}] != {literal([*value.keys])}"
+    if isinstance(value, Names):
+        held = f"[name for name, held in {expression}.items() if held is not None]"
+        return f"{held} != {literal([*value.names])}"
+    if isinstance(value, Same):
+        return f"{expression} is not {render(value.path)}"
+    if isinstance(value, IsInstance):
+        classes = literal(value.classes) if len(value.classes) > 1 else literal(value.classes[0])
+        return f"{'not ' * value.answer}isinstance({expression}, {classes})"
+    if value is None or isinstance(value, bool) or callable(value):
+        return f"{expression} is not {literal(value)}"
+    if type(value) in (int, float) and not expression.endswith(")"):  # and no tensor of that value
+        return f"type({expression}) is not {type(value).__name__} or {expression} != {literal(value)}"
+    return f"{expression} != {literal(value)}"
+
+
+def questions(conditions: Sequence[str]) -> tuple[list[str], str, str]:
+    """(statements, an expression after them that is true where none of `conditions` is, and one where any is).
+
+    Where asking raises, the recording does not hold.
+    """
+    text = " or ".join(conditions)
+    if not any(map(_MAY_RAISE.search, conditions)):
+        return [], f"not ({text})", text
+    return [
+        "try:", f"    {HOLDS} = not ({text})", "except Exception:", f"    {HOLDS} = False",
+    ], HOLDS, f"not {HOLDS}"  # fmt: skip
+
+
+def below(prefix: str, value: Any) -> Any:
+    """The same where the owner is itself a descendant, at `prefix`."""
+    return replace(value, path=f"{prefix}.{value.path}".rstrip(".")) if isinstance(value, Same) else value
+
+
+def literal(value: Any) -> str:
+    """A plain value, a function, a class, or a container of such, as Python; `repr(math.inf)` is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{float(value)}")'
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, (set, frozenset)):
+        inside = f"{{{', '.join(sorted(map(literal, value)))}}}" if value else "set()"
+        return f"frozenset({inside})" if isinstance(value, frozenset) else inside
+    if isinstance(value, (tuple, list)):
+        inside = ", ".join(map(literal, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
+    return path_of(value) or (known_as(value) if callable(value) else repr(value))

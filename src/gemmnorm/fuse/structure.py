@@ -1,0 +1,90 @@
+"""What the modules below an owner are like, where its recorded `forward` takes that for granted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from .. import children
+from .comparing import Same
+
+
+class Assumed(NamedTuple):
+    """A descendant that does not run as a module: its path, class, attributes with their values, children's names."""
+
+    path: str
+    cls: type[nn.Module]
+    attributes: tuple[tuple[str, Any], ...]
+    structure: tuple[Any, ...]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class of `module` before `fuse`; its own where that class was derived from later."""
+    cls = type(module)
+    original: type[nn.Module] = getattr(cls, "_gemmnorm_original", cls)
+    return original if getattr(cls, "_gemmnorm_fused", None) is cls else cls
+
+
+def child_names(owner: nn.Module) -> tuple[Any, ...]:
+    """Names of the children that are not None, those inside of lists and dictionaries of modules included."""
+    return tuple(
+        (name, child_names(child)) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else name
+        for name, child in owner._modules.items()
+        if child is not None
+    )
+
+
+def is_as_recorded(owner: nn.Module, structure: tuple[Any, ...], assumed: tuple[Assumed, ...]) -> bool:
+    """The owner's children go by the names that they had when its `forward` was recorded, and `assumed` still holds."""
+    if child_names(owner) != structure:
+        return False
+    for path, cls, attributes, inner in assumed:
+        module: Any = owner
+        for name in path.split("."):  # Dynamo of 2.4 does not know `get_submodule`
+            module = None if module is None else module._modules.get(name)
+        if (
+            module is None
+            or original_class(module) is not cls
+            or not children.is_untouched(module)
+            or child_names(module) != inner
+        ):
+            return False
+        if module.training != owner.training:
+            return False
+        if any(getattr(module, name) != value for name, value in attributes):
+            return False
+    return True
+
+
+def assume(owner: nn.Module, path: str) -> Assumed:
+    """What is taken for granted about a descendant that does not run as a module."""
+    module = owner.get_submodule(path)
+    names = {nn.Flatten: ("start_dim", "end_dim"), nn.Dropout: ("p",)}.get(type(module), ())
+    attributes = tuple((name, getattr(module, name)) for name in names)
+    return Assumed(path, original_class(module), attributes, child_names(module))
+
+
+def aliases(owner: nn.Module, graph: fx.Graph, read: Iterable[str]) -> list[tuple[str, Same]]:
+    """(path, another path to the same) of the modules and tensors that a recording names, or reads attributes of.
+
+    They are recorded under one name, whichever `forward` uses.
+    """
+    used = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")} | {*read}
+    found: dict[int, list[str]] = {}
+    for path, value in _everything(owner, "", ()):
+        found.setdefault(id(value), []).append(path)
+    groups = [paths for paths in found.values() if len(paths) > 1 and used & {*paths}]
+    return [(paths[0], Same(other)) for paths in groups for other in paths[1:]]
+
+
+def _everything(module: nn.Module, prefix: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """(path, module or tensor) below `module`, each under all its paths."""
+    held: dict[str, Any] = {**module._parameters, **module._buffers}
+    held |= {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    yield from ((prefix + name, tensor) for name, tensor in held.items() if tensor is not None)
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in above:
+            yield prefix + name, child
+            yield from _everything(child, f"{prefix}{name}.", (*above, id(child)))

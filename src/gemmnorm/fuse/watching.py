@@ -1,0 +1,224 @@
+"""What runs while a `forward` is recorded: user's functions are read before they run, questions and tensors noticed.
+
+Reading byte code ahead (`scanning`) finds what is called by a name. A method of a helper object, a callback out of a
+list or a property is found here, when it is called; so is what is asked of Python or PyTorch, by whatever name it goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import datetime
+import gc
+import os
+import sys
+import time
+import traceback
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from .scanning import TORCH, Untraceable, is_of_python, is_of_users
+from .stand_ins import QUESTIONS
+
+_OURS = (os.path.join(TORCH, "fx", ""), os.path.join(os.path.dirname(os.path.dirname(__file__)), ""))
+_MODULES = os.path.join(TORCH, "nn", "modules", "")
+_BACKENDS = os.path.join(TORCH, "backends", "")
+_CONSTANT = ("is_available", "is_built", "version")  # of a backend
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+# What a recording would lose, or ask once for all calls.
+_LOST: dict[Callable[..., Any], str] = {
+    **{getattr(time, f"{name}{unit}"): "asks for the time" for name in _CLOCKS for unit in ("", "_ns")},
+    **{time.sleep: "sleeps", warnings.warn: "warns", warnings.warn_explicit: "warns"},
+    **dict.fromkeys((time.localtime, time.gmtime, time.strftime, time.ctime), "asks for the time"),
+}
+_TAKE_ARGUMENTS = ("is_autocast_enabled", "get_autocast_dtype")
+_NOW = ("now", "today", "utcnow")
+
+
+class Watch:
+    """While active in this thread, `reads(frame)` is called for each function that is new to `scan`."""
+
+    def __init__(self, reads: Callable[[types.FrameType], None], answers: dict[str, Any]) -> None:
+        self.reads, self.answers = reads, answers
+        self.known: set[types.CodeType] = set()
+        self.python = {f.__code__: (f, path) for f, path in QUESTIONS.items() if isinstance(f, types.FunctionType)}
+        self.mode = _NoOtherTensors()
+        self.active = False
+
+    def __enter__(self) -> Watch:
+        self.before, self.active = sys.getprofile(), True
+        self.mode.__enter__()
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        self.active = False
+        self.mode.__exit__(None, None, None)
+        if callable(self.before):
+            sys.setprofile(self.before)
+        elif self.before is not None:  # cProfile, which sets itself
+            self.before.enable()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While the recorder works, which runs nothing of the user's: for speed."""
+        active, self.active = self.active, False
+        if active:
+            sys.setprofile(None)
+        try:
+            yield
+        finally:
+            self.active = active
+            if active:
+                sys.setprofile(self._event)
+
+    def _event(self, frame: types.FrameType, kind: str, function: Any) -> None:
+        if kind == "call":
+            self._called(frame)
+        elif kind == "c_call" and is_of_users(frame.f_code.co_filename):
+            self._asked(function, f"(line {frame.f_lineno})")
+
+    def _called(self, frame: types.FrameType) -> None:
+        code, caller = frame.f_code, frame.f_back
+        if code in self.known:
+            return
+        by_user = caller is not None and is_of_users(caller.f_code.co_filename)
+        if by_user and code in self.python and caller is not None:
+            function, path = self.python[code]
+            self._note(function, path, any(v is not None for v in frame.f_locals.values()), f"(line {caller.f_lineno})")
+        elif by_user and code.co_filename.startswith(_BACKENDS) and code.co_name not in _CONSTANT:
+            raise Untraceable("asks for a setting of torch.backends")
+        elif is_of_users(code.co_filename) and not (_stands_apart(frame) or by_us(caller)):
+            self.known.add(code)
+            try:
+                self.reads(frame)
+            except Untraceable:
+                if "-packages" not in code.co_filename or not _constructs(frame):
+                    raise
+
+    def _asked(self, function: Any, line: str) -> None:
+        of, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(of, contextvars.ContextVar) and name == "get":
+            raise Untraceable(f"reads a context variable {line}")
+        if isinstance(of, type) and issubclass(of, datetime.date) and name in _NOW:
+            raise Untraceable(f"asks for the time {line}")
+        if isinstance(function, types.BuiltinFunctionType):
+            if function in _LOST:
+                raise Untraceable(f"{_LOST[function]} {line}")
+            if function in QUESTIONS:
+                self._note(function, QUESTIONS[function], QUESTIONS[function] in _TAKE_ARGUMENTS, line)
+
+    def _note(self, function: Callable[..., Any], path: str, with_arguments: bool, line: str) -> None:
+        if with_arguments:
+            raise Untraceable(f"calls {path} under another name {line}; torch.{path} can be recorded")
+        self.answers[f"torch.{path}()"] = function()
+
+
+def by_us(frame: types.FrameType | None) -> bool:
+    """Who asks, by way of Python's library and methods of `nn.Module` or not, is the recorder, not what it records."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith(_MODULES) or is_of_python(file) or frame.f_code.co_name == "getattribute"):
+            break
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_filename.startswith(_OURS)
+
+
+def function_of(frame: types.FrameType) -> types.FunctionType | None:
+    """The function that runs in `frame`, which has just been called, where it can be found."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    for cls in (first if isinstance(first, type) else type(first)).__mro__:
+        found = vars(cls).get(code.co_name)
+        for f in (found, *(getattr(found, name, None) for name in ("__func__", "fget", "func"))):
+            if isinstance(f, types.FunctionType) and f.__code__ is code:
+                return f
+    holders = gc.get_referrers(code) if code.co_freevars else ()
+    return next((f for f in holders if isinstance(f, types.FunctionType) and f.__code__ is code), None)
+
+
+def _stands_apart(frame: types.FrameType) -> bool:
+    """Runs when nobody has called it, or gives what the recorder watches anyway."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    looks_up = code.co_name in ("__getattr__", "__getattribute__") and isinstance(first, nn.Module)
+    return looks_up or code.co_name == "__del__"
+
+
+def _constructs(frame: types.FrameType | None) -> bool:
+    """Somebody makes an object, which a recording makes again."""
+    while frame is not None:
+        if frame.f_code.co_name in ("__init__", "__new__", "__post_init__"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _NoOtherTensors(TorchFunctionMode):  # type: ignore[misc]
+    """Tensors that are no stand-ins are not asked for anything, and nothing is done with them."""
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [*_leaves((args, kwargs or {}))]
+        if any(isinstance(a, Tensor) for a in given) and not any(isinstance(a, fx.Proxy) for a in given):
+            frame: Any = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename.startswith(TORCH) and not by_us(frame):
+                frame = frame.f_back
+            if not by_us(frame):
+                raise Untraceable(f"uses a tensor that is no input of its own (line {frame.f_lineno})")
+        return func(*args, **(kwargs or {}))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if type(value) in (tuple, list):
+        for item in value:
+            yield from _leaves(item)
+    elif type(value) is dict:
+        yield from _leaves([*value.values()])
+    else:
+        yield value
+
+
+# --- what is left of a recording -------------------------------------------------------------------------------------
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Drop the variables of the calls that `error` has ended."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def take_back(made: list[weakref.ref[fx.Proxy]]) -> str | None:
+    """Take the stand-ins that are still somewhere out of there; where one was."""
+    if all(ref() is None for ref in made):
+        return None
+    gc.collect()
+    left = [proxy for ref in made if (proxy := ref()) is not None]
+    found = None
+    for proxy in left:
+        for holder in gc.get_referrers(proxy):
+            if holder is not left and not isinstance(holder, (types.FrameType, fx.Proxy)) and _drop(holder, proxy):
+                found = f"a {type(holder).__name__}"
+    return found or ("an object" if left else None)
+
+
+def _drop(holder: Any, proxy: fx.Proxy) -> bool:
+    if isinstance(holder, list):
+        list.__setitem__(holder, slice(None), [item for item in holder if item is not proxy])
+    elif isinstance(holder, dict):
+        for key in [key for key, value in dict.items(holder) if value is proxy]:
+            dict.__delitem__(holder, key)
+    elif isinstance(holder, set):
+        set.discard(holder, proxy)
+    elif hasattr(holder, "__dict__") and any(value is proxy for value in vars(holder).values()):
+        return _drop(vars(holder), proxy)
+    else:
+        return False
+    return True
