@@ -116,7 +116,7 @@ def test_where_it_serves() -> None:
     blocks = {b: {s.cluster for s in gradient.shapes(replace(problem, batch=b))} for b in (256, 1024, 2048, 4096, 4097)}
     assert list(blocks.values()) == [{1, 2, 4, 8}, {2, 4, 8}, {4, 8}, {8}, set()]
     for batch in (4097, 49152):  # more rows than a cluster's shared memory holds, a panel that the L2 does
-        turns = gradient.unit_launch(replace(problem, batch=batch), NOT_SPLIT)
+        turns = gradient.persistent_launch(replace(problem, batch=batch), NOT_SPLIT)
         assert turns is not None and turns.function == "persistent_gradient" and turns.cooperative
     for other in (
         replace(problem, batch=49153),
@@ -125,7 +125,7 @@ def test_where_it_serves() -> None:
         replace(problem, chip=plan.chip_for(80)),  # no clusters
         replace(problem, chip=plan.chip_for(120)),  # too little shared memory
     ):
-        assert gradient.unit_launch(other, NOT_SPLIT) is None and not tuple(gradient.shapes(other))
+        assert gradient.persistent_launch(other, NOT_SPLIT) is None and not tuple(gradient.shapes(other))
 
 
 def test_panels_between_sums_and_gradients() -> None:
@@ -133,7 +133,7 @@ def test_panels_between_sums_and_gradients() -> None:
     problem = Problem(16384, 64, 4096, "bfloat16", "bfloat16", save=True)
     lags = {}
     for batch, features in ((16384, 4096), (8192, 4096), (49152, 4096), (8192, 128), (8192, 8)):
-        launch = gradient.unit_launch(replace(problem, batch=batch, out_features=features), NOT_SPLIT)
+        launch = gradient.persistent_launch(replace(problem, batch=batch, out_features=features), NOT_SPLIT)
         assert launch is not None
         lags[batch, features] = dict(launch.numbers)["lag"]
     assert list(lags.values()) == [4, 8, 2, 2, 1]

@@ -173,14 +173,14 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 @register_flop_formula([torch.ops.gemmnorm.linear_scale_batch_norm, torch.ops.gemmnorm.sync_statistics])
 def _forward_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    """Of the product, as FlopCounterMode counts: x [B, I], weight [O, I]."""
+    """FLOPs of the product, as FlopCounterMode counts: x [B, I], weight [O, I]."""
     return 2 * x[0] * x[1] * weight[0]
 
 
 @register_flop_formula([torch.ops.gemmnorm.linear_scale_batch_norm_backward, torch.ops.gemmnorm.sync_gradient])
 def _backward_flops(grad: Any, x: Any, weight: Any, *rest: Any, **__: Any) -> int:
-    """Of those products of the backward that are wanted, dx = da·W and dW = daᵀ·x; and of the forward's where it was
-    not kept and is multiplied again, as of a checkpointed Linear."""
+    """FLOPs of those products of the backward that are wanted, dx = da·W and dW = daᵀ·x; and of the forward's where it
+    was not kept and is multiplied again, as of a checkpointed Linear."""
     product, needs = rest[4], rest[-1]
     return _forward_flops(x, weight) * ((product[0] == 0) + sum(map(bool, needs[:2])))
 

@@ -142,15 +142,15 @@ def _words(problem: Problem, way: Gemm | small.Shape | panels.Shape | Gradient |
 def _backward(problem: Problem, strategy: str, way: Gradient) -> Plan:
     if way.kernel == "cluster_gradient":
         assert way.shape is not None
-        made = gradient.by_panels(problem, gradient.panel_launch_of(problem, way.split, way.shape))
+        made = gradient.cluster_steps(problem, gradient.cluster_launch(problem, way.split, way.shape))
     elif way.kernel == "persistent_gradient":
-        launch = gradient.unit_launch(problem, way.split)
+        launch = gradient.persistent_launch(problem, way.split)
         assert launch is not None
-        made = gradient.by_units(problem, launch)
+        made = gradient.persistent_steps(problem, launch)
     elif way.gemm is not None:
-        made = gradient.by_multiplying_again(problem, way.gemm)
+        made = gradient.recomputed_product_steps(problem, way.gemm)
     else:
-        made = gradient.by_three(problem, way.split)
+        made = gradient.three_launch_steps(problem, way.split)
     found = gradient.backward_plan(problem, strategy, made)
     return split.split_backward(problem, found) if way.split else found
 
@@ -312,7 +312,7 @@ def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
 
 
 def _backwards(problem: Problem) -> Iterator[Candidate]:
-    """Of every strategy: what a forward keeps is the same but for where the product's offset is."""
+    """Candidates of a backward. They serve after every strategy, which differ only in where the product's offset is."""
     kernels = refusal(replace(problem, save=False), "one_kernel")
     if not problem.keep_product:
         yield from _multiplied_again(problem)
@@ -326,7 +326,7 @@ def _backwards(problem: Problem) -> Iterator[Candidate]:
         if not shapes:
             reason = "no cluster of eight blocks holds the batch, or the mode or the GPU has none"
             yield Candidate(problem, "backward", own, Gradient("cluster_gradient", products), reason)
-        unit = gradient.unit_launch(problem, products)
+        unit = gradient.persistent_launch(problem, products)
         reason_unit = None if unit else "a panel does not fit the L2 twice, or the mode or the GPU has no such kernel"
         yield Candidate(problem, "backward", own, Gradient("persistent_gradient", products), reason_unit)
         yield Candidate(problem, "backward", own, Gradient("three launches", products))
@@ -334,7 +334,7 @@ def _backwards(problem: Problem) -> Iterator[Candidate]:
 
 def _multiplied_again(problem: Problem) -> Iterator[Candidate]:
     """The backward where the forward has kept no product."""
-    reason = gradient.refusal_to_multiply_again(problem)
+    reason = gradient.refusal_to_recompute(problem)
     for tile in tiles(problem):
         _, across = tile.counts(problem)
         way = Gemm(tile, "gradient", _together(problem, tile), across, weight_rows=problem.out_features)

@@ -45,7 +45,7 @@ def with_copies(problem: Problem) -> tuple[Problem, ...]:
 
 
 def converted_bytes(problem: Problem, name: str) -> float:
-    """Of an element of an operand that is cast or copied: read and written."""
+    """Bytes read and written for each element of an operand that is cast or copied."""
     return float(DTYPE_BYTES["float32" if name in problem.cast else problem.dtype] + DTYPE_BYTES[problem.dtype])
 
 
@@ -57,7 +57,7 @@ def operands(problem: Problem) -> tuple[Buffer, ...]:
 
 
 def chunks(problem: Problem) -> int:
-    """Of K, that are cast one after the other; 1 where nothing is."""
+    """Number of chunks of K that are cast one after another; 1 where nothing is cast."""
     return -(-problem.in_features // COLUMNS) if problem.made else 1
 
 

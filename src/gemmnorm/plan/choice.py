@@ -227,7 +227,7 @@ def decide_keep_product(problem: Problem, strategy: str | None, wanted: bool | N
     `wanted`: True or False; None for what is predicted to take less time, forward and backward together. The product is
     kept wherever it cannot be multiplied again.
     """
-    refused = gradient.refusal_to_multiply_again(problem) or why_no_kernels(problem)
+    refused = gradient.refusal_to_recompute(problem) or why_no_kernels(problem)
     if not problem.save or refused is not None or strategy == "reference":
         return True
     return _keeping_is_faster(problem, strategy) if wanted is None else wanted

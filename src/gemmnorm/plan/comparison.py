@@ -8,7 +8,7 @@ from dataclasses import replace
 from . import tables
 from .candidates import candidates
 from .choice import ranking, why_no_kernels
-from .gradient import refusal_to_multiply_again
+from .gradient import refusal_to_recompute
 from .library import GROUP_ROWS
 from .problem import DTYPE_BYTES
 from .steps import Plan
@@ -22,14 +22,14 @@ def kept(plan: Plan) -> list[str]:
     if not problem.save or plan.strategy == "reference":
         return []
     line = f"kept for the backward, beside x and the weight: {kept_bytes(plan):,} bytes"
-    if refusal_to_multiply_again(problem) is None:
+    if refusal_to_recompute(problem) is None:
         other = replace(plan, problem=replace(problem, keep_product=not problem.keep_product))
         line += f" ({kept_bytes(other):,} with keep_product={other.problem.keep_product})"
     return [line]
 
 
 def kept_bytes(plan: Plan) -> int:
-    """Of the product, where it is kept, and the statistics."""
+    """Bytes of the product, where it is kept, and of the statistics."""
     p = plan.problem
     rows = 2 + (-(-p.batch // GROUP_ROWS) if plan.keeps_offsets else 0)
     return p.out_features * (p.batch * DTYPE_BYTES[p.dtype] * p.keep_product + rows * DTYPE_BYTES["float32"])

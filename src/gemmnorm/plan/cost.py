@@ -19,17 +19,17 @@ from .split import ROW_BYTES
 
 FITTED = CHIPS[90]  # the GPU that the constants are fitted to, an H200
 L2_SHARE = 30e6 / FITTED.l2_bytes  # of an L2, that keeps what all multiprocessors read
-# Of cuBLAS, that the prediction takes the best of.
+# Tiles and split-K of cuBLAS' kernels, of which the prediction takes the best.
 LIBRARY_TILES = (
     (320, 128), (256, 128), (192, 128), (128, 128), (128, 64), (64, 64), (64, 32), (32, 32),
 )  # fmt: skip
-LIBRARY_SPLITS = (1, 2, 3, 4, 6, 8, 16, 32)  # parts of K, likewise
+LIBRARY_SPLIT_K = (1, 2, 3, 4, 6, 8, 16, 32)  # parts of K
 SHARPNESS = 4  # of `overlapped`
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Of one arithmetic on one GPU. Microseconds, and nanoseconds where the name says so."""
+    """Constants of the cost function for one arithmetic on one GPU: µs, or ns where the name ends so."""
 
     # Launches and memory.
     launch: float = 2.0  # each launch after the first, its tail included
@@ -44,7 +44,7 @@ class Constants:
     library_tensor_ns: float = 0.6  # of a stage of K, for each of a tile's columns in 128 rows
     library_load_ns: float = 0.5  # of a stage of K, for each of a tile's rows and columns
     library_tile: float = 1.5  # of a tile: prologue and epilogue
-    library_split: float = 1.0  # of sums over parts of K
+    library_split_k: float = 1.0  # of sums over parts of K
     library_vector: float = 3.0  # TB/s of the weight, times the square of its rows, without tensor cores
     sustained: float = 0.1  # the share by which long products run slower (power)
     # fused_gemm.
@@ -91,7 +91,7 @@ class Constants:
     # Backward.
     gradient: float = 3.0  # of a launch up to the product's gradient, by clusters
     gradient_row_ns: float = 20.0  # of 128 bytes of a row that a warp holds, for each panel of its block
-    gradient_turns: float = 5.0  # of persistent_gradient
+    persistent_gradient: float = 5.0  # of a launch up to the product's gradient by blocks that take turns
     split_stage: float = 0.7  # of a stage of K in a product of split operands
     split_products: float = 4.0  # of the two launches
 
@@ -117,7 +117,7 @@ def _fitted() -> dict[str, Constants]:
 
 
 def constants(problem: Problem) -> Constants:
-    """Those fitted on an H200, with the bandwidth of the problem's GPU."""
+    """The constants fitted on an H200, with the bandwidth of the problem's GPU."""
     return _constants(arithmetic_of(problem), problem.chip or FITTED)
 
 
@@ -176,7 +176,7 @@ def count_product(problem: Problem, rows: int, columns: int, inner: int) -> Coun
     options = []
     for tile in LIBRARY_TILES:
         tiles = -(-rows // tile[0]) * -(-columns // tile[1])
-        for parts in LIBRARY_SPLITS:
+        for parts in LIBRARY_SPLIT_K:
             waves = -(-tiles * parts // blocks)
             options += [float(waves), waves * -(-steps // parts) * stage_bytes / ROW_BYTES]
     nbytes = size * (rows * inner + columns * inner + rows * columns)
@@ -377,16 +377,16 @@ def count_backward(problem: Problem, way: Any) -> Counted:
 
 
 def product_time(n: Mapping[str, Any], c: Constants) -> Any:
-    """Of a product by cuBLAS: its best tile and number of parts of K, or the bytes."""
+    """Time of a product by cuBLAS: its best tile and split-K, or the bytes moved."""
     best, at = n["vector_bytes"] / c.library_vector / 1e6, iter(n["options"])
     load = c.library_load_ns
     for rows, columns in LIBRARY_TILES:
         stage = overlapped(c.library_tensor_ns * rows * columns / 128, load * (rows + columns)) / 1e3
-        for parts in LIBRARY_SPLITS:
+        for parts in LIBRARY_SPLIT_K:
             waves, stages = next(at), next(at)
             found = waves * c.library_tile + stages * stage
             if parts > 1:
-                found = found + c.library_split + parts * n["result_bytes"] / c.l2_bandwidth / 1e6
+                found = found + c.library_split_k + parts * n["result_bytes"] / c.l2_bandwidth / 1e6
             best = _smaller(best, found)
     return overlapped(_throttled(best, c), n["product_bytes"] / c.bandwidth / 1e6)
 
@@ -457,7 +457,7 @@ def backward_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
         "gradient": n["cluster"] * c.gradient
         + n["held_rows"] * c.gradient_row_ns / 1e3
         + n["exchanges"] * c.panel_exchange
-        + n["turns"] * c.gradient_turns,
+        + n["turns"] * c.persistent_gradient,
         **pass_terms(n, c),
     }
 

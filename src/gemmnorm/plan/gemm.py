@@ -78,7 +78,7 @@ def swapped(rows: int, columns: int) -> bool:
 
 
 def width(rows: int, columns: int) -> int:
-    """Of the instruction that multiplies it. Its other side is 64, of a consumer: rows, or swapped features."""
+    """N of the wgmma instruction. M is 64 for each consumer: rows of the tile, or features where it is swap-AB."""
     return columns if not swapped(rows, columns) else rows if columns == WIDE else rows // 2
 
 
@@ -105,7 +105,7 @@ class Tile:
 
     @property
     def width(self) -> int:
-        """Of the instruction that multiplies it."""
+        """N of the wgmma instruction."""
         return width(self.rows, self.columns)
 
     @property
@@ -130,7 +130,7 @@ class Tile:
         return -(-size // 1024) * 1024
 
     def without_staging(self) -> Tile:
-        """Of a kernel that stores no tile: the ring has the memory."""
+        """Stages of a kernel that stores no tile: the ring has that memory too."""
         found = replace(self, staged=False)
         stage = self.planes * (self.rows + self.columns) * ROW_BYTES + 2 * 8
         return replace(found, stages=self.stages + (SHARED - found.shared) // stage)
@@ -264,7 +264,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
 
 
 def members(problem: Problem, tile: Tile, shared: int) -> tuple[tuple[str, str | int], ...]:
-    """Of `Config`: types, the tile, and bytes of shared memory."""
+    """Members of the kernel's `Config`: types, the tile, and bytes of shared memory."""
     half = problem.dtype != "float32"
     return (
         *type_members(problem),
@@ -293,7 +293,7 @@ def _converted_roles(problem: Problem, ahead: bool) -> tuple[tuple[str, str], ..
 
 
 def bytes_of_x(problem: Problem) -> int:
-    """Of x as it is multiplied."""
+    """Bytes of x as it is multiplied."""
     return problem.batch * problem.in_features * DTYPE_BYTES[problem.dtype]
 
 

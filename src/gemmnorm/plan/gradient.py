@@ -28,33 +28,33 @@ _PARAMETERS = ("grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
 Steps = tuple[tuple[Launch, ...], tuple[Buffer, ...], int]
 
 
-def by_panels(problem: Problem, launch: Launch) -> Steps:
-    """The launches up to the product's gradient, their buffers and counters: by clusters."""
+def cluster_steps(problem: Problem, launch: Launch) -> Steps:
+    """Launches up to the product's gradient, buffers and counters: by clusters."""
     return (launch,), (_product(problem),), 0
 
 
-def by_units(problem: Problem, launch: Launch) -> Steps:
-    """Likewise, by work items in turn."""
-    between = (*_between(problem, _unit_rows(problem)), *_vectors(problem, "merged_slope", "merged_shift"))
-    return (launch,), (*between, _product(problem)), 2 + 2 * -(-problem.out_features // _unit_columns(problem))
+def persistent_steps(problem: Problem, launch: Launch) -> Steps:
+    """Launches up to the product's gradient, buffers and counters: by blocks that take work items in turn."""
+    between = (*_between(problem, _persistent_rows(problem)), *_vectors(problem, "merged_slope", "merged_shift"))
+    return (launch,), (*between, _product(problem)), 2 + 2 * -(-problem.out_features // _persistent_columns(problem))
 
 
-def by_three(problem: Problem, split: bool) -> Steps:
-    """Likewise, by sums, their merge, and the gradient."""
+def three_launch_steps(problem: Problem, split: bool) -> Steps:
+    """Launches up to the product's gradient, buffers and counters: sums, their merge, the gradient."""
     return _three_launches(problem, split), (*_between(problem), _product(problem)), 0
 
 
-def by_multiplying_again(problem: Problem, found: Gemm) -> Steps:
-    """Likewise, where no product was kept."""
+def recomputed_product_steps(problem: Problem, found: Gemm) -> Steps:
+    """Launches up to the product's gradient, buffers and counters: where no product was kept."""
     launches = (
-        _recomputed(problem, found, "GradientSumsEpilogue"),
+        _recomputed_product(problem, found, "GradientSumsEpilogue"),
         _merge(problem, False, found.tile.group_rows),
-        _recomputed(problem, found, "GradientEpilogue"),
+        _recomputed_product(problem, found, "GradientEpilogue"),
     )
     return launches, (*_between(problem), _product(problem)), 0
 
 
-def refusal_to_multiply_again(problem: Problem) -> str | None:
+def refusal_to_recompute(problem: Problem) -> str | None:
     """Why the backward needs the product kept, or None."""
     if not problem.training:
         return "in evaluation the backward reads the product"
@@ -69,7 +69,7 @@ def brings_gradient(problem: Problem, tile: Tile) -> bool:
     return tile.staged and (tile.swapped or DTYPE_BYTES[problem.out_dtype] == 2)
 
 
-def _recomputed(problem: Problem, found: Gemm, epilogue: str) -> Launch:
+def _recomputed_product(problem: Problem, found: Gemm, epilogue: str) -> Launch:
     """`fused_gemm` with y's gradient in its epilogue: sums over rows, or the gradient of the product."""
     chip, tile, sums = problem.chip or CHIPS[90], found.tile, epilogue == "GradientSumsEpilogue"
     shared = tile.shared + SHARED_WITH_GRADIENT
@@ -111,7 +111,7 @@ def _product(problem: Problem) -> Buffer:
     return Buffer("grad_product", problem.dtype, (ROWS, Extent(problem.out_features)))
 
 
-def panel_launch_of(problem: Problem, split: bool, shape: Shape) -> Launch:
+def cluster_launch(problem: Problem, split: bool, shape: Shape) -> Launch:
     """A cluster of this shape for each panel of columns, which reads the product and y's gradient once."""
     cheap = (problem.activation or "relu").split("(")[0] in _CHEAP  # few registers
     grid, resident = shape.launched(problem, 3 if cheap else 2)
@@ -136,14 +136,14 @@ def _exponents(there: bool) -> tuple[str, ...]:
 
 
 def shapes(problem: Problem) -> Iterator[Shape]:
-    """Of `cluster_gradient`, which holds the product and y's gradient."""
+    """Cluster shapes for `cluster_gradient`, which holds the product and y's gradient."""
     held = DTYPE_BYTES[problem.dtype] + DTYPE_BYTES[problem.out_dtype]
     return panels.shapes(problem, ROWS_OF_A_WARP, held, vectors=5, numbers=2)
 
 
-def unit_launch(problem: Problem, split: bool) -> Launch | None:
+def persistent_launch(problem: Problem, split: bool) -> Launch | None:
     """Blocks that take turns, and read what they need again out of the L2; None if that cannot keep it."""
-    chip, columns = panels.hopper(problem), _unit_columns(problem)
+    chip, columns = panels.hopper(problem), _persistent_columns(problem)
     row = columns * (DTYPE_BYTES[problem.dtype] + DTYPE_BYTES[problem.out_dtype])
     count, panel = -(-problem.out_features // columns), row * problem.batch
     if chip is None or panel > LARGEST_PANEL:
@@ -155,14 +155,14 @@ def unit_launch(problem: Problem, split: bool) -> Launch | None:
         "persistent_gradient",
         (
             *type_members(problem),
-            ("kRowsPerWarp", _unit_rows(problem) // WARPS),
+            ("kRowsPerWarp", _persistent_rows(problem) // WARPS),
             ("kSharedBytes", shared),
             ("Activation", "Activation"),
         ),
         ("grad_y", "product", "offset", *VECTORS[1:], "mean", "rstd", "bn_weight", "bn_bias", "eps", "group_sum",
          "group_dot", "mean_grad", "slope_grad", "merged_slope", "merged_shift", *_exponents(split), *_PARAMETERS,
          "grad_product", "counters", "lag", "batch", "features"),
-        Extent(count, _unit_rows(problem), 2 * chip.multiprocessors, 1),  # one merges at least
+        Extent(count, _persistent_rows(problem), 2 * chip.multiprocessors, 1),  # one merges at least
         shared=shared,
         cooperative=True,
         numbers=(("lag", min(max(2, -(-IN_FLIGHT // panel)), count)),),
@@ -170,12 +170,12 @@ def unit_launch(problem: Problem, split: bool) -> Launch | None:
     )  # fmt: skip
 
 
-def _unit_rows(problem: Problem) -> int:
+def _persistent_rows(problem: Problem) -> int:
     """Rows of a block's turn: what its registers hold."""
     return WARPS * (32 if problem.dtype == problem.out_dtype else 16)
 
 
-def _unit_columns(problem: Problem) -> int:
+def _persistent_columns(problem: Problem) -> int:
     """Features of a panel that blocks take turns at."""
     return WIDE * 16 // DTYPE_BYTES[problem.dtype]
 

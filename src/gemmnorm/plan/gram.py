@@ -20,12 +20,12 @@ def across(problem: Problem) -> int:
 
 
 def parts(problem: Problem) -> int:
-    """Of the matrix, a block each, without mirror images."""
+    """Number of 128 × 128 blocks of the Gram matrix, upper triangle only."""
     return across(problem) * (across(problem) + 1) // 2
 
 
 def slices(problem: Problem) -> int:
-    """Of the rows: the blocks that share out a part."""
+    """Number of thread blocks that share one part, a slice of the rows each."""
     return (problem.chip or CHIPS[90]).multiprocessors // parts(problem)
 
 

@@ -33,7 +33,7 @@ class Tiling:
 
     @property
     def members(self) -> tuple[tuple[str, int], ...]:
-        """Of a kernel's `Config`."""
+        """Members of the kernel's `Config`, (name, value)."""
         return ("kVector", self.width), ("kThreadsX", self.threads)
 
 
@@ -111,7 +111,7 @@ def normalize(problem: Problem, fold: bool, offset: str) -> Launch:
 
 
 def shapes(problem: Problem) -> Iterator[panels.Shape]:
-    """Of `cluster_normalize`, which holds the product."""
+    """Cluster shapes for `cluster_normalize`, which holds the product."""
     size = DTYPE_BYTES[problem.dtype]
     return panels.shapes(problem, ROWS_OF_A_WARP, size, vectors=3, numbers=2 if size == 4 else 1)
 

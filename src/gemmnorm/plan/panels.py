@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def members(self) -> tuple[tuple[str, int], ...]:
-        """Of a kernel's `Config`."""
+        """Members of the kernel's `Config`, (name, value)."""
         return (
             ("kThreadsX", self.lanes), ("kRowsPerWarp", self.rows), ("kCluster", self.cluster),
             ("kSharedBytes", self.shared),

@@ -34,7 +34,7 @@ def _cuts(candidate: Candidate) -> bool:
 
 
 def strategies(problem: Problem) -> tuple[str, ...]:
-    """Those that serve `problem` (in training) with synchronised statistics, the fastest first."""
+    """The strategies that serve `problem` (in training) with synchronised statistics, the fastest first."""
     problem = _not_empty(problem)
     if choice.why_no_kernels(problem):
         return ()

@@ -50,7 +50,7 @@ SHAPES = (
 
 
 def tiles(problem: Problem) -> int:
-    """Of the batch's rows."""
+    """Number of tiles of 128 rows in the batch."""
     return -(-problem.batch // TILE_ROWS)
 
 

@@ -88,7 +88,7 @@ OPERAND_MAPS = ("map_x", "map_last_x", "map_weight", "map_last_weight")
 
 
 def operand_maps(x: str, weight: str, tile: tuple[int, int], columns: int, exact: bool = False) -> tuple[Map, ...]:
-    """Of `OPERAND_MAPS`: the tensors' roles, rows of both in a tile, and columns of a box."""
+    """The maps named in `OPERAND_MAPS`, by the tensors' roles, the rows of each in a tile, and the columns of a box."""
     maps: list[Map] = []
     for name, tensor, rows in (("x", x, tile[0]), ("weight", weight, tile[1])):
         maps.append(Map(f"map_{name}", tensor, rows, columns, exact))

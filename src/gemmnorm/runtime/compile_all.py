@@ -165,7 +165,7 @@ def plans(problem: Problem) -> Iterator[Plan]:
         yield from _synchronised(problem, strategy, "forward")
     for strategy in backward:
         yield plan.make_plan(problem, strategy, "backward")
-        if gradient.refusal_to_multiply_again(again) is None:
+        if gradient.refusal_to_recompute(again) is None:
             yield plan.make_plan(again, strategy, "backward")
         yield from _synchronised(problem, strategy, "backward")
     sizes = (problem.batch, problem.in_features, problem.out_features)
