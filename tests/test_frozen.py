@@ -7,6 +7,7 @@ import contextvars
 import copy
 import datetime
 import enum
+import sys
 import types
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -440,8 +441,6 @@ def test_torch_compile_reads_the_conditions() -> None:
 
 
 def test_who_profiles_goes_on() -> None:
-    import sys
-
     seen: list[Any] = []
     sys.setprofile(lambda *args: seen.append(args[1]))
     gemmnorm.fuse_report(shared())

@@ -6,8 +6,10 @@ a row. A module of another class whose whole `forward` is `F.linear(x, self.weig
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
@@ -15,9 +17,11 @@ from torch.nn.utils import parametrize
 # Tuples, which every version of torch.compile can read.
 POINTWISE = (nn.Conv1d, nn.Conv2d)  # over single positions
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+_TORCH = os.path.join(torch.__path__[0], "")
 # What a subclass must not have changed, for a call of it to be a call of the class in `torch.nn`.
 _CALLED = ("forward", "__call__", "_call_impl", "__getattr__", "__getattribute__", "_conv_forward", "_check_input_dim")
-_linear_like: list[type[nn.Module]] = []  # a list, which every version of torch.compile can read
+# With the `forward` that makes it one; a list, which every version of torch.compile can read.
+_linear_like: list[tuple[type[nn.Module], object]] = []
 
 
 def base_of(cls: type[nn.Module], *bases: type[nn.Module]) -> type[nn.Module] | None:
@@ -55,11 +59,11 @@ def dimensions(convolution: type[nn.Module]) -> int:
 def register_linear_like(cls: type[nn.Module]) -> None:
     """From now on, modules of class `cls` count as Linear; `tracing` has found their `forward` to be `F.linear`."""
     if not _is_linear_like(cls):
-        _linear_like.append(cls)
+        _linear_like.append((cls, cls.forward))
 
 
 def _is_linear_like(cls: type[nn.Module | None]) -> bool:
-    return any(cls is known for known in _linear_like)
+    return any(cls is known and cls.forward is forward for known, forward in _linear_like)
 
 
 def _not_pointwise(conv: Any) -> str:
@@ -84,6 +88,13 @@ def is_linear(module: nn.Module | None) -> bool:
 def is_batch_norm(module: nn.Module | None) -> bool:
     """Looks like a BatchNorm, whether it can be fused or not."""
     return isinstance(module, (*NORMS, nn.LazyBatchNorm1d, nn.LazyBatchNorm2d))
+
+
+def is_as_pytorch_has_it(cls: type[nn.Module]) -> bool:
+    """Nobody has put another `forward` on a class of `torch.nn` that `cls` is, or is derived from."""
+    bases: list[Any] = [base for base in cls.__mro__ if base.__module__.startswith("torch.nn.")]
+    codes = [getattr(base.forward, "__code__", None) for base in bases if "forward" in vars(base)]
+    return all(str(getattr(code, "co_filename", "")).startswith(_TORCH) for code in codes)
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -114,6 +125,8 @@ def why_not(module: nn.Module, name: str) -> str:
         return f"the forward of {name} is replaced on the instance"
     if not is_untouched(module):
         return f"{name} has hooks"
+    if not is_as_pytorch_has_it(kind):
+        return f"the forward of {kind.__name__} is not PyTorch's"
     weight: Any = module.weight
     if weight is not None and not is_plain_tensor(weight):
         return f"the weight of {name} is a {type(weight).__name__}"

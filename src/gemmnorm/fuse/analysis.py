@@ -18,7 +18,7 @@ from torch import fx, nn
 from .. import children
 from ..errors import GemmNormTypeError
 from ..module import LinearScaleBatchNorm1d
-from . import comparing, guards, inlining, matching, optional, outside, tracing, views, writing
+from . import comparing, guards, inlining, matching, optional, outside, structure, tracing, views, writing
 from .matching import Chain, Refusal
 from .scanning import Untraceable
 from .structure import Assumed, assume, child_names, original_class
@@ -48,6 +48,9 @@ class OwnerPlan:
         variables: what it assigns to.
         structure: names of the owner's children when it was recorded (`child_names`).
         assumed: descendants that do not run as modules.
+        definitions: (class or Python module, name, function) of what was read and has to be found there.
+        methods: (name, function) of those of the owner's class, which the instance has not got.
+        kinds: (path, class) of the children that the chains compute.
         forms: what `forward` does, by which of its parameters are given.
     """
 
@@ -60,6 +63,9 @@ class OwnerPlan:
     variables: frozenset[str] = frozenset()
     structure: tuple[Any, ...] = ()
     assumed: tuple[Assumed, ...] = ()
+    definitions: tuple[tuple[Any, str, Any], ...] = ()
+    methods: tuple[tuple[str, Any], ...] = ()
+    kinds: tuple[tuple[str, type[nn.Module] | None], ...] = ()
     signature: str = ""
     forwarded: str = ""
     forms: tuple[Form, ...] = ()
@@ -148,7 +154,7 @@ def check_is_module(model: object) -> None:
 
 def is_owner(module: nn.Module) -> bool:
     """Has a `forward` of its own that may hold a chain: a user's module, or an `nn.Sequential`."""
-    forward = tracing.forward_of(type(module))
+    forward = structure.forward_of(type(module))
     if isinstance(module, LinearScaleBatchNorm1d) or forward in (None, nn.Module.forward):
         return False
     return forward is nn.Sequential.forward or not str(getattr(forward, "__module__", "")).startswith("torch.nn.")
@@ -254,6 +260,9 @@ def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) ->
             namespace=further.namespace,
             variables=further.variables,
             assumed=(*dict.fromkeys((*plan.assumed, *further.assumed)),),
+            definitions=(*dict.fromkeys((*plan.definitions, *further.definitions)),),
+            methods=(*dict.fromkeys((*plan.methods, *further.methods)),),
+            kinds=further.kinds,
             forms=(*plan.forms, *further.forms),
         )
     return plan
@@ -274,8 +283,10 @@ def _plan_of_traces(
     refused: list[list[tuple[str, str]]] = []
     assumed: dict[Assumed, None] = {}
     conditions: dict[str, None] = {}
+    definitions: dict[tuple[Any, str, Any], None] = {}
     for trace in (_joined_recording(owner, t, mode, records, assumed) for mode, t in enumerate(pair)):
         conditions |= dict.fromkeys(_conditions(owner, trace))
+        definitions |= dict.fromkeys(trace.definitions)
         namespace |= trace.namespaces
         imports |= dict.fromkeys(map(outside.import_line, trace.namespaces, trace.namespaces.values()))
         found, missed = matching.match(owner, trace.graph, records.only_plain)
@@ -295,9 +306,13 @@ def _plan_of_traces(
     for module in (torch, os, logging):
         if any(f"{module.__name__}." in condition for condition in conditions):
             namespace[module.__name__], imports[f"import {module.__name__}"] = module, None
+    plain = [*dict.fromkeys(p for c in chains for p in (c.linear, c.bn, c.activation_module) if p is not None)]
     return OwnerPlan(
         path=path,
         original=original_class(owner),
+        definitions=(*dict.fromkeys((*definitions, *structure.forwards(owner, (*plain, *(a.path for a in assumed))))),),
+        methods=(*dict.fromkeys(m for trace in pair for m in trace.methods),),
+        kinds=(*dict.fromkeys(structure.kinds(owner, chains)),),
         chains=tuple(chains),
         refusals=tuple(Refusal(path, _joined(path, where), why) for where, why in reasons),
         imports=tuple(imports),

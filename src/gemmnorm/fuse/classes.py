@@ -20,6 +20,7 @@ import hashlib
 import inspect
 import linecache
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -28,10 +29,10 @@ import torch
 from torch import nn
 
 from ..chain import ChainCall
-from ..errors import GemmNormRuntimeError
+from ..errors import GemmNormRuntimeError, GemmNormWarning
 from .analysis import OwnerPlan, analyse, check_is_module, plan_of
-from .structure import is_as_recorded, original_class
-from .tracing import forward_of, is_replaced
+from .structure import forward_of, is_as_recorded, original_class
+from .tracing import is_replaced
 from .writing import forwarded, signature
 
 M = TypeVar("M", bound=nn.Module)
@@ -72,8 +73,19 @@ def fuse_owners(model: nn.Module, owners: Iterable[OwnerPlan], filter_fn: Filter
     for plan in owners:
         owner = model.get_submodule(plan.path)
         left_out = tuple(c.linear for c in plan.chains if filter_fn and not chosen(owner, plan, c.linear, filter_fn))
-        if len(left_out) < len(plan.chains):
+        if len(left_out) < len(plan.chains) and _can_be_derived_from(plan.original):
             _install(owner, Fusion(plan, left_out))
+
+
+def _can_be_derived_from(original: type[nn.Module]) -> bool:
+    """Its metaclass may not want a subclass of the same name."""
+    try:
+        _fused_class(original)
+    except Exception as error:
+        text = f"{original.__name__} is not fused: a class derived of it raises {type(error).__name__}: {error}"
+        warnings.warn(text, GemmNormWarning, stacklevel=4)
+        return False
+    return True
 
 
 def chosen(owner: nn.Module, plan: OwnerPlan, linear: str, filter_fn: Filter) -> bool:
@@ -132,7 +144,7 @@ class Fusion:
 
     def holds_for(self, owner: nn.Module) -> bool:
         """Nothing changed that the recorded `forward` takes for granted (`is_as_recorded`)."""
-        return is_as_recorded(owner, self.plan.structure, self.plan.assumed)  # type: ignore[union-attr]
+        return is_as_recorded(owner, self.plan)  # type: ignore[arg-type]
 
     def original(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The `forward` that the owner's author wrote."""
@@ -252,10 +264,9 @@ restore.__module__ = __package__ or restore.__module__  # as above
 
 def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of `original` that `fuse` gives to its instances."""
-    found = _classes.get(original)
-    if found is not None:
+    found, written = _classes.get(original), forward_of(original)
+    if found is not None and vars(found)["_gemmnorm_written"] is written:
         return found
-    written = forward_of(original)
 
     described = (
         "__module__",
@@ -281,10 +292,10 @@ def _forward_or(written: Callable[..., Any]) -> Callable[..., Any]:
     source = (
         f"def forward(self{signature(p.replace(default=None) if p in optional else p for p in parameters)}):\n"
         f"    if getattr(self, {_KEY!r}, None) is None:\n"
-        f"        return _gemmnorm_written{arguments}\n"
+        f"        return self._gemmnorm_original.forward{arguments}\n"
         f"    return self.{_KEY}.forward{arguments}\n"
     )
-    namespace: dict[str, Any] = {"_gemmnorm_written": written}
+    namespace: dict[str, Any] = {}
     exec(compile(source, f"<gemmnorm: {written.__qualname__} or fused>", "exec"), namespace)
     forward: Any = namespace["forward"]
     forward.__defaults__ = tuple(p.default for p in optional if p.kind is not p.KEYWORD_ONLY) or None

@@ -17,6 +17,7 @@ from ..children import is_untouched
 from .comparing import below
 from .guards import is_tensor
 from .recorder import Method
+from .structure import original_class
 from .tracing import Trace
 
 
@@ -61,6 +62,7 @@ def inline(owner: nn.Module, outer: Trace, node: fx.Node, inner: Trace) -> Trace
     ]
     around = ((expression, below(prefix, value)) for expression, value in inner.surroundings)
     relations = ((f"{prefix}.{path}" if path else prefix, below(prefix, value)) for path, value in inner.relations)
+    methods = [(original_class(owner.get_submodule(prefix)), *method) for method in inner.methods]
     new = [entry for entry in read if entry not in outer.attributes]
     return replace(
         outer,
@@ -68,6 +70,7 @@ def inline(owner: nn.Module, outer: Trace, node: fx.Node, inner: Trace) -> Trace
         surroundings=(*outer.surroundings, *(entry for entry in around if entry not in outer.surroundings)),
         namespaces={**outer.namespaces, **inner.namespaces},
         relations=(*outer.relations, *(entry for entry in relations if entry not in outer.relations)),
+        definitions=(*dict.fromkeys((*outer.definitions, *inner.definitions, *methods)),),
         tested_attributes=outer.tested_attributes | inner.tested_attributes,
         tests_values=outer.tests_values or inner.tests_values,
     )

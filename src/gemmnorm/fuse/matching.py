@@ -21,6 +21,7 @@ from ..children import (
     NORMS,
     POINTWISE,
     dimensions,
+    is_as_pytorch_has_it,
     is_batch_norm,
     is_linear,
     is_plain_tensor,
@@ -387,7 +388,7 @@ def _activation(owner: nn.Module, bn: fx.Node) -> tuple[fx.Node, str, str | None
     node = next(iter(bn.users))
     if node.op == "call_module":
         module = owner.get_submodule(str(node.target))
-        if _only_input(node) is bn and is_untouched(module):
+        if _only_input(node) is bn and is_untouched(module) and is_as_pytorch_has_it(type(module)):
             name = activations.from_module(module)
             return None if name is None else (node, name, str(node.target))
     elif node.op in ("call_function", "call_method") and node.args and node.args[0] is bn:

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from .guards import part_of_input, shape_of
 from .recorder import Method
 from .scanning import Untraceable
-from .tracing import forward_of
+from .structure import forward_of
 
 
 def conditions(owner: nn.Module, graph: fx.Graph) -> Iterator[str]:

@@ -35,6 +35,7 @@ from .outside import (
 from .scanning import CONTAINERS, Scan, Untraceable, changed_by, content
 from .scanning import is_of_users as is_of_user
 from .stand_ins import IN_PLACE
+from .structure import as_written, forward_of
 from .watching import by_us, function_of
 
 PLAIN = (bool, int, float, str, type(None))
@@ -307,7 +308,7 @@ class Recorder:
             if not (of_its_own and callable(part) and is_of_class(value, name)):
                 defined = name == "__class__" or (_is_named(part, name) and not of_its_own)
                 yield from self.parts(f"{text}.{name}", part, inside, defined)
-        if of_its_own and not hasattr(type(value), "__getattr__"):
+        if not isinstance(value, types.FunctionType) and not hasattr(type(value), "__getattr__"):
             for name in sorted(self.scan.optional - there):
                 yield f"{text}.{name}", Absent
 
@@ -324,6 +325,8 @@ class Recorder:
         """Notice where an attribute of an object is changed."""
         if hasattr(value, "__dict__"):
             self.containers.setdefault(id(vars(value)), (vars(value), copy.copy(vars(value))))
+            for held in [held for name, held in vars(value).items() if not name.startswith("_")]:  # no caches
+                self.watch(held)
         slots = {
             n: m
             for cls in filter(is_of_users, type(value).__mro__)
@@ -389,12 +392,26 @@ class Recorder:
         held = [v for v in values if callable(v) and v is not Absent and path_of(v) is None]
         self.namespaces |= {known_as(value): value for value in held}
 
+    def has_changed(self) -> bool:
+        """Something that `restore` would change back, of what lists, dictionaries and objects hold."""
+        slots = (_slots(value, slots) != before for value, slots, before in self.slots.values())
+        return any(_differ(*both) for both in self.containers.values()) or any(slots)
+
+    def defined(self) -> tuple[tuple[Any, str, Any], ...]:
+        """(module or class, name, function) of the functions that were read and are found there by that name."""
+        found = [(as_written(self.scan.owner), "forward", forward_of(self.scan.owner))]
+        for holder, name in self.scan.globals:
+            if isinstance(holder, dict) and "-packages" not in str(holder.get("__file__")):
+                function = holder.get(name)
+                if isinstance(function, types.FunctionType) and function in self.scan.functions:
+                    found.append((namespace_of(holder)[1], name, function))
+        return tuple(dict.fromkeys(found))
+
     def restore(self) -> str | None:
         """Change what `forward` has changed of lists, dictionaries, objects and classes back; what it was."""
         found = None
         for container, before in self.containers.values():
-            pairs = [[*_items(c)] for c in (container, before)]
-            if len(pairs[0]) != len(pairs[1]) or any(a is not b for a, b in zip(*pairs, strict=True)):
+            if _differ(container, before):
                 base = _base(container)
                 base.clear(container)
                 (getattr(base, "update", None) or base.extend)(container, before)
@@ -459,6 +476,11 @@ def _items(container: Any) -> Iterator[Any]:
         yield from itertools.chain.from_iterable(dict.items(container))
     else:
         yield from _base(container).__iter__(container)
+
+
+def _differ(container: Any, before: Any) -> bool:
+    one, other = [*_items(container)], [*_items(before)]
+    return len(one) != len(other) or any(a is not b for a, b in zip(one, other, strict=True))
 
 
 def _slots(value: Any, slots: dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Scan:
         globals: (namespace of a module, or the closure's cell; name) of the globals and closure variables that occur.
         classes: those that occur as globals, and the owner's own.
         functions: those that were read.
+        methods: those of the owner whose names occur.
         loads: the line where something of that name is read.
         stores: the line where an attribute of that name is assigned.
     """
@@ -81,6 +82,7 @@ class Scan:
         self.globals: list[tuple[dict[str, Any] | types.CellType, str]] = []
         self.classes: list[type] = [cls for cls in owner.__mro__ if not cls.__module__.startswith("torch.")]
         self.functions: dict[types.FunctionType, None] = {}
+        self.methods: dict[str, Any] = {}
         self.loads: dict[str, int] = {}
         self.stores: dict[str, int] = {}
         self.follow(forward)
@@ -198,8 +200,11 @@ class Scan:
             return
         bases = self.owner.__mro__ if "super" in code.co_names else ()
         inherited = [vars(base)[name] for base in bases if name in vars(base)]
+        found = inspect.getattr_static(self.owner, name, None)
+        if isinstance(found, (types.FunctionType, staticmethod, property)) and name != "forward":
+            self.methods[name] = getattr(self.owner, name)
         try:
-            for function in inherited or [inspect.getattr_static(self.owner, name, None)]:
+            for function in inherited or [found]:
                 self.follow(function)
         except Untraceable as reason:
             if code is self.forward:
@@ -243,6 +248,19 @@ def changed_by(cls: type) -> tuple[frozenset[str], frozenset[str]]:
             mentioned.update(code.co_names)
             assigned.update(i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_ATTR", "DELETE_ATTR"))
     return frozenset(assigned), frozenset(mentioned)
+
+
+@functools.cache
+def finds_itself(cls: type) -> str | None:
+    """A method that calls `super(self.__class__, self)`, which in a derived class is that method."""
+    for base in cls.__mro__:
+        functions = [] if base.__module__.startswith(("torch.", "builtins")) else vars(base).values()
+        for f in (f for f in functions if isinstance(f, types.FunctionType) and f.__name__ != "__init__"):
+            found = [str(i.argval) for i in dis.get_instructions(f.__code__) if i.opname.startswith("LOAD_")]
+            following = zip(found, found[1:], found[2:], strict=False)
+            if any(a == "super" and (b == "type" or c == "__class__") for a, b, c in following):
+                return f.__name__
+    return None
 
 
 def content(cell: types.CellType) -> Any:

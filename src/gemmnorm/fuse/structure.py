@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
 from .. import children
 from .comparing import Same
+
+if TYPE_CHECKING:
+    from .analysis import OwnerPlan
+    from .matching import Chain
 
 
 class Assumed(NamedTuple):
@@ -36,26 +40,75 @@ def child_names(owner: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def is_as_recorded(owner: nn.Module, structure: tuple[Any, ...], assumed: tuple[Assumed, ...]) -> bool:
-    """The owner's children go by the names that they had when its `forward` was recorded, and `assumed` still holds."""
-    if child_names(owner) != structure:
+def is_as_recorded(owner: nn.Module, plan: OwnerPlan) -> bool:
+    """What the recorded `forward` of `owner` takes for granted is still so.
+
+    The owner's children go by the names that they had, functions are where they were found, a Linear did not become a
+    convolution, and what does not run as a module (`plan.assumed`) is as it was.
+    """
+    if child_names(owner) != plan.structure:
         return False
-    for path, cls, attributes, inner in assumed:
-        module: Any = owner
-        for name in path.split("."):  # Dynamo of 2.4 does not know `get_submodule`
-            module = None if module is None else module._modules.get(name)
-        if (
-            module is None
-            or original_class(module) is not cls
-            or not children.is_untouched(module)
-            or child_names(module) != inner
-        ):
+    for holder, name, function in plan.definitions:
+        if getattr(holder, name, None) is not function:
             return False
-        if module.training != owner.training:
+    for name, function in plan.methods:
+        if name in owner.__dict__ or getattr(type(owner), name, None) is not function:
             return False
-        if any(getattr(module, name) != value for name, value in attributes):
+    for path, cls in plan.kinds:
+        module = below(owner, path)
+        kind = module and (
+            children.norm_class(module) if children.is_batch_norm(module) else children.product_class(module)
+        )
+        if module is None or kind not in (cls, None, nn.SyncBatchNorm):
             return False
-    return True
+    return all(_still(owner, assumed) for assumed in plan.assumed)
+
+
+def _still(owner: nn.Module, assumed: Assumed) -> bool:
+    path, cls, attributes, inner = assumed
+    module: Any = below(owner, path)
+    if module is None or original_class(module) is not cls or not children.is_untouched(module):
+        return False
+    if child_names(module) != inner or module.training != owner.training:
+        return False
+    return all(getattr(module, name) == value for name, value in attributes)
+
+
+def below(owner: nn.Module, path: str) -> nn.Module | None:
+    """The descendant at `path`, None where there is none."""
+    module: nn.Module | None = owner
+    for name in path.split("."):  # Dynamo of 2.4 does not know `get_submodule`
+        module = None if module is None else module._modules.get(name)
+    return module
+
+
+def kind_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class of `torch.nn` that a product or a norm counts as; None where it has become something else."""
+    return children.norm_class(module) if children.is_batch_norm(module) else children.product_class(module)
+
+
+def kinds(owner: nn.Module, chains: Iterable[Chain]) -> Iterator[tuple[str, type[nn.Module] | None]]:
+    """(path, what it counts as) of the modules whose products and norms `chains` compute."""
+    for chain in chains:
+        for path in (chain.linear, chain.bn):
+            yield path, kind_of(owner.get_submodule(path))
+
+
+def forwards(owner: nn.Module, paths: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:
+    """(class, "forward", the function) of descendants that do not run as modules."""
+    for path in paths:
+        cls = original_class(owner.get_submodule(path))
+        yield cls, "forward", cls.forward
+
+
+def forward_of(cls: type[nn.Module]) -> Any:
+    """The `forward` that the owner's author wrote, also of a class that `fuse` made; None for TorchScript's."""
+    return getattr(as_written(cls), "forward", None)
+
+
+def as_written(cls: type[nn.Module]) -> Any:
+    """`cls`, or the one that `fuse` has made it or its base of."""
+    return getattr(cls, "_gemmnorm_original", cls)
 
 
 def assume(owner: nn.Module, path: str) -> Assumed:

@@ -29,12 +29,11 @@ from torch import Tensor, fx, nn
 from . import guards, held
 from .comparing import differs
 from .recorder import PLAIN, Recorder
-from .scanning import ANY, Raised, Scan, Untraceable
+from .scanning import ANY, Raised, Scan, Untraceable, finds_itself
 from .stand_ins import MAPPING, StandIn, honest
-from .structure import aliases
+from .structure import aliases, forward_of, original_class
 from .watching import Watch, forget_frames, take_back
 
-_WRITTEN = "_gemmnorm_written"  # the original `forward` under the name that a fused class keeps it by
 _NUMBERS = (int, float)
 _LOCK = threading.RLock()
 
@@ -57,6 +56,8 @@ class Trace:
         namespaces: the modules of those globals, cells of those closures, functions and classes, by name.
         relations: (path below the owner, what was found there): the same module as elsewhere, one of a class.
         tests_values: it compares with `is` what it has computed, in all likelihood with None.
+        definitions: (module or class, name, function) of what was read and is to be found there.
+        methods: (name, function) of those of the owner's class whose names occur.
         tested_attributes: attributes that it compares so.
     """
 
@@ -70,6 +71,8 @@ class Trace:
     namespaces: Mapping[str, Any] = field(default_factory=dict)
     tests_values: bool = False
     tested_attributes: frozenset[str] = frozenset()
+    definitions: tuple[tuple[Any, str, Any], ...] = ()
+    methods: tuple[tuple[str, Any], ...] = ()
     relations: tuple[tuple[str, Any], ...] = ()
 
     def asks_more_than(self, *names: str) -> bool:
@@ -98,11 +101,6 @@ class Trace:
         return found + [differs(f"{render(path)}.{name}", value, render) for path, name, value in self.attributes]
 
 
-def forward_of(cls: type[nn.Module]) -> Any:
-    """The `forward` that the owner's author wrote, also of a class that `fuse` made; None for TorchScript's."""
-    return getattr(cls, _WRITTEN, None) or getattr(cls, "forward", None)
-
-
 def is_replaced(module: nn.Module) -> bool:
     """The instance has a `forward` that is not its class's."""
     own = module.__dict__.get("forward")
@@ -118,8 +116,12 @@ def forms(owner: nn.Module) -> list[frozenset[str]]:
         Untraceable: no recording can be made of it.
     """
     forward = forward_of(type(owner))
-    if is_replaced(owner) and not hasattr(owner, _WRITTEN):
+    if is_replaced(owner) and forward is type(owner).forward:
         raise Untraceable("is replaced on the instance")
+    if method := finds_itself(original_class(owner)):  # type: ignore[arg-type]
+        raise Untraceable(
+            f"is beside {method}, which calls super() of its own class: in a derived class that is itself"
+        )
     if isinstance(owner, torch.jit.ScriptModule):
         raise Untraceable("is TorchScript")
     if isinstance(owner, fx.GraphModule):
@@ -169,7 +171,7 @@ def _record(
         recorder = Recorder(owner, tracer, whole, scan)
         try:
             with recorder, honest(tracer) as answers:
-                tracer.watch = Watch(recorder.read_before, answers)
+                tracer.watch = Watch(recorder, answers, inspect.unwrap(forward).__code__)
                 graph = _run(tracer, owner)
             recorder.look_again()
         except Untraceable as reason:
@@ -195,6 +197,8 @@ def _record(
         surroundings=(*answers.items(), *recorder.surroundings.items()),
         namespaces=recorder.namespaces,
         tests_values=scan.tests_values,
+        definitions=recorder.defined(),
+        methods=tuple(scan.methods.items()),
         tested_attributes=frozenset(scan.tested_attributes),
         relations=(*recorder.relations, *aliases(owner, graph, (path for path, _, _ in recorder.attributes))),
     )
@@ -286,7 +290,6 @@ class _OwnerTracer(fx.Tracer):
         self.watch: Watch
         self.stand_ins: list[weakref.ref[fx.Proxy]] = []
         self.fixed: set[str] = set()
-        self.traced_func_name = _WRITTEN if hasattr(root, _WRITTEN) else "forward"
         # How the first decisions are to fall, and whether both ways were tried; and how those of this attempt fell.
         self.planned: list[tuple[bool, bool]] = []
         self.taken: list[bool] = []
@@ -327,6 +330,7 @@ class _OwnerTracer(fx.Tracer):
         return self.named(attr_val)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        root_fn = forward_of(type(self.root))
         self.taken, self.called, self.proxies = [], [], {}
         held = (*self.root.named_buffers(), *self.root.named_parameters())
         self.names = {id(t): name for t, name in self.tensor_attrs.items()} | {id(t): name for name, t in held}

@@ -42,10 +42,11 @@ _NOW = ("now", "today", "utcnow")
 
 
 class Watch:
-    """While active in this thread, `reads(frame)` is called for each function that is new to `scan`."""
+    """While active in this thread, `recorder` reads each function before it runs, and `answers` has what was asked."""
 
-    def __init__(self, reads: Callable[[types.FrameType], None], answers: dict[str, Any]) -> None:
-        self.reads, self.answers = reads, answers
+    def __init__(self, recorder: Any, answers: dict[str, Any], forward: types.CodeType) -> None:
+        self.recorder, self.answers, self.forward = recorder, answers, forward
+        self.methods = {getattr(f, "__code__", None): name for name, f in recorder.scan.methods.items()}
         self.known: set[types.CodeType] = set()
         self.python = {f.__code__: (f, path) for f, path in QUESTIONS.items() if isinstance(f, types.FunctionType)}
         self.mode = _NoOtherTensors()
@@ -84,6 +85,15 @@ class Watch:
             self._called(frame)
         elif kind == "c_call" and is_of_users(frame.f_code.co_filename):
             self._asked(function, f"(line {frame.f_lineno})")
+        elif kind == "return" and frame.f_code in self.methods:
+            self._returns(frame)
+
+    def _returns(self, frame: types.FrameType) -> None:
+        """A method that `forward` has called, and that has changed something, may stay a call."""
+        if frame.f_back is not None and frame.f_back.f_code is self.forward and self.recorder.has_changed():
+            reason = Untraceable("changes a list or dictionary, or an object that the module holds")
+            reason.method = self.methods[frame.f_code]  # type: ignore[attr-defined]
+            raise reason
 
     def _called(self, frame: types.FrameType) -> None:
         code, caller = frame.f_code, frame.f_back
@@ -98,7 +108,7 @@ class Watch:
         elif is_of_users(code.co_filename) and not (_stands_apart(frame) or by_us(caller)):
             self.known.add(code)
             try:
-                self.reads(frame)
+                self.recorder.read_before(frame)
             except Untraceable:
                 if "-packages" not in code.co_filename or not _constructs(frame):
                     raise
