@@ -69,9 +69,26 @@ class OutBetween(Between):
         return self.bn(h) + k.sum()
 
 
+class StatisticsBetween(Between):
+    def forward(self, x):
+        mean, var = torch.zeros(6), torch.ones(6)
+        h = self.fc(x)
+        k = F.batch_norm(x, mean, var, training=True)
+        return self.bn(h) + k.sum() + mean.sum()
+
+
+class RowsBetween(Between):
+    def forward(self, x):
+        h = self.fc(x)
+        k = F.embedding(torch.arange(3), x, max_norm=0.1)
+        return self.bn(h) + k.sum()
+
+
 @pytest.mark.parametrize(
     "model",
     [
+        StatisticsBetween(nn.Identity()),
+        RowsBetween(nn.Identity()),
         Between(nn.Sequential(nn.ReLU(inplace=True))),
         Between(nn.Sequential(nn.Identity(), nn.Sequential(nn.SiLU(inplace=True)))),
         Between(Overwrites()),

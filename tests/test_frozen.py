@@ -7,6 +7,7 @@ import contextvars
 import copy
 import datetime
 import enum
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -114,6 +115,7 @@ def test_a_model_made_on_meta_and_fused_there() -> None:
         lambda self, x: [normed(self, x), self.gemm.half()][0],
         lambda self, x: normed(self, x) * float(vars(self)["_parameters"]["scale"].sum()),
         lambda self, x: normed(self, x.to(self.others[0].dtype)),
+        lambda self, x: self.bn(self.gemm(x) * math.nan),
     ],
 )
 def test_other_ways_to_them_are_refused(forward: Callable[..., Any]) -> None:
@@ -217,6 +219,19 @@ def test_what_is_kept_elsewhere_is_refused(name: str) -> None:
     gemmnorm.fuse(model)(X)
     assert look(model.held) != before
     Registry.kept.clear()
+
+
+def test_a_method_of_the_owner_that_logs_stays_a_call(calls: list[Any]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = normed(self, x)
+        self.log("mean", y.mean())
+        return y
+
+    model = made(forward, trainer=SimpleNamespace(meter=Meter()))
+    type(model).log = lambda self, name, value: self.trainer.meter.update((name, value))
+    gemmnorm.fuse(model)(X)
+    ((name, value),) = model.trainer.meter.values
+    assert len(calls) == 1 and name == "mean" and isinstance(value, Tensor)
 
 
 # --- numbers of classes of their own, and configurations

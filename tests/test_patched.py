@@ -62,6 +62,24 @@ def test_what_is_patched_is_run(name: str, calls: list[Any], monkeypatch: pytest
     assert_same(gemmnorm.fuse(fused), plain)
 
 
+class Gained(Patched):
+    gain = 2.0
+
+    @classmethod
+    def halved(cls, x: Tensor) -> Tensor:
+        return x * cls.gain
+
+
+def test_an_attribute_of_the_class_is_noticed_in_a_class_method(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused, plain = pair(Gained())
+    assert_same(fused, plain)
+    monkeypatch.setattr(Gained, "gain", 3.0)
+    assert_same(fused, plain)
+    assert len(calls) == 2
+
+
 def test_a_method_of_the_instance_is_run() -> None:
     fused, plain = pair(Patched())
     fused.halved = plain.halved = lambda x: x * 3

@@ -50,7 +50,7 @@ class OwnerPlan:
         assumed: descendants that do not run as modules.
         definitions: (class or Python module, name, function) of what was read and has to be found there.
         methods: (name, function) of those of the owner's class, which the instance has not got.
-        kinds: (path, class) of the children that the chains compute.
+        kinds: (path as names, class, what it counts as) of the children that the chains compute.
         forms: what `forward` does, by which of its parameters are given.
     """
 
@@ -65,7 +65,7 @@ class OwnerPlan:
     assumed: tuple[Assumed, ...] = ()
     definitions: tuple[tuple[Any, str, Any], ...] = ()
     methods: tuple[tuple[str, Any], ...] = ()
-    kinds: tuple[tuple[str, type[nn.Module] | None], ...] = ()
+    kinds: tuple[tuple[tuple[str, ...], type, type | None], ...] = ()
     signature: str = ""
     forwarded: str = ""
     forms: tuple[Form, ...] = ()

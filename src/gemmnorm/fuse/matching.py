@@ -46,6 +46,9 @@ _IN_PLACE_OPERATORS = {
         *("ilshift", "irshift", "setitem", "delitem"),
     )
 }
+# Functions that write to an argument without saying so in their names: running statistics, rows longer than `max_norm`.
+_WRITE_STATE = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}
+_RENORM = (F.embedding, F.embedding_bag)
 _NEAR = 4  # so many operations between a Linear and a BatchNorm still make a near miss
 _RANKS = range(2, 6)  # dimensions of x that a chain with views is tried for
 # Dimensions of what a BatchNorm takes; of a SyncBatchNorm, those of what it was converted from.
@@ -351,6 +354,8 @@ def _with_strides(found: Found, all_found: list[Found]) -> Found:
 def _scale(owner: nn.Module, factor: Any, kind: str) -> str | float:
     if isinstance(factor, bool) or (isinstance(factor, int) and abs(factor) >> 63):
         raise _Refused(f"the factor {factor} is no number that a tensor's product takes")
+    if isinstance(factor, float) and math.isnan(factor):
+        raise _Refused("the factor is not a number")
     if isinstance(factor, (int, float)):
         if kind in ("×", "×="):
             return float(factor)
@@ -408,7 +413,13 @@ def _changes_in_place(owner: nn.Module, node: fx.Node) -> bool:
     """Whether it does, or nobody can tell: a module or a function of the user's may do anything."""
     module = called_module(owner, node)
     if module is not None:
-        return any(getattr(m, "inplace", False) or is_of_users(type(m)) for m in module.modules())
+        inside = [*module.modules()]
+        renorms = any(getattr(m, "max_norm", None) is not None for m in inside)  # an Embedding, its weight
+        return renorms or any(getattr(m, "inplace", False) or is_of_users(type(m)) for m in inside)
+    if node.op == "call_function" and node.target in _WRITE_STATE:
+        return True
+    if node.target in _RENORM and (len(node.args) > 3 or node.kwargs.get("max_norm") is not None):
+        return True
     if isinstance(node.target, Method) or (node.op == "call_function" and node.target in _IN_PLACE_OPERATORS):
         return True
     if "out" in node.kwargs or (node.op == "call_function" and _is_of_users(node.target)):

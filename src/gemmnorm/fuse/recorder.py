@@ -45,7 +45,7 @@ _EXACT: tuple[tuple[Any, str], ...] = ((int, "__int__"), (float, "__float__"), (
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 _ITEMS = 64  # of a list of configurations
 _DEEP = 16  # configurations inside of each other
-_MANY = 400  # conditions
+_MANY, _FAR = 400, 20_000  # conditions, values to look at for them
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Recorder:
         self.slots: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}  # object, their descriptors, values
         self.noted: dict[tuple[int, str, int], tuple[nn.Module, str, Any]] = {}  # to look at when `scan` knows more
         self.relations: list[tuple[str, Any]] = []  # (path of a module, what it was found to be)
+        self.looked = 0  # at so many values
         self.called = ""  # a method that stayed a call: what attributes are after it, nobody knows
         self.thread = threading.get_ident()
         tracer.is_one_of = self.is_one_of
@@ -239,6 +240,7 @@ class Recorder:
         `inside`: ids of what it is a part of.
         `defined`: a function or class under its own name, which stays what it is.
         """
+        self.looked += 1
         self.watch(value)
         if goes_on(value):
             line = self.scan.loads.get(re.findall(r"\w+", text)[-1])
@@ -250,8 +252,10 @@ class Recorder:
         elif isinstance(value, nn.Module):
             if inside and id(value) in self.paths:
                 yield text, Same(self.paths[id(value)])
-        elif isinstance(value, (Tensor, fx.Proxy)) or id(value) in inside or len(inside) > _DEEP:
+        elif isinstance(value, (Tensor, fx.Proxy, classmethod, staticmethod, property)) or id(value) in inside:
             return
+        elif len(inside) > _DEEP or self.looked > _FAR:
+            raise Untraceable(f"reads {text[:80]}, which holds too much to be watched")
         else:
             yield from self.parts_of_object(text, value, (*inside, id(value)), defined)
 
@@ -343,7 +347,7 @@ class Recorder:
 
     def look_again(self) -> None:
         """At all that was read, now that more names have occurred."""
-        known = -1
+        known, self.looked = -1, 0
         while known != len(self.scan.names):
             known = len(self.scan.names)
             self.take_up()

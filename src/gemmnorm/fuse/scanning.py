@@ -89,6 +89,8 @@ class Scan:
 
     def follow(self, called: Any) -> None:
         """Read what runs when `called` is, as far as it is Python."""
+        if isinstance(called, classmethod):
+            self.names.add("__class__")
         if isinstance(called, (staticmethod, classmethod, types.MethodType)):
             called = called.__func__
         elif isinstance(called, functools.partial):

@@ -54,12 +54,11 @@ def is_as_recorded(owner: nn.Module, plan: OwnerPlan) -> bool:
     for name, function in plan.methods:
         if name in owner.__dict__ or getattr(type(owner), name, None) is not function:
             return False
-    for path, cls in plan.kinds:
-        module = below(owner, path)
-        kind = module and (
-            children.norm_class(module) if children.is_batch_norm(module) else children.product_class(module)
-        )
-        if module is None or kind not in (cls, None, nn.SyncBatchNorm):
+    for names, cls, kind in plan.kinds:
+        module: Any = owner
+        for name in names:
+            module = None if module is None else module._modules.get(name)
+        if type(module) is not cls and (module is None or kind_of(module) not in (kind, None, nn.SyncBatchNorm)):
             return False
     return all(_still(owner, assumed) for assumed in plan.assumed)
 
@@ -77,7 +76,7 @@ def _still(owner: nn.Module, assumed: Assumed) -> bool:
 def below(owner: nn.Module, path: str) -> nn.Module | None:
     """The descendant at `path`, None where there is none."""
     module: nn.Module | None = owner
-    for name in path.split("."):  # Dynamo of 2.4 does not know `get_submodule`
+    for name in path.split("."):
         module = None if module is None else module._modules.get(name)
     return module
 
@@ -87,11 +86,11 @@ def kind_of(module: nn.Module) -> type[nn.Module] | None:
     return children.norm_class(module) if children.is_batch_norm(module) else children.product_class(module)
 
 
-def kinds(owner: nn.Module, chains: Iterable[Chain]) -> Iterator[tuple[str, type[nn.Module] | None]]:
-    """(path, what it counts as) of the modules whose products and norms `chains` compute."""
-    for chain in chains:
-        for path in (chain.linear, chain.bn):
-            yield path, kind_of(owner.get_submodule(path))
+def kinds(owner: nn.Module, chains: Iterable[Chain]) -> Iterator[tuple[tuple[str, ...], type, type | None]]:
+    """(path as names, class, what it counts as) of the modules whose products and norms `chains` compute."""
+    for path in (path for chain in chains for path in (chain.linear, chain.bn)):
+        module = owner.get_submodule(path)
+        yield tuple(path.split(".")), type(module), kind_of(module)
 
 
 def forwards(owner: nn.Module, paths: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:
