@@ -1519,7 +1519,7 @@ struct GemmTypes {
   static constexpr bool kFitsStaging = kStaged && sizeof(T) == 2;  // a whole tile fits the staging buffers, and may wait there
 
   using Epilogue = typename Config::template Epilogue<GemmTypes, Params>;
-  static constexpr bool kEvaluates = Epilogue::kEvaluates;
+  static constexpr bool kStatisticsKnown = Epilogue::kStatisticsKnown;
   using Conversion = typename Config::template Conversion<GemmTypes, Params>;
   using Mainloop = typename SelectMainloop<kSplit, typename Operand::Element, kWidth>::type;
   using AccumulatorTile = typename SelectAccumulator<Shape::kSwapAB, GemmTypes>::type;
@@ -1637,7 +1637,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   const Features<Params> f(p, G::Shape::kMeanRows);
   const Counters counters = {p.counters, scheduler.tiles_n};
   const typename G::Conversion conversion(p, scheduler, counters.end());
-  constexpr bool kResets = G::Epilogue::kTrains || G::Conversion::kConverts;
+  constexpr bool kResets = G::Epilogue::kMergesHere || G::Conversion::kConverts;
 
   if (threadIdx.x == 0) {
     prefetch_tensormap(p.map_x);
@@ -1675,7 +1675,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   if (alone && p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
   if (threadIdx.x == 0) {
     mbarrier_wait(&shared.warps_done, 0);
-    reset_counters(p, counters, counters.end() + conversion.counters(), G::Epilogue::kTrains && !alone);
+    reset_counters(p, counters, counters.end() + conversion.counters(), G::Epilogue::kMergesHere && !alone);
   }
 }
 
@@ -1686,7 +1686,8 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 //   Auxiliary                       what warps 1 to 3 of the producer warpgroup do beside the main loop
 //   Consumer                        what a consumer warpgroup does: `begin` before a tile's main loop, `store` with its
 //                                   accumulators, `end` after the block's last tile
-//   kEvaluates, kTrains             all statistics are known; those of the batch, merged in this launch through its counters
+//   kStatisticsKnown                all statistics are known before the launch
+//   kMergesHere                     those of the batch are merged in this launch, through its counters
 //   kStores                         tiles are stored, and may sweep through the staging buffers
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
 //
@@ -1969,8 +1970,8 @@ template <class G, class Params>
 struct DeferredEpilogue {
   using Shared = TrainingShared<G>;
   static constexpr bool kStores = true;
-  static constexpr bool kEvaluates = false;
-  static constexpr bool kTrains = true;
+  static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kMergesHere = true;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
   static constexpr int kMergeWidth = 8, kMergeLanes = 32 / kMergeWidth;  // features that a warp merges at a time, lanes of each
   static constexpr int kAhead = 1;  // loads in flight: what registers are left for
@@ -2114,7 +2115,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
   }
   __device__ __forceinline__ void convert(Shared& shared, int worker) const {
     split(shared.rings[worker], worker);
-    if constexpr (G::kEvaluates) list_fallbacks(worker);
+    if constexpr (G::kStatisticsKnown) list_fallbacks(worker);
   }
 
   // A lane's words of a piece, four elements each; how many of them it has in flight.
@@ -2131,8 +2132,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
 
   // Where a row of an operand goes, split.
   __device__ __forceinline__ half* target_row(bool of_x, int row) const {
-    const int blocks = (p.in_features + kSplitColumns - 1) / kSplitColumns;  // of high and low parts
-    return (of_x ? p.converted_x : p.converted_weight) + static_cast<i64>(row) * blocks * 2 * kSplitColumns;
+    return (of_x ? p.converted_x : p.converted_weight) + static_cast<i64>(row) * 2 * padded_columns(p.in_features);
   }
 
   // Elements of a row's first word, of 16 bytes, that belong to the row before.
@@ -2166,13 +2166,11 @@ struct SplitConversion : ConvertedRows<G, Params> {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i)
 #pragma unroll
-      for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
+      for (int q = 0; q < 4; ++q) bits = max(bits, magnitude_bits(v[i].at[q]));
     return bits;
   }
   __device__ __forceinline__ static u32 warp_max(u32 bits) {
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
-    return bits;
+    return static_cast<u32>(largest_of<32>(static_cast<int>(bits), nullptr));
   }
   // Four of the eight elements of two words, behind so many.
   __device__ __forceinline__ static Vec<float, 4> shifted(const Vec<float, 4>& a, const Vec<float, 4>& b, int before) {
@@ -2289,7 +2287,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
   // zeros and is small, or whose exponent takes two factors, is split once more.
   __device__ __forceinline__ void split_row(Pieces& pieces, int n, int row, bool of_x) const {
     constexpr int kLeastOfOneFactor = -127;
-    const int lane = threadIdx.x % 32, padded = (p.in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+    const int lane = threadIdx.x % 32, padded = padded_columns(p.in_features);
     const int before = elements_before(row_left(n));
     half* at = target_row(of_x, row) + lane / 16 * 2 * kSplitColumns + lane % 16 * 4;
     Sizes sizes = {};
@@ -2316,8 +2314,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
       pieces.release();
     }
     sizes.amax = warp_max(sizes.amax);
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) sizes.abs_sum += __shfl_xor_sync(~0u, sizes.abs_sum, bit);
+    sizes.abs_sum = sum_over<32>(sizes.abs_sum, nullptr);
     const int wanted = row_exponent(sizes.amax);
     if (wanted < exponent || !(__uint_as_float(sizes.amax) * scale <= 65504.0f)) {
       exponent = wanted;
@@ -2338,7 +2335,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
         p.weight_abs_sum[row] = sizes.abs_sum;
       } else {
         atomicMax(&p.amax_state[0], sizes.amax);
-        atomicMax(&p.amax_state[1], __float_as_uint(sizes.abs_sum) & 0x7FFFFFFFu);
+        atomicMax(&p.amax_state[1], magnitude_bits(sizes.abs_sum));
       }
     }
   }
@@ -2603,8 +2600,8 @@ struct KnownStatisticsEpilogue {
     }
   };
   static constexpr bool kStores = true;
-  static constexpr bool kEvaluates = true;
-  static constexpr bool kTrains = false;
+  static constexpr bool kStatisticsKnown = true;
+  static constexpr bool kMergesHere = false;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
   struct Auxiliary {

@@ -246,7 +246,7 @@ def _gemm_facts(launch: Launch) -> dict[str, bool]:
         "kMovesRegisters": width(*_tile(launch)) * (2 if split else 1) == 256,
         "Shape::kSwapAB": swaps,
         "Conversion::kConverts": launch.member("Conversion<>") != "gemmnorm::NoConversion",
-        "kEvaluates": launch.member("Epilogue<>") in KNOWN,
+        "kStatisticsKnown": launch.member("Epilogue<>") in KNOWN,
     }
     found = {f"G::{name}": value for name, value in found.items()} | {"kSwapAB": swaps, "kSplit": split}
     if staged == staged_y:

@@ -321,7 +321,7 @@ def _configuration(launch: Launch, problem: Problem, stream: int) -> Any:
 
 
 def _lift_limits(kernel: Any, launch: Launch, arch: int) -> None:
-    """Lift the limits of 48 KB of dynamic shared memory and of 8 blocks a cluster, on all devices of the architecture."""
+    """Lift the limits of 48 KB of dynamic shared memory and of 8 blocks a cluster, on all devices of `arch`."""
     from cuda.bindings import driver as cu
 
     name, asked = cu.CUfunction_attribute, []

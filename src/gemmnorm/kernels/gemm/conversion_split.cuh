@@ -39,7 +39,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
   }
   __device__ __forceinline__ void convert(Shared& shared, int worker) const {
     split(shared.rings[worker], worker);
-    if constexpr (G::kEvaluates) list_fallbacks(worker);
+    if constexpr (G::kStatisticsKnown) list_fallbacks(worker);
   }
 
   // A lane's words of a piece, four elements each; how many of them it has in flight.
@@ -56,8 +56,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
 
   // Where a row of an operand goes, split.
   __device__ __forceinline__ half* target_row(bool of_x, int row) const {
-    const int blocks = (p.in_features + kSplitColumns - 1) / kSplitColumns;  // of high and low parts
-    return (of_x ? p.converted_x : p.converted_weight) + static_cast<i64>(row) * blocks * 2 * kSplitColumns;
+    return (of_x ? p.converted_x : p.converted_weight) + static_cast<i64>(row) * 2 * padded_columns(p.in_features);
   }
 
   // Elements of a row's first word, of 16 bytes, that belong to the row before.
@@ -91,13 +90,11 @@ struct SplitConversion : ConvertedRows<G, Params> {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i)
 #pragma unroll
-      for (int q = 0; q < 4; ++q) bits = max(bits, __float_as_uint(v[i].at[q]) & 0x7FFFFFFFu);
+      for (int q = 0; q < 4; ++q) bits = max(bits, magnitude_bits(v[i].at[q]));
     return bits;
   }
   __device__ __forceinline__ static u32 warp_max(u32 bits) {
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, bit));
-    return bits;
+    return static_cast<u32>(largest_of<32>(static_cast<int>(bits), nullptr));
   }
   // Four of the eight elements of two words, behind so many.
   __device__ __forceinline__ static Vec<float, 4> shifted(const Vec<float, 4>& a, const Vec<float, 4>& b, int before) {
@@ -239,7 +236,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
   // zeros and is small, or whose exponent takes two factors, is split once more.
   __device__ __forceinline__ void split_row(Pieces& pieces, int n, int row, bool of_x) const {
     constexpr int kLeastOfOneFactor = -127;
-    const int lane = threadIdx.x % 32, padded = (p.in_features + kSplitColumns - 1) / kSplitColumns * kSplitColumns;
+    const int lane = threadIdx.x % 32, padded = padded_columns(p.in_features);
     const int before = elements_before(row_left(n));
     half* at = target_row(of_x, row) + lane / 16 * 2 * kSplitColumns + lane % 16 * 4;
     Sizes sizes = {};
@@ -266,8 +263,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
       pieces.release();
     }
     sizes.amax = warp_max(sizes.amax);
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) sizes.abs_sum += __shfl_xor_sync(~0u, sizes.abs_sum, bit);
+    sizes.abs_sum = sum_over<32>(sizes.abs_sum, nullptr);
     const int wanted = row_exponent(sizes.amax);
     if (wanted < exponent || !(__uint_as_float(sizes.amax) * scale <= 65504.0f)) {
       exponent = wanted;
@@ -288,7 +284,7 @@ struct SplitConversion : ConvertedRows<G, Params> {
         p.weight_abs_sum[row] = sizes.abs_sum;
       } else {
         atomicMax(&p.amax_state[0], sizes.amax);
-        atomicMax(&p.amax_state[1], __float_as_uint(sizes.abs_sum) & 0x7FFFFFFFu);
+        atomicMax(&p.amax_state[1], magnitude_bits(sizes.abs_sum));
       }
     }
   }

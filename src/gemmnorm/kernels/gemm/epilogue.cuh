@@ -4,7 +4,8 @@
 //   Auxiliary                       what warps 1 to 3 of the producer warpgroup do beside the main loop
 //   Consumer                        what a consumer warpgroup does: `begin` before a tile's main loop, `store` with its
 //                                   accumulators, `end` after the block's last tile
-//   kEvaluates, kTrains             all statistics are known; those of the batch, merged in this launch through its counters
+//   kStatisticsKnown                all statistics are known before the launch
+//   kMergesHere                     those of the batch are merged in this launch, through its counters
 //   kStores                         tiles are stored, and may pass through the staging buffers
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
 //

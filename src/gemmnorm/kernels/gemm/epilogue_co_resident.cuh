@@ -38,8 +38,8 @@ struct CoResidentEpilogue {
   using Shared = TrainingShared<G>;
   using Shape = typename G::Shape;
   static constexpr bool kStores = true;
-  static constexpr bool kEvaluates = false;
-  static constexpr bool kTrains = true;
+  static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kMergesHere = true;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
   // Tiles of a number below wait in the staging buffer; the rest, the last of each block, in the accumulators.

@@ -15,8 +15,8 @@ template <class G, class Params>
 struct DeferredEpilogue {
   using Shared = TrainingShared<G>;
   static constexpr bool kStores = true;
-  static constexpr bool kEvaluates = false;
-  static constexpr bool kTrains = true;
+  static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kMergesHere = true;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
   static constexpr int kMergeWidth = 8, kMergeLanes = 32 / kMergeWidth;  // features that a warp merges at a time, lanes of each
   static constexpr int kAhead = G::kSplit ? 1 : 4;                       // loads in flight: what registers are left for

@@ -61,8 +61,8 @@ struct KnownStatisticsEpilogue {
     }
   };
   static constexpr bool kStores = true;
-  static constexpr bool kEvaluates = true;
-  static constexpr bool kTrains = false;
+  static constexpr bool kStatisticsKnown = true;
+  static constexpr bool kMergesHere = false;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
   struct Auxiliary {

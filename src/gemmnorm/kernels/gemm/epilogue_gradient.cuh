@@ -40,8 +40,8 @@ struct RecomputedGradient {
     }
   };
   static constexpr bool kStores = true;      // or reads
-  static constexpr bool kEvaluates = false;
-  static constexpr bool kTrains = false;
+  static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kMergesHere = false;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
 
   struct Auxiliary {

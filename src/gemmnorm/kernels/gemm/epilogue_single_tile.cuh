@@ -11,8 +11,8 @@ template <class G, class Params>
 struct SingleTileEpilogue {
   using Shared = TrainingShared<G>;
   static constexpr bool kStores = true;
-  static constexpr bool kEvaluates = false;
-  static constexpr bool kTrains = true;
+  static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kMergesHere = true;
 
   // Nobody reads the count of batches, so that any block may increment it when it likes, and there are no counters to reset.
   __device__ __forceinline__ static bool counts_alone(const Params& p) { return p.momentum >= 0.0f; }

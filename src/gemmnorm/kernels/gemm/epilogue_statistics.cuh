@@ -14,8 +14,8 @@ template <class G, class Params>
 struct StatisticsEpilogue {
   using Shared = TrainingShared<G>;
   static constexpr bool kStores = true;
-  static constexpr bool kEvaluates = false;
-  static constexpr bool kTrains = false;  // in this launch: later ones do
+  static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kMergesHere = false;  // later launches do
   __device__ __forceinline__ static bool counts_alone(const Params&) { return true; }
 
   struct Auxiliary {
@@ -47,8 +47,8 @@ template <class G, class Params>
 struct ExactStatisticsEpilogue {
   using Shared = TrainingShared<G>;
   static constexpr bool kStores = false;
-  static constexpr bool kEvaluates = false;
-  static constexpr bool kTrains = false;  // in this launch: later ones do
+  static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kMergesHere = false;  // later launches do
   __device__ __forceinline__ static bool counts_alone(const Params&) { return true; }
 
   struct Auxiliary {

@@ -117,7 +117,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   const Features<Params> f(p, G::Shape::kMeanRows);
   const Counters counters = {p.counters, scheduler.tiles_n};
   const typename G::Conversion conversion(p, scheduler, counters.end());
-  constexpr bool kResets = G::Epilogue::kTrains || G::Conversion::kConverts;
+  constexpr bool kResets = G::Epilogue::kMergesHere || G::Conversion::kConverts;
 
   if (threadIdx.x == 0) {
     prefetch_tensormap(p.map_x);
@@ -158,7 +158,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   if (alone && p.num_batches_tracked && blockIdx.x == 0 && threadIdx.x == 0) *p.num_batches_tracked += 1;
   if ((G::Conversion::kConverts || (kResets && !alone)) && threadIdx.x == 0) {
     mbarrier_wait(&shared.warps_done, 0);
-    reset_counters(p, counters, counters.end() + conversion.counters(), G::Epilogue::kTrains && !alone);
+    reset_counters(p, counters, counters.end() + conversion.counters(), G::Epilogue::kMergesHere && !alone);
   }
 }
 

@@ -53,7 +53,7 @@ struct GemmTypes {
   static constexpr bool kFitsStaging = kStaged && sizeof(T) == 2;  // a whole tile fits the staging buffers, and may wait there
 
   using Epilogue = typename Config::template Epilogue<GemmTypes, Params>;
-  static constexpr bool kEvaluates = Epilogue::kEvaluates;
+  static constexpr bool kStatisticsKnown = Epilogue::kStatisticsKnown;
   using Conversion = typename Config::template Conversion<GemmTypes, Params>;
   using Mainloop = typename SelectMainloop<kSplit, typename Operand::Element, kWidth>::type;
   using AccumulatorTile = typename SelectAccumulator<Shape::kSwapAB, GemmTypes>::type;
