@@ -7,6 +7,8 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 - `watching.py`  the same for what is found only when it is called; questions, tensors, what is left behind
 - `stand_ins.py` what takes the place of tensors meanwhile, and answers what code asks of it
 - `recorder.py`  what `forward` reads from its owner, and must not write
+- `keeping.py`   what lists, dictionaries, objects and classes hold meanwhile
+- `values.py`    kinds of values that it tells apart
 - `comparing.py` what it has read, as conditions
 - `structure.py` what the modules below the owner are like, likewise
 - `held.py`      what stays as it is meanwhile: a mode, random states

@@ -32,6 +32,24 @@ class Keys:
 
 
 @dataclass(frozen=True)
+class Without:
+    """A dictionary of attributes that lacks one, which is the class's."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Equal:
+    """A value that does not change, such as a path; it is held to be compared with."""
+
+    value: Any
+
+    @property
+    def __name__(self) -> str:
+        return type(self.value).__name__
+
+
+@dataclass(frozen=True)
 class Names:
     """Of a module's children, parameters or buffers that are not None."""
 
@@ -67,6 +85,10 @@ def differs(expression: str, value: Any, render: Render) -> str:
         return f"len({expression}) != {value.length}"
     if isinstance(value, Keys):
         return f"[*{expression}] != {literal([*value.keys])}"
+    if isinstance(value, Without):
+        return f"{value.name!r} in {expression}"
+    if isinstance(value, Equal):
+        return f"{expression} != {known_as(value.value)}"
     if isinstance(value, Names):
         held = f"[name for name, held in {expression}.items() if held is not None]"
         return f"{held} != {literal([*value.names])}"

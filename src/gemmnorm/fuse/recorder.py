@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import copy
 import enum
 import functools
@@ -13,14 +12,14 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from .comparing import Absent, IsInstance, Keys, Length, Names, Same
+from .comparing import Absent, Equal, IsInstance, Keys, Length, Names, Same, Without
+from .keeping import Keeper
 from .outside import (
     attribute_of,
     goes_on,
@@ -36,12 +35,9 @@ from .scanning import CONTAINERS, Scan, Untraceable, changed_by, content
 from .scanning import is_of_users as is_of_user
 from .stand_ins import IN_PLACE
 from .structure import as_written, forward_of
+from .values import is_a_value, is_known, is_named, may_change, plain_of
 from .watching import by_us, function_of
 
-PLAIN = (bool, int, float, str, type(None))
-_WRITTEN = (complex, range, torch.dtype, torch.device)  # whose `literal` is theirs too
-# What makes a plain one of a number or text of a class of its own.
-_EXACT: tuple[tuple[Any, str], ...] = ((int, "__int__"), (float, "__float__"), (complex, "__pos__"), (str, "__str__"))
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 _ITEMS = 64  # of a list of configurations
 _DEEP = 16  # configurations inside of each other
@@ -75,13 +71,13 @@ class Recorder:
         self.paths = {id(module): path for path, module in owner.named_modules()}
         self.attributes: list[tuple[str, str, Any]] = []
         held: tuple[Any, ...] = (vars(owner), owner._buffers, owner._parameters, owner._modules)
-        self.definitions: dict[Any, dict[str, Any]] = {}  # classes and functions, with their attributes
         self.surroundings: dict[str, Any] = {}
         self.namespaces: dict[str, Any] = {}
-        self.containers = {id(container): (container, copy.copy(container)) for container in held}
-        self.slots: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}  # object, their descriptors, values
+        self.keeper = Keeper()
+        self.keeper.containers |= {id(container): (container, copy.copy(container)) for container in held}
         self.noted: dict[tuple[int, str, int], tuple[nn.Module, str, Any]] = {}  # to look at when `scan` knows more
         self.relations: list[tuple[str, Any]] = []  # (path of a module, what it was found to be)
+        self.helpers: dict[tuple[Any, str, Any], None] = {}  # class, name and function of their methods that ran
         self.looked = 0  # at so many values
         self.called = ""  # a method that stayed a call: what attributes are after it, nobody knows
         self.thread = threading.get_ident()
@@ -147,7 +143,7 @@ class Recorder:
         if by_us(sys._getframe(2)):
             return held
         path, names = self.paths[id(module)], tuple(name for name, value in held.items() if value is not None)
-        self.watch(held)
+        self.keeper.watch(held)
         if kind == "_modules":
             if not self.is_in_a_list(path):
                 positions = tuple(map(str, range(len(held))))
@@ -156,7 +152,7 @@ class Recorder:
             return held
         self.note_value(path, kind, Names(names))
         given = {name: self.tracer.named(value) for name, value in held.items()}
-        self.containers[id(given)] = (given, dict(given))
+        self.keeper.watch(given)
         return given
 
     def is_in_a_list(self, path: str) -> bool:
@@ -203,7 +199,7 @@ class Recorder:
             self.note(module, name, None)
 
     def note(self, module: nn.Module, name: str, value: Any) -> None:
-        known = value is Absent or _is_known(value) or isinstance(value, CONTAINERS)
+        known = value is Absent or is_known(value) or isinstance(value, CONTAINERS)
         if self.called and known and name != "training":
             raise Untraceable(f"reads {name} after calling {self.called}, which cannot be recorded")
         if known and self.may_have_changed(module, name, value):
@@ -215,7 +211,7 @@ class Recorder:
     def note_parts(self, module: nn.Module, name: str, value: Any) -> None:
         path = self.paths[id(module)]
         given = name in vars(module) or isinstance(inspect.getattr_static(type(module), name, None), staticmethod)
-        defined = not given or (_is_named(value, name) and name not in vars(module))
+        defined = not given or (is_named(value, name) and name not in vars(module))
         for text, part in self.parts(name, value, defined=defined):
             if (path, text) != ("", "training"):
                 self.note_value(path, text, part)
@@ -241,11 +237,11 @@ class Recorder:
         `defined`: a function or class under its own name, which stays what it is.
         """
         self.looked += 1
-        self.watch(value)
+        self.keeper.watch(value)
         if goes_on(value):
             line = self.scan.loads.get(re.findall(r"\w+", text)[-1])
             raise Untraceable(f"takes values one after the other from {text}, a {type(value).__name__} (line {line})")
-        if value is Absent or _is_known(value):
+        if value is Absent or is_known(value):
             yield text, copy.deepcopy(value) if type(value) in CONTAINERS else value
         elif isinstance(value, enum.Enum):
             yield f"{text}.name", value.name
@@ -262,15 +258,17 @@ class Recorder:
     def parts_of_object(
         self, text: str, value: Any, inside: tuple[int, ...], defined: bool
     ) -> Iterator[tuple[str, Any]]:
-        if plain := _plain(value):
+        if plain := plain_of(value):
             yield f"{text}.__class__", type(value)
             yield plain[0].format(text), plain[1]
+        elif may_change(value):
+            raise Untraceable(f"reads {text}, a {type(value).__name__}, whose content may change")
         elif callable(value) and (hasattr(value, "__name__") or not is_of_users(type(value))):
             yield from self.parts_of_callable(text, value, inside, defined)
-        elif hasattr(type(value), "__array__") or isinstance(value, (bytearray, memoryview, array.array)):
-            raise Untraceable(f"reads {text}, a {type(value).__name__}, whose content may change")
+        elif is_a_value(value):
+            yield text, Equal(value)
         else:
-            if isinstance(value, (*CONTAINERS, tuple, frozenset)):
+            if isinstance(value, (*CONTAINERS, tuple, frozenset, Mapping)):
                 yield from self.parts_of_container(text, value, inside)
             if is_settings(value):
                 yield f"{text}.__class__", type(value)
@@ -278,7 +276,9 @@ class Recorder:
 
     def parts_of_container(self, text: str, value: Any, inside: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
         """Those of its items, and which and how many there are."""
-        with_keys = isinstance(value, dict) and all(map(_is_known, value))
+        if isinstance(value, (set, frozenset)):
+            raise Untraceable(f"reads {text}, a set of more than numbers and texts")
+        with_keys = isinstance(value, Mapping) and all(map(is_known, value))
         yield text, Keys(tuple(value)) if with_keys else Length(len(value))
         items: Any = [*value.items()][:_ITEMS] if with_keys else ()
         if isinstance(value, (list, tuple, deque)):
@@ -305,44 +305,24 @@ class Recorder:
     def parts_of_settings(self, text: str, value: Any, inside: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
         of_its_own = not isinstance(value, (type, types.FunctionType))
         if of_its_own:
-            self.watch_attributes(value)
+            self.keeper.watch_attributes(value)
         there = names_of(value)
         for name in sorted(self.scan.names & there):
             part = attribute_of(value, name)
-            if not (of_its_own and callable(part) and is_of_class(value, name)):
-                defined = name == "__class__" or (_is_named(part, name) and not of_its_own)
+            if of_its_own and callable(part) and is_of_class(value, name):
+                if getattr(part, "__code__", None) in self.scan.read and hasattr(value, "__dict__"):
+                    yield f"{text}.__dict__", Without(name)
+                    self.helpers[type(value), name, getattr(type(value), name)] = None
+            else:
+                defined = name == "__class__" or (is_named(part, name) and not of_its_own)
                 yield from self.parts(f"{text}.{name}", part, inside, defined)
         if not isinstance(value, types.FunctionType) and not hasattr(type(value), "__getattr__"):
             for name in sorted(self.scan.optional - there):
                 yield f"{text}.{name}", Absent
 
-    def watch(self, value: Any) -> None:
-        """Notice where a list, a dictionary or the like is changed, or one inside of it."""
-        if isinstance(value, CONTAINERS) and id(value) not in self.containers:
-            self.containers[id(value)] = (value, _copied(value))
-        if isinstance(value, (tuple, *CONTAINERS)):
-            for item in _items(value):
-                if isinstance(item, (tuple, *CONTAINERS)) and id(item) not in self.containers:
-                    self.watch(item)
-
-    def watch_attributes(self, value: Any) -> None:
-        """Notice where an attribute of an object is changed."""
-        if hasattr(value, "__dict__"):
-            self.containers.setdefault(id(vars(value)), (vars(value), copy.copy(vars(value))))
-            for held in [held for name, held in vars(value).items() if not name.startswith("_")]:  # no caches
-                self.watch(held)
-        slots = {
-            n: m
-            for cls in filter(is_of_users, type(value).__mro__)
-            for n, m in vars(cls).items()
-            if inspect.ismemberdescriptor(m)
-        }
-        if slots:
-            self.slots.setdefault(id(value), (value, slots, _slots(value, slots)))
-
-    def read_before(self, frame: types.FrameType) -> None:
+    def read_before(self, frame: types.FrameType, lenient: bool) -> None:
         """A function of a user's is about to run that nobody has read."""
-        self.scan.follow_running(frame.f_code, function_of(frame), frame.f_globals)
+        self.scan.follow_running(frame.f_code, function_of(frame), frame.f_globals, lenient)
         self.look_again()
 
     def look_again(self) -> None:
@@ -357,11 +337,11 @@ class Recorder:
     def take_up(self) -> None:
         """What the scan has found up to now."""
         for container in self.scan.containers:
-            self.watch(container)
+            self.keeper.watch(container)
         for function in self.scan.functions:
-            self.watch((function.__defaults__, function.__kwdefaults__))
+            self.keeper.watch((function.__defaults__, function.__kwdefaults__))
         for definition in (*filter(is_of_users, self.scan.classes), *self.scan.functions):
-            self.definitions.setdefault(definition, _attributes(definition))
+            self.keeper.watch_definition(definition)
         self.note_globals()
 
     def note_globals(self) -> None:
@@ -378,7 +358,7 @@ class Recorder:
             else:
                 place, (known, namespace), value = name, namespace_of(holder), holder[name]
             if path_of(value) is None or value.__name__ != name:
-                defined = _is_named(value, name) or any(value is function for function in decorated)
+                defined = is_named(value, name) or any(value is function for function in decorated)
                 found = dict(self.parts(f"{known}.{place}", value, defined=defined))
                 self.surroundings |= found
                 self.namespaces |= {known: namespace} if found else {}
@@ -393,105 +373,16 @@ class Recorder:
 
     def hold(self, *values: Any) -> None:
         """Have the functions and classes among `values` in the namespace."""
-        held = [v for v in values if callable(v) and v is not Absent and path_of(v) is None]
-        self.namespaces |= {known_as(value): value for value in held}
-
-    def has_changed(self) -> bool:
-        """Something that `restore` would change back, of what lists, dictionaries and objects hold."""
-        slots = (_slots(value, slots) != before for value, slots, before in self.slots.values())
-        return any(_differ(*both) for both in self.containers.values()) or any(slots)
+        plain = [v.value if isinstance(v, Equal) else v for v in values if callable(v) or isinstance(v, Equal)]
+        self.namespaces |= {known_as(v): v for v in plain if v is not Absent and path_of(v) is None}
 
     def defined(self) -> tuple[tuple[Any, str, Any], ...]:
         """(module or class, name, function) of the functions that were read and are found there by that name."""
         found = [(as_written(self.scan.owner), "forward", forward_of(self.scan.owner))]
+        found += self.helpers
         for holder, name in self.scan.globals:
             if isinstance(holder, dict) and "-packages" not in str(holder.get("__file__")):
                 function = holder.get(name)
                 if isinstance(function, types.FunctionType) and function in self.scan.functions:
                     found.append((namespace_of(holder)[1], name, function))
         return tuple(dict.fromkeys(found))
-
-    def restore(self) -> str | None:
-        """Change what `forward` has changed of lists, dictionaries, objects and classes back; what it was."""
-        found = None
-        for container, before in self.containers.values():
-            if _differ(container, before):
-                base = _base(container)
-                base.clear(container)
-                (getattr(base, "update", None) or base.extend)(container, before)
-                found = "a list or dictionary, or an object that the module holds"
-        for value, slots, attributes in self.slots.values():
-            now = _slots(value, slots)
-            for name in (name for name in slots if now[name] is not attributes[name]):
-                (slots[name].__delete__ if attributes[name] is Absent else slots[name].__set__)(
-                    value, *() if attributes[name] is Absent else (attributes[name],)
-                )
-                found = "a list or dictionary, or an object that the module holds"
-        self.containers.clear()
-        for definition, attributes in self.definitions.items():
-            kind, now = "class" if isinstance(definition, type) else "function", _attributes(definition)
-            changed = [name for name, value in attributes.items() if now.get(name, Absent) is not value]
-            for name in changed:
-                setattr(definition, name, attributes[name])
-            for name in now.keys() - attributes:
-                delattr(definition, name)
-            for name in (*changed, *(now.keys() - attributes)):
-                found = f"{name} of the {kind} {definition.__name__} (line {self.scan.stores.get(name)})"
-        return found
-
-
-def _is_known(value: Any) -> bool:
-    """A plain value, or a container of such, which can be written down."""
-    if type(value) in (tuple, torch.Size, list, set, dict):
-        return all(map(_is_known, _items(value)))
-    return type(value) in (*PLAIN, *_WRITTEN) or path_of(value) is not None
-
-
-def _is_named(value: Any, name: str) -> bool:
-    """A function or class by its own name."""
-    return not isinstance(value, fx.Proxy) and callable(value) and getattr(value, "__name__", None) == name
-
-
-def _attributes(definition: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(definition).items() if not name.startswith("__")}
-
-
-def _plain(value: Any) -> tuple[str, Any] | None:
-    """What a number or text of a class of its own is without that class, and how to ask for it."""
-    if type(value).__module__ == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):
-        plain = value.item()
-        return ("{}.item()", plain) if type(plain) in PLAIN else None
-    for base, turn in _EXACT:
-        if isinstance(value, base):
-            return "{}", getattr(base, turn)(value)
-    return None
-
-
-def _base(container: Any) -> Any:
-    return next(base for base in (list, dict, set, deque, tuple, frozenset) if isinstance(container, base))
-
-
-def _copied(container: Any) -> Any:
-    return _base(container)(_items(container) if not isinstance(container, dict) else dict.items(container))
-
-
-def _items(container: Any) -> Iterator[Any]:
-    if isinstance(container, dict):
-        yield from itertools.chain.from_iterable(dict.items(container))
-    else:
-        yield from _base(container).__iter__(container)
-
-
-def _differ(container: Any, before: Any) -> bool:
-    one, other = [*_items(container)], [*_items(before)]
-    return len(one) != len(other) or any(a is not b for a, b in zip(one, other, strict=True))
-
-
-def _slots(value: Any, slots: dict[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, descriptor in slots.items():
-        try:
-            found[name] = descriptor.__get__(value)
-        except AttributeError:
-            found[name] = Absent
-    return found

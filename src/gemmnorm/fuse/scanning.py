@@ -72,6 +72,8 @@ class Scan:
         self.forward = inspect.unwrap(forward).__code__
         self.seen: set[tuple[Any, ...]] = set()
         self.codes: set[types.CodeType] = set()
+        self.read: set[types.CodeType] = set()  # those that were read leniently too
+        self.lenient = False
         self.optional: set[str] = set()
         self.assigned = {i.argval for i in dis.get_instructions(self.forward) if i.opname.startswith("STORE_FAST")}
         self.tested: set[str] = set()
@@ -105,21 +107,31 @@ class Scan:
                 cells = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=True))
                 self._read(f.__code__, f.__globals__, cells)
 
-    def follow_running(self, code: types.CodeType, function: types.FunctionType | None, namespace: Any) -> None:
-        """Read what has been called by whatever way; `function` is None where nobody knows which one it is."""
-        if function is None:
-            self._read(code, namespace, {})
-        else:
-            self.follow(function)
-        self.codes.add(code)
+    def follow_running(
+        self, code: types.CodeType, function: types.FunctionType | None, namespace: Any, lenient: bool
+    ) -> None:
+        """Read what has been called by whatever way; `function` is None where nobody knows which one it is.
+
+        `lenient`: it is given no stand-in, so that it may catch what it likes.
+        """
+        before, self.lenient = self.lenient, lenient
+        try:
+            if function is None:
+                self._read(code, namespace, {})
+            else:
+                self.follow(function)
+        finally:
+            self.lenient = before
 
     def _read(self, code: types.CodeType, namespace: dict[str, Any], cells: dict[str, types.CellType]) -> None:
         """`cells`: the closure of the function that `code` is, or is inside of."""
-        key = (code, *map(id, cells.values()))
+        key = (self.lenient, code, *map(id, cells.values()))
         if key in self.seen:
             return
         self.seen.add(key)
-        self.codes.add(code)
+        self.read.add(code)
+        if not self.lenient:
+            self.codes.add(code)
         self._refuse_statements(code, cells)
         self.names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
         if {"getattr", "hasattr"} & {*code.co_names}:
@@ -136,7 +148,7 @@ class Scan:
             if name == "IS_OP" or ("JUMP" in name and "NONE" in name):
                 self._note_test(code, before)
             if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
-                if value == "type":
+                if value == "type" and not self.lenient:
                     raise Untraceable("asks for the type of a value")
                 cell = cells.get(value) if name == "LOAD_DEREF" else None
                 found = namespace.get(value) if cell is None else content(cell)
@@ -168,11 +180,12 @@ class Scan:
             if name == "SETUP_FINALLY":
                 handlers.add(instruction.argval)
             catches_all = name == "POP_TOP" and (before == "PUSH_EXC_INFO" or instruction.offset in handlers)
-            if name in _CATCHES or catches_all:
+            lenient = self.lenient
+            if not lenient and (name in _CATCHES or catches_all):
                 raise Untraceable(f"catches exceptions (line {line})")
-            if name == "WITH_EXCEPT_START" and not names[line] & _CONTEXTS:
+            if not lenient and name == "WITH_EXCEPT_START" and not names[line] & _CONTEXTS:
                 raise Untraceable(f"has a with statement (line {line}), and what that does would be lost")
-            if name in _MATCHES:
+            if not lenient and name in _MATCHES:
                 raise Untraceable(f"matches the structure of a value (line {line})")
             if name == "STORE_GLOBAL":
                 raise Untraceable(f"assigns the global {instruction.argval} (line {line})")

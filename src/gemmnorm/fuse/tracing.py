@@ -28,10 +28,11 @@ from torch import Tensor, fx, nn
 
 from . import guards, held
 from .comparing import differs
-from .recorder import PLAIN, Recorder
+from .recorder import Recorder
 from .scanning import ANY, Raised, Scan, Untraceable, finds_itself
 from .stand_ins import MAPPING, StandIn, honest
 from .structure import aliases, forward_of, original_class
+from .values import PLAIN
 from .watching import Watch, forget_frames, take_back
 
 _NUMBERS = (int, float)
@@ -178,7 +179,7 @@ def _record(
             failed = reason
             forget_frames(reason)
         finally:
-            changed = recorder.restore()
+            changed = recorder.keeper.restore(scan.stores)
             kept = take_back(tracer.made_up())
         if failed is not None:
             raise failed

@@ -23,8 +23,9 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from . import stand_ins
+from .outside import is_settings
 from .scanning import TORCH, Untraceable, is_of_python, is_of_users
-from .stand_ins import QUESTIONS
 
 _OURS = (os.path.join(TORCH, "fx", ""), os.path.join(os.path.dirname(os.path.dirname(__file__)), ""))
 _MODULES = os.path.join(TORCH, "nn", "modules", "")
@@ -48,7 +49,10 @@ class Watch:
         self.recorder, self.answers, self.forward = recorder, answers, forward
         self.methods = {getattr(f, "__code__", None): name for name, f in recorder.scan.methods.items()}
         self.known: set[types.CodeType] = set()
-        self.python = {f.__code__: (f, path) for f, path in QUESTIONS.items() if isinstance(f, types.FunctionType)}
+        self.known_leniently: set[types.CodeType] = set()
+        self.python = {
+            f.__code__: (f, path) for f, path in stand_ins.QUESTIONS.items() if isinstance(f, types.FunctionType)
+        }
         self.mode = _NoOtherTensors()
         self.active = False
 
@@ -90,7 +94,7 @@ class Watch:
 
     def _returns(self, frame: types.FrameType) -> None:
         """A method that `forward` has called, and that has changed something, may stay a call."""
-        if frame.f_back is not None and frame.f_back.f_code is self.forward and self.recorder.has_changed():
+        if frame.f_back is not None and frame.f_back.f_code is self.forward and self.recorder.keeper.has_changed():
             reason = Untraceable("changes a list or dictionary, or an object that the module holds")
             reason.method = self.methods[frame.f_code]  # type: ignore[attr-defined]
             raise reason
@@ -106,12 +110,21 @@ class Watch:
         elif by_user and code.co_filename.startswith(_BACKENDS) and code.co_name not in _CONSTANT:
             raise Untraceable("asks for a setting of torch.backends")
         elif is_of_users(code.co_filename) and not (_stands_apart(frame) or by_us(caller)):
-            self.known.add(code)
-            try:
-                self.recorder.read_before(frame)
-            except Untraceable:
-                if "-packages" not in code.co_filename or not _constructs(frame):
-                    raise
+            self._read(frame)
+
+    def _read(self, frame: types.FrameType) -> None:
+        """Where it is given no stand-in, it may be again later."""
+        code = frame.f_code
+        lenient = not any(map(_holds_stand_in, frame.f_locals.values()))
+        known = self.known_leniently if lenient else self.known
+        if code in known or code in self.recorder.scan.codes:
+            return
+        known.add(code)
+        try:
+            self.recorder.read_before(frame, lenient)
+        except Untraceable:
+            if not _is_within_a_library(frame):
+                raise
 
     def _asked(self, function: Any, line: str) -> None:
         of, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
@@ -122,8 +135,10 @@ class Watch:
         if isinstance(function, types.BuiltinFunctionType):
             if function in _LOST:
                 raise Untraceable(f"{_LOST[function]} {line}")
-            if function in QUESTIONS:
-                self._note(function, QUESTIONS[function], QUESTIONS[function] in _TAKE_ARGUMENTS, line)
+            if function in stand_ins.QUESTIONS:
+                self._note(
+                    function, stand_ins.QUESTIONS[function], stand_ins.QUESTIONS[function] in _TAKE_ARGUMENTS, line
+                )
 
     def _note(self, function: Callable[..., Any], path: str, with_arguments: bool, line: str) -> None:
         if with_arguments:
@@ -135,7 +150,8 @@ def by_us(frame: types.FrameType | None) -> bool:
     """Who asks, by way of Python's library and methods of `nn.Module` or not, is the recorder, not what it records."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not (file.startswith(_MODULES) or is_of_python(file) or frame.f_code.co_name == "getattribute"):
+        passes_on = file == stand_ins.__file__ or frame.f_code.co_name == "getattribute"  # in place of Python's own
+        if not (passes_on or file.startswith(_MODULES) or is_of_python(file)):
             break
         frame = frame.f_back
     return frame is None or frame.f_code.co_filename.startswith(_OURS)
@@ -162,13 +178,22 @@ def _stands_apart(frame: types.FrameType) -> bool:
     return looks_up or code.co_name == "__del__"
 
 
-def _constructs(frame: types.FrameType | None) -> bool:
-    """Somebody makes an object, which a recording makes again."""
-    while frame is not None:
-        if frame.f_code.co_name in ("__init__", "__new__", "__post_init__"):
+def _is_within_a_library(frame: types.FrameType | None) -> bool:
+    """An installed package makes an object, as a recording will again, or looks up an attribute or an item."""
+    if frame is None or "-packages" not in frame.f_code.co_filename:
+        return False
+    while frame is not None and "-packages" in frame.f_code.co_filename:
+        if frame.f_code.co_name.startswith("__"):
             return True
         frame = frame.f_back
     return False
+
+
+def _holds_stand_in(value: Any) -> bool:
+    if type(value) in (tuple, list, set, dict):
+        return any(map(_holds_stand_in, value.values() if type(value) is dict else value))
+    held = getattr(value, "__dict__", {}) if is_settings(value) and not isinstance(value, type) else {}
+    return any(isinstance(v, fx.Proxy) for v in (value, *held.values()))
 
 
 class _NoOtherTensors(TorchFunctionMode):  # type: ignore[misc]

@@ -1,0 +1,55 @@
+"""Kinds of values, as a recorder tells them apart."""
+
+from __future__ import annotations
+
+import array
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from .keeping import items_of
+from .outside import is_of_users, path_of
+
+PLAIN = (bool, int, float, str, type(None))
+_WRITTEN = (complex, bytes, range, slice, torch.dtype, torch.device)  # whose `literal` is theirs too
+# What makes a plain one of a number or text of a class of its own.
+_EXACT: tuple[tuple[Any, str], ...] = ((int, "__int__"), (float, "__float__"), (complex, "__pos__"), (str, "__str__"))
+_CHANGING = (bytearray, memoryview, array.array, weakref.ref, weakref.WeakSet)
+
+
+def is_known(value: Any) -> bool:
+    """A plain value, or a container of such, which can be written down."""
+    if type(value) in (tuple, torch.Size, list, set, frozenset, dict):
+        return all(map(is_known, items_of(value)))
+    return type(value) in (*PLAIN, *_WRITTEN) or path_of(value) is not None
+
+
+def is_named(value: Any, name: str) -> bool:
+    """A function or class by its own name."""
+    return not isinstance(value, fx.Proxy) and callable(value) and getattr(value, "__name__", None) == name
+
+
+def plain_of(value: Any) -> tuple[str, Any] | None:
+    """What a number or text of a class of its own is without that class, and how to ask for it."""
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):
+        plain = value.item()
+        return ("{}.item()", plain) if type(plain) in PLAIN else None
+    for base, turn in _EXACT:
+        if isinstance(value, base):
+            return "{}", getattr(base, turn)(value)
+    return None
+
+
+def is_a_value(value: Any) -> bool:
+    """One of Python's own classes that compares by what it is, and never changes."""
+    cls: Any = type(value)
+    compares = cls.__eq__ is not object.__eq__ and cls.__hash__ not in (None, object.__hash__)
+    return compares and not is_of_users(cls) and not isinstance(value, (tuple, frozenset, Mapping))
+
+
+def may_change(value: Any) -> bool:
+    """What it holds may be something else later, and nobody can tell by looking at it from outside."""
+    return hasattr(type(value), "__array__") or isinstance(value, _CHANGING)
