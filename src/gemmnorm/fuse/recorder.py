@@ -77,6 +77,7 @@ class Recorder:
         self.keeper.containers |= {id(container): (container, copy.copy(container)) for container in held}
         self.noted: dict[tuple[int, str, int], tuple[nn.Module, str, Any]] = {}  # to look at when `scan` knows more
         self.relations: list[tuple[str, Any]] = []  # (path of a module, what it was found to be)
+        self.opaque: set[type] = set()  # classes of installed packages, of which a method was called and not read
         self.helpers: dict[tuple[Any, str, Any], None] = {}  # class, name and function of their methods that ran
         self.looked = 0  # at so many values
         self.called = ""  # a method that stayed a call: what attributes are after it, nobody knows
@@ -277,7 +278,8 @@ class Recorder:
     def parts_of_container(self, text: str, value: Any, inside: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
         """Those of its items, and which and how many there are."""
         if isinstance(value, (set, frozenset)):
-            raise Untraceable(f"reads {text}, a set of more than numbers and texts")
+            yield text, Equal(frozenset(value))
+            return
         with_keys = isinstance(value, Mapping) and all(map(is_known, value))
         yield text, Keys(tuple(value)) if with_keys else Length(len(value))
         items: Any = [*value.items()][:_ITEMS] if with_keys else ()
@@ -306,8 +308,11 @@ class Recorder:
         of_its_own = not isinstance(value, (type, types.FunctionType))
         if of_its_own:
             self.keeper.watch_attributes(value)
-        there = names_of(value)
-        for name in sorted(self.scan.names & there):
+        there = {name for name in names_of(value) if not name.startswith("__") or name == "__class__"}
+        names = self.scan.names & there
+        if type(value) in self.opaque and hasattr(value, "__dict__"):
+            names |= {name for name, held in vars(value).items() if name[0] != "_" and is_known(held)}
+        for name in sorted(names):
             part = attribute_of(value, name)
             if of_its_own and callable(part) and is_of_class(value, name):
                 if getattr(part, "__code__", None) in self.scan.read and hasattr(value, "__dict__"):

@@ -271,10 +271,13 @@ def finds_itself(cls: type) -> str | None:
     for base in cls.__mro__:
         functions = [] if base.__module__.startswith(("torch.", "builtins")) else vars(base).values()
         for f in (f for f in functions if isinstance(f, types.FunctionType) and f.__name__ != "__init__"):
-            found = [str(i.argval) for i in dis.get_instructions(f.__code__) if i.opname.startswith("LOAD_")]
-            following = zip(found, found[1:], found[2:], strict=False)
-            if any(a == "super" and (b == "type" or c == "__class__") for a, b, c in following):
-                return f.__name__
+            found = [
+                (i.opname, str(i.argval)) for i in dis.get_instructions(f.__code__) if i.opname.startswith("LOAD_")
+            ]
+            for first, second, third in zip(found, found[1:], found[2:], strict=False):
+                of_its_class = second == ("LOAD_GLOBAL", "type") or third == ("LOAD_ATTR", "__class__")
+                if first == ("LOAD_GLOBAL", "super") and of_its_class:
+                    return f.__name__
     return None
 
 

@@ -119,12 +119,13 @@ class Watch:
         known = self.known_leniently if lenient else self.known
         if code in known or code in self.recorder.scan.codes:
             return
+        if (
+            lenient and "-packages" in code.co_filename
+        ):  # an installed package's affair; what it is asked with is watched
+            self.recorder.opaque.add(type(_first(frame)))
+            return
         known.add(code)
-        try:
-            self.recorder.read_before(frame, lenient)
-        except Untraceable:
-            if not _is_within_a_library(frame):
-                raise
+        self.recorder.read_before(frame, lenient)
 
     def _asked(self, function: Any, line: str) -> None:
         of, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
@@ -157,10 +158,15 @@ def by_us(frame: types.FrameType | None) -> bool:
     return frame is None or frame.f_code.co_filename.startswith(_OURS)
 
 
+def _first(frame: types.FrameType) -> Any:
+    """The first argument of what runs in `frame`, such as `self`."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
 def function_of(frame: types.FrameType) -> types.FunctionType | None:
     """The function that runs in `frame`, which has just been called, where it can be found."""
-    code = frame.f_code
-    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    code, first = frame.f_code, _first(frame)
     for cls in (first if isinstance(first, type) else type(first)).__mro__:
         found = vars(cls).get(code.co_name)
         for f in (found, *(getattr(found, name, None) for name in ("__func__", "fget", "func"))):
@@ -172,10 +178,9 @@ def function_of(frame: types.FrameType) -> types.FunctionType | None:
 
 def _stands_apart(frame: types.FrameType) -> bool:
     """Runs when nobody has called it, or gives what the recorder watches anyway."""
-    code = frame.f_code
-    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    code, first = frame.f_code, _first(frame)
     looks_up = code.co_name in ("__getattr__", "__getattribute__") and isinstance(first, nn.Module)
-    return looks_up or code.co_name == "__del__"
+    return looks_up or code.co_name == "__del__" or _is_within_a_library(frame)
 
 
 def _is_within_a_library(frame: types.FrameType | None) -> bool:
