@@ -7,8 +7,10 @@ import contextvars
 import copy
 import datetime
 import enum
+import gc
 import math
 import sys
+import time
 import types
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -453,6 +455,25 @@ def test_torch_compile_reads_the_conditions() -> None:
         compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(X), plain(X))
         assert {m.calls.compiled for m in gemmnorm.fuse_report(fused, calls=True).matches} == {"fused"}
+
+
+def test_what_the_collector_calls_is_not_recorded(calls: list[Any]) -> None:
+    def callback(*_: Any) -> None:
+        time.time()
+
+    def makes_garbage(self: Any, x: Tensor) -> Tensor:
+        for _ in range(2000):
+            held: list[Any] = []
+            held.append(held)
+        return normed(self, x)
+
+    gc.callbacks.append(callback)
+    try:
+        fused = gemmnorm.fuse(made(makes_garbage))
+    finally:
+        gc.callbacks.remove(callback)
+    fused(X)
+    assert len(calls) == 1 and gc.isenabled()
 
 
 def test_who_profiles_goes_on() -> None:

@@ -57,7 +57,8 @@ class Watch:
         self.active = False
 
     def __enter__(self) -> Watch:
-        self.before, self.active = sys.getprofile(), True
+        self.before, self.collects, self.active = sys.getprofile(), gc.isenabled(), True
+        gc.disable()  # what runs when something is collected is not `forward`'s
         self.mode.__enter__()
         sys.setprofile(self._event)
         return self
@@ -65,6 +66,8 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
         self.active = False
+        if self.collects:
+            gc.enable()
         self.mode.__exit__(None, None, None)
         if callable(self.before):
             sys.setprofile(self.before)
