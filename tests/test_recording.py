@@ -460,11 +460,14 @@ def test_attributes_of_other_kinds_are_conditions(name: str, calls: list[Any]) -
 def test_other_threads_are_left_alone():
     """What is replaced while a forward is recorded is replaced for all; who records nothing does not notice."""
     answers, done = [], threading.Event()
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU()).double()
+    wanted = model(X)
 
     def other():
         while not done.is_set():
             try:
                 print(end="")
+                assert torch.equal(model(X), wanted)
                 with torch.autocast("cpu", torch.bfloat16):
                     answers.append(torch.is_autocast_enabled("cpu") and isinstance(answers, list))
             except Exception as error:

@@ -284,6 +284,7 @@ class _OwnerTracer(fx.Tracer):
     ) -> None:
         super().__init__()
         self.parameters, self.given, self.variable = parameters, given, variable
+        self.thread = threading.get_ident()
         self.made: dict[int, nn.Module] = {}  # by `forward` itself
         self.called: list[nn.Module] = []  # children, in this attempt
         self.names: dict[int, str] = {}  # of tensors
@@ -301,6 +302,8 @@ class _OwnerTracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A loss of PyTorch that `forward` makes, as in `nn.MSELoss()(y, target)`, is written out."""
+        if threading.get_ident() != self.thread:  # which runs a model meanwhile
+            return forward(*args, **kwargs)
         if any(isinstance(a, (list, dict, set)) and not a for a in (*args, *kwargs.values())):
             raise Untraceable("hands a child an empty container, which the child may fill")
         if id(m) in self.made and type(m).__module__ == nn.CrossEntropyLoss.__module__:
@@ -328,7 +331,7 @@ class _OwnerTracer(fx.Tracer):
         return self.proxies[name]
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        return self.named(attr_val)
+        return self.named(attr_val) if threading.get_ident() == self.thread else attr_val
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         root_fn = forward_of(type(self.root))
