@@ -58,7 +58,6 @@ counts_ours = pytest.mark.skipif(
 )
 
 
-@counts_ours
 class Quantised(TorchFunctionMode):
     """Whoever calls `F.linear` gets the product by a rounded weight."""
 
@@ -88,6 +87,7 @@ def test_a_function_mode_sees_the_functions_and_a_default_device_does_not_stand_
     torch.testing.assert_close(got, plain(expected, x))
 
 
+@counts_ours
 def test_flops_of_a_synchronised_product() -> None:
     operands, options = (
         (torch.randn(5, 6), torch.randn(4, 6), *[None] * 7),

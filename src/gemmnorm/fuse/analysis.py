@@ -86,10 +86,10 @@ class OwnerPlan:
         instead = f"{_INDENT}return {original.format(self.forwarded)}"
         lines = [f"if {guard}:", instead] if guard and others else []
         for form in others:
-            before, holds, _ = comparing.questions(form.conditions)
+            before, holds, _ = comparing.questions(form.conditions, guard is not None)
             lines += [*before, f"if {holds}:", *(_INDENT + line for line in form.body)]
         if conditions := [*([guard] if guard and not others else []), *last.conditions]:
-            before, _, fails = comparing.questions(conditions)
+            before, _, fails = comparing.questions(conditions, guard is not None)
             lines += [*before, f"if {fails}:", instead]
         lines = [f"def forward(self{self.signature}):", *(_INDENT + line for line in [*lines, *last.body])]
         text = "\n".join(lines) + "\n"

@@ -104,13 +104,13 @@ def differs(expression: str, value: Any, render: Render) -> str:
     return f"{expression} != {literal(value)}"
 
 
-def questions(conditions: Sequence[str]) -> tuple[list[str], str, str]:
+def questions(conditions: Sequence[str], catches: bool) -> tuple[list[str], str, str]:
     """(statements, an expression after them that is true where none of `conditions` is, and one where any is).
 
-    Where asking raises, the recording does not hold.
+    With `catches` a recording does not hold where asking raises. An exported file may catch nothing: there it raises.
     """
     text = " or ".join(conditions)
-    if not any(map(_MAY_RAISE.search, conditions)):
+    if not catches or not any(map(_MAY_RAISE.search, conditions)):
         return [], f"not ({text})", text
     return [
         "try:", f"    {HOLDS} = not ({text})", "except Exception:", f"    {HOLDS} = False",
