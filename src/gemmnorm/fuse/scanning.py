@@ -23,6 +23,7 @@ ANY = "*"  # among the tested parameters: any of them may be
 TORCH = os.path.join(torch.__path__[0], "")  # and not torchvision or torch_geometric
 CONTAINERS = (list, dict, set, deque, OrderedDict)
 HERE = os.path.join(os.path.dirname(__file__), "")
+_ASSERTS = os.path.join("_pytest", "assertion", "")  # pytest has an `assert` call this, to explain a failure
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 # Context managers that a recording may lose, or that are noticed when they are entered.
 _CONTEXTS = {"no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "saved_tensors_hooks"}
@@ -242,8 +243,9 @@ def _with_lines(code: types.CodeType) -> Iterator[tuple[dis.Instruction, int]]:
 
 
 def is_of_users(filename: str) -> bool:
-    """Neither PyTorch's nor Python's own, nor of `fuse`."""
-    return not is_of_python(filename) and not filename.startswith((TORCH, HERE, "<gemmnorm"))
+    """Neither PyTorch's nor Python's own, nor of `fuse`, nor of pytest's `assert`."""
+    of_others = is_of_python(filename) or filename.startswith((TORCH, HERE, "<gemmnorm"))
+    return not of_others and _ASSERTS not in filename
 
 
 def is_of_python(filename: str) -> bool:

@@ -122,9 +122,7 @@ class Watch:
         known = self.known_leniently if lenient else self.known
         if code in known or code in self.recorder.scan.codes:
             return
-        if (
-            lenient and "-packages" in code.co_filename
-        ):  # an installed package's affair; what it is asked with is watched
+        if lenient and "-packages" in code.co_filename:  # the package's affair; what it is asked with is watched
             self.recorder.opaque.add(type(_first(frame)))
             return
         known.add(code)
