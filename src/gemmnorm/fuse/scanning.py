@@ -23,7 +23,7 @@ ANY = "*"  # among the tested parameters: any of them may be
 TORCH = os.path.join(torch.__path__[0], "")  # and not torchvision or torch_geometric
 CONTAINERS = (list, dict, set, deque, OrderedDict)
 HERE = os.path.join(os.path.dirname(__file__), "")
-_ASSERTS = os.path.join("_pytest", "assertion", "")  # pytest has an `assert` call this, to explain a failure
+_ASSERTS = os.path.join(os.sep, "_pytest", "assertion", "")  # pytest has an `assert` call this, to explain a failure
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 # Context managers that a recording may lose, or that are noticed when they are entered.
 _CONTEXTS = {"no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "saved_tensors_hooks"}
