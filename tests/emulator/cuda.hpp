@@ -19,6 +19,9 @@
 struct alignas(8) float2 {
   float x, y;
 };
+struct float3 {
+  float x, y, z;
+};
 struct alignas(16) float4 {
   float x, y, z, w;
 };
@@ -30,6 +33,7 @@ struct alignas(16) uint4 {
 };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 template <class T>
 constexpr const T& max(const T& a, const T& b) {

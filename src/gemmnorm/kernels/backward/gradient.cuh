@@ -60,16 +60,18 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   const GroupMerge<Config::kColumns, Config::kRows> merge(p.batch, p.features);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  const int j = min(merge.j, p.features - 1);
+  const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j), gamma = value_or(p.bn_weight, j, 1.0f), rstd = p.rstd[j];
   float sum[kSums] = {};
-  merge.add_up(sum, shared, [&](float (&sum)[kSums], i64 at, int) {
-    sum[0] += p.group_sum[at];
-    sum[1] += p.group_dot[at];
-    if constexpr (FORM == Form::kRunning) sum[2] += p.group_linear[at];
-  });
+  merge.add_up(sum, shared,
+               [&](i64 at) { return make_float3(p.group_sum[at], p.group_dot[at], FORM == Form::kRunning ? p.group_linear[at] : 0.0f); },
+               [](float (&sum)[kSums], float3 of_group, int) {
+                 sum[0] += of_group.x;
+                 sum[1] += of_group.y;
+                 if constexpr (FORM == Form::kRunning) sum[2] += of_group.z;
+               });
   if (!merge.inside() || merge.lane != 0) return;
-  const int j = merge.j;
-  const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j), gamma = value_or(p.bn_weight, j, 1.0f);
-  const FeatureSums f = {sum[0], sum[1], s, p.rstd[j], gamma};
+  const FeatureSums f = {sum[0], sum[1], s, rstd, gamma};
   if constexpr (kHasField<decltype(&Params::column_exponents)>) p.column_exponents[j] = kLeastExponent;
   if constexpr (FORM == Form::kFolded) {
     store_gradients(p, j, f);

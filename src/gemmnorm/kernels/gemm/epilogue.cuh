@@ -161,7 +161,7 @@ struct TrainingConsumer {
     s.squares[c] = known.m2;
     if (thread % kLanes == 0) {
       s.mean[c] = known.mean;
-      s.finished_slope[c] = values.slope * known.rstd;
+      s.finished_slope[c] = values.slope() * known.rstd;
       s.finished_shift[c] = values.shift;
     }
     sync_finishers();

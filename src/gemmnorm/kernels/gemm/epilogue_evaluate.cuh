@@ -12,36 +12,62 @@
 
 namespace gemmnorm {
 
-// One warp: the coefficients of COLUMNS features from `first` on, by the batch's statistics. The mean stays apart, so that
-// nothing is left of a constant column. Where the product is kept, it lacks the mean in all groups of the tile's rows.
+// One warp: the coefficients of a tile's COLUMNS features, of which each lane has every 32nd; the vectors of all are in flight
+// together. Of features beyond the last: the last one's.
+template <int COLUMNS>
+struct LaneFeatures {
+  static constexpr int kOwn = COLUMNS / 32;
+  int first, last;
+
+  __device__ __forceinline__ LaneFeatures(Tile tile, int features)
+      : first(tile.n * COLUMNS + threadIdx.x % 32), last(features - 1) {}
+  __device__ __forceinline__ int column(int i) const { return threadIdx.x % 32 + 32 * i; }  // of the tile
+  __device__ __forceinline__ int feature(int i) const { return min(first + 32 * i, last); }
+};
+
+// By the batch's statistics. The mean stays apart, so that nothing is left of a constant column. Where the product is kept, it
+// lacks the mean in all groups of the tile's ROWS.
 template <int ROWS, int COLUMNS, class Params>
 __device__ __forceinline__ void batch_coefficients(const Features<Params>& f, Tile tile, float* slope, float* shift,
                                                    float* mean) {
-#pragma unroll 2
-  for (int c = threadIdx.x % 32; c < COLUMNS; c += 32) {
-    const int j = min(tile.n * COLUMNS + c, f.p.features - 1);
-    slope[c] = f.gamma(j) * f.s(j) * load_l2(f.p.rstd + j);
-    shift[c] = f.shift(j);
-    mean[c] = load_l2(f.p.mean + j);
+  const LaneFeatures<COLUMNS> own(tile, f.p.features);
+  RawFeature<Params> raw[own.kOwn];
+  float of_batch[own.kOwn], rstd[own.kOwn];
+#pragma unroll
+  for (int i = 0; i < own.kOwn; ++i) {
+    raw[i] = RawFeature<Params>::load(f.p, own.feature(i));
+    of_batch[i] = load_l2(f.p.mean + own.feature(i));
+    rstd[i] = load_l2(f.p.rstd + own.feature(i));
+  }
+#pragma unroll
+  for (int i = 0; i < own.kOwn; ++i) {
+    const FeatureValues v = raw[i].values(f.p);
+    slope[own.column(i)] = v.slope() * rstd[i];
+    shift[own.column(i)] = v.shift;
+    mean[own.column(i)] = of_batch[i];
     if (!f.p.keep_product) continue;
     for (int row = tile.m * ROWS; row < min((tile.m + 1) * ROWS, f.p.batch); row += kGroupRows)
-      f.p.group_mean[static_cast<i64>(row / kGroupRows) * f.p.features + j] = mean[c];
+      f.p.group_mean[static_cast<i64>(row / kGroupRows) * f.p.features + own.feature(i)] = of_batch[i];
   }
 }
 
 // Likewise, by the running ones. `keeps`: also what the backward reads, mean and 1/σ.
 template <int COLUMNS, class Params>
-__device__ __forceinline__ void evaluation_coefficients(const Features<Params>& f, int first, bool keeps, float* slope,
+__device__ __forceinline__ void evaluation_coefficients(const Features<Params>& f, Tile tile, bool keeps, float* slope,
                                                         float* shift) {
-#pragma unroll 2
-  for (int c = threadIdx.x % 32; c < COLUMNS; c += 32) {
-    const int j = min(first + c, f.p.features - 1);
-    const float r = 1.0f / sqrtf(to_float(f.p.running_var[j]) + f.p.eps), centre = to_float(f.p.running_mean[j]);
-    slope[c] = f.gamma(j) * f.s(j) * r;
-    shift[c] = f.shift(j) + f.gamma(j) * r * (f.s(j) * f.b(j) - centre);
+  const LaneFeatures<COLUMNS> own(tile, f.p.features);
+  RawFeature<Params> raw[own.kOwn];
+#pragma unroll
+  for (int i = 0; i < own.kOwn; ++i) raw[i] = RawFeature<Params>::load(f.p, own.feature(i));
+#pragma unroll
+  for (int i = 0; i < own.kOwn; ++i) {
+    const FeatureValues v = raw[i].values(f.p);
+    const float2 of = v.coefficients(f.p.eps);
+    slope[own.column(i)] = of.x;
+    shift[own.column(i)] = of.y;
     if (f.p.mean && keeps) {
-      f.p.mean[j] = centre;
-      f.p.rstd[j] = r;
+      f.p.mean[own.feature(i)] = v.running_mean;
+      f.p.rstd[own.feature(i)] = 1.0f / sqrtf(v.running_var + f.p.eps);
     }
   }
 }
@@ -77,7 +103,7 @@ struct KnownStatisticsEpilogue {
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
         if constexpr (OF_BATCH) batch_coefficients<G::TM, G::TN>(f, tile, slope, shift, s.mean[state.stage]);
-        else evaluation_coefficients<G::TN>(f, tile.n * G::TN, tile.m == 0, slope, shift);
+        else evaluation_coefficients<G::TN>(f, tile, tile.m == 0, slope, shift);
         mbarrier_arrive(&s.known[state.stage]);
         state.advance();
       }

@@ -81,8 +81,8 @@ template <class Config, class Params>
 __device__ __forceinline__ void normalize_column(const Params& p, int j, float* shared /* [kWarps] */) {
   using Activation = typename Config::Activation;
   const Features<Params> f(p, kGroupRows);
-  const float s = f.s(j), b = f.b(j);
-  float centre, r, shift = f.shift(j);
+  const FeatureValues v = f.values(j);
+  float centre, slope, shift = v.shift;
   if (Config::kTraining) {
     float sum = 0.0f;
     for (int row = threadIdx.x; row < p.batch; row += kThreads) sum += load_l2(p.y + static_cast<i64>(row) * p.features + j);
@@ -92,22 +92,22 @@ __device__ __forceinline__ void normalize_column(const Params& p, int j, float* 
       const float deviation = load_l2(p.y + static_cast<i64>(row) * p.features + j) - centre;
       sum += deviation * deviation;
     }
-    const float variance = s * s * sum_over<kThreads>(sum, shared) / p.batch;
-    r = 1.0f / sqrtf(variance + p.eps);
+    const float variance = v.s * v.s * sum_over<kThreads>(sum, shared) / p.batch;
+    slope = v.slope() * (1.0f / sqrtf(variance + p.eps));
     if (threadIdx.x == 0) {
-      FeatureStatistics statistics = {centre, variance, s, b};
-      statistics.running_mean = value_or(p.running_mean, j, 0.0f);
-      statistics.running_var = value_or(p.running_var, j, 0.0f);
-      statistics.batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;  // this one counted
+      FeatureStatistics statistics = read_feature(p, j);
+      statistics.mean = centre;
+      statistics.variance = variance;
+      statistics.batches = counted_batches(p);
       finish_feature(p, j, statistics);
     }
     for (int g = threadIdx.x; g < f.groups; g += kThreads) p.group_mean[static_cast<i64>(g) * p.features + j] = 0.0f;
   } else {
-    r = 1.0f / sqrtf(to_float(p.running_var[j]) + p.eps);
-    shift += f.gamma(j) * r * (s * b - to_float(p.running_mean[j]));
+    const float2 of = v.coefficients(p.eps);
+    slope = of.x;
+    shift = of.y;
     centre = 0.0f;
   }
-  const float slope = f.gamma(j) * s * r;
   for (int row = threadIdx.x; row < p.batch; row += kThreads) {
     const i64 at = static_cast<i64>(row) * p.features + j;
     const float a = load_l2(p.y + at);

@@ -1,5 +1,6 @@
 // Everything per feature: the vectors of Params, and what a feature's statistics become.
 #pragma once
+#include "common/feature.cuh"
 #include "gemm/tile_scheduler.cuh"
 #include "memory_bound/split.cuh"
 #include "memory_bound/statistics.cuh"
@@ -22,11 +23,6 @@ struct Counters {
 // Places in Params::amax_state behind the two maxima of x: blocks that have read them, and the length of the fallback list.
 constexpr int kReaders = 2, kFlagged = 3;
 
-// What the last step for one feature reads: all loads are in flight at once.
-struct FeatureValues {
-  float s, b, slope /* γ·s, for rstd = 1 */, shift, running_mean, running_var;
-};
-
 // Partial statistics are of `group_rows` rows each; group_mean and group_m2 have a row for every kGroupRows rows.
 template <class Params>
 struct Features {
@@ -36,13 +32,7 @@ struct Features {
   __device__ __forceinline__ Features(const Params& p_, int group_rows_)
       : p(p_), groups((p_.batch + group_rows_ - 1) / group_rows_), group_rows(group_rows_) {}
 
-  __device__ __forceinline__ float s(int j) const { return scale_of(p.scale, p.scale_stride, p.scale_value, j); }
-  __device__ __forceinline__ float b(int j) const { return value_or(p.bias, j, 0.0f); }
-  __device__ __forceinline__ float gamma(int j) const { return value_or(p.bn_weight, j, 1.0f); }
-  __device__ __forceinline__ float shift(int j) const { return value_or(p.bn_bias, j, 0.0f); }
-  __device__ __forceinline__ FeatureValues values(int j) const {
-    return {s(j), b(j), gamma(j) * s(j), shift(j), value_or(p.running_mean, j, 0.0f), value_or(p.running_var, j, 0.0f)};
-  }
+  __device__ __forceinline__ FeatureValues values(int j) const { return RawFeature<Params>::load(p, j).values(p); }
 
   __device__ __forceinline__ int rows(int group) const {
     const int left = p.batch - group * group_rows;
@@ -55,7 +45,8 @@ struct Features {
 
   // Standard deviation of the product's column j, by the running statistics.
   __device__ __forceinline__ float running_deviation(int j) const {
-    return s(j) == 0.0f ? 3e38f : sqrtf(to_float(p.running_var[j]) + p.eps) / fabsf(s(j));
+    const FeatureValues v = values(j);
+    return v.s == 0.0f ? 3e38f : sqrtf(v.running_var + p.eps) / fabsf(v.s);
   }
   // Whether split operands were not enough for feature j, whose deviation is given; then it joins the fallback list.
   __device__ __forceinline__ bool add_to_fallback(int j, float deviation) const {
@@ -72,7 +63,7 @@ struct Features {
     const float variance = v.s * v.s * m2 / p.batch;
     const bool later = add_to_fallback(j, sqrtf(m2 / p.batch));  // the fallback updates the running statistics
     if (p.merged_slope) {
-      p.merged_slope[j] = v.slope * (1.0f / sqrtf(variance + p.eps));  // as a tile that merges itself has it
+      p.merged_slope[j] = v.slope() * (1.0f / sqrtf(variance + p.eps));  // as a tile that merges itself has it
       p.merged_shift[j] = v.shift;
     }
     finish_feature(p, j, {mean, variance, v.s, v.b, v.running_mean, v.running_var, batches, later});

@@ -409,6 +409,8 @@ struct Gram {
   __device__ __forceinline__ void finish_features() const {
     const int row_tiles = (p.features + kGramTile - 1) / kGramTile;
     for (int j = blockIdx.x * kGramThreads + threadIdx.x; j < p.features; j += gridDim.x * kGramThreads) {
+      FeatureStatistics f = read_feature(p, j);
+      f.batches = counted_batches(p);
       float scalars[kGramScalars] = {};
 #pragma unroll 4
       for (int column = 0; column < parts_of_row; ++column) {
@@ -422,8 +424,9 @@ struct Gram {
       const float squares = larger(diagonal + fabsf(sum * mean), offset);
       const bool exact = m2 >= larger(p.batch * deviation * deviation, kSafeSquares * squares / sqrtf(p.batch)) && m2 < 3e38f;
       if (exact) {
-        const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j);
-        finish_counted(p, j, mean + sum / p.batch, s * s * m2 / p.batch, s, value_or(p.bias, j, 0.0f));
+        f.mean = mean + sum / p.batch;
+        f.variance = f.scale * f.scale * m2 / p.batch;
+        finish_feature(p, j, f);
       } else {
         *p.inexact = 1;
         p.rstd[j] = -1.0f;

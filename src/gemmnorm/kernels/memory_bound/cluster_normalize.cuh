@@ -7,6 +7,7 @@
 // y once, which may share the product's memory. Serves on Hopper, after cuBLAS, batches that a cluster of 8 holds.
 #pragma once
 #include "common/cluster_panels.cuh"
+#include "common/feature.cuh"
 #include "memory_bound/statistics.cuh"
 
 namespace gemmnorm {
@@ -38,9 +39,8 @@ struct ClusterNormalize : ClusterPanels<Config, typename Config::T, kNormalizeSu
   Shared& shared;
   float centre[N];     // of the thread's columns: the first row's values, then the means
   float own_centre;    // of the column that the thread owns
-  struct {             // and what else is read for it
-    float scale, bias, gamma, beta, running_mean, running_var, batches;
-  } own;
+  RawFeature<Params> own = {};  // and what else is read for it
+  i64 batches = 0;     // with this one
 
   __device__ __forceinline__ ClusterNormalize(const Params& p_, Shared& shared_)
       : Panels(p_.batch, p_.features), p(p_), shared(shared_) {}
@@ -49,23 +49,19 @@ struct ClusterNormalize : ClusterPanels<Config, typename Config::T, kNormalizeSu
     cp_async_16(&shared.product[step][thread], p.product + static_cast<i64>(row) * p.features + from_column);
   }
 
-  // The first row of the panel, and the vectors of the column that the thread owns.
-  __device__ __forceinline__ void read_features() {
+  // Requests the vectors of column j, a panel ahead: nothing before this launch in its call writes them.
+  __device__ __forceinline__ void read_own(int j) {
+    if (thread >= kColumns || j >= p.features) return;
+    own = RawFeature<Params>::load(p, j);
+  }
+  // The first row of the panel.
+  __device__ __forceinline__ void read_first_row() {
     if (column < p.features) {
       const Vec<T, N> first = load<T, N>(p.product + column);
 #pragma unroll
       for (int i = 0; i < N; ++i) centre[i] = first.value(i);
     }
-    if (!this->owns_column()) return;
-    const int j = first_column + thread;
-    own_centre = to_float(p.product[j]);
-    own.scale = scale_of(p.scale, p.scale_stride, p.scale_value, j);
-    own.bias = value_or(p.bias, j, 0.0f);
-    own.gamma = value_or(p.bn_weight, j, 1.0f);
-    own.beta = value_or(p.bn_bias, j, 0.0f);
-    own.running_mean = value_or(p.running_mean, j, 0.0f);
-    own.running_var = value_or(p.running_var, j, 0.0f);
-    own.batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked + 1) : 0.0f;
+    if (this->owns_column()) own_centre = to_float(p.product[first_column + thread]);
   }
 
   // Calls `visit(row, step, words)` for every row of the panel that the thread has in shared memory.
@@ -109,13 +105,14 @@ struct ClusterNormalize : ClusterPanels<Config, typename Config::T, kNormalizeSu
       float correction = 0.0f;  // of the mean
       if constexpr (kCorrects) correction = this->sum_of(shared.sums, count, 1) / p.batch;
       const float squared = this->sum_of(shared.sums, count, 0) / p.batch - correction * correction;
-      const float variance = own.scale * own.scale * squared, slope = own.gamma * own.scale * (1.0f / sqrtf(variance + p.eps));
+      const FeatureValues v = own.values(p);
+      const float variance = v.s * v.s * squared, slope = v.slope() * (1.0f / sqrtf(variance + p.eps));
       own_centre += correction;
       shared.slope[thread] = slope;
-      shared.shift[thread] = own.beta - slope * correction;
+      shared.shift[thread] = v.shift - slope * correction;
       if (rank == 0) {
         finish_feature(p, first_column + thread,
-                       {own_centre, variance, own.scale, own.bias, own.running_mean, own.running_var, own.batches});
+                       {own_centre, variance, v.s, v.b, v.running_mean, v.running_var, static_cast<float>(batches)});
       }
     }
     __syncthreads();
@@ -154,18 +151,21 @@ __device__ __forceinline__ void cluster_normalize(const Params& p) {
   Block block(p, shared);
   block.init_barriers(shared.sums);
   griddepcontrol_launch_dependents();
+  block.read_own(block.first_column + block.thread);
+  if (p.num_batches_tracked) block.batches = *p.num_batches_tracked + 1;
   griddepcontrol_wait();
   block.copy_first_panel([&](int step, int row) { block.copy_row(step, row, block.column); });
   if (Block::CLUSTER > 1) cluster_wait();
 
 #pragma unroll 1
   for (int count = 0; block.first_column < p.features; block.move_to(block.first_column + block.stride), count += 2) {
-    block.read_features();
+    block.read_first_row();
     cp_async_wait_all();
     block.template sum_deviations<false>(count);
     block.share_means(count);
     block.template sum_deviations<true>(count + 1);
     block.finish_features(count + 1);
+    block.read_own(block.first_column + block.stride + block.thread);
     block.store_results();
   }
   block.count_batch();

@@ -135,13 +135,24 @@ struct GroupMerge {
   }
   __device__ __forceinline__ bool inside() const { return j < features; }
 
-  // Calls `add(sum, place, rows)` for every group, then adds up over the lanes, in a fixed order, and hands the sums to all.
-  template <int N, class Add>
-  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kWarps · kColumns] */, const Add& add) const {
-    if (inside()) {
-#pragma unroll 4
-      for (int g = lane; g < groups; g += kLanes)
-        add(sum, mul_wide(g * (ROWS / kGroupRows), features) + j, min(ROWS, batch - g * ROWS));
+  // Calls `add(sum, load(place), rows)` for every group, kAhead of whose numbers are in flight, then adds up over the lanes, in a
+  // fixed order, and hands the sums to all. A thread without a feature or a group reads the last one's.
+  template <int N, class Load, class Add>
+  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kWarps · kColumns] */, const Load& load,
+                                         const Add& add) const {
+    constexpr int kAhead = 8;
+    for (int first = lane; first < groups; first += kLanes * kAhead) {
+      decltype(load(i64{})) loaded[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int group = min(first + i * kLanes, groups - 1);
+        loaded[i] = load(mul_wide(group * (ROWS / kGroupRows), features) + min(j, features - 1));
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int group = first + i * kLanes;
+        if (group < groups) add(sum, loaded[i], min(ROWS, batch - group * ROWS));
+      }
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {

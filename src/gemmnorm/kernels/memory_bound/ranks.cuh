@@ -29,27 +29,29 @@ __device__ __forceinline__ void merge_ranks(const Params& p) {
   GroupMerge<Config::kColumns, kGroupRows> merge(p.ranks * kGroupRows, 2 * p.features + 1);  // "groups" of one row each
   const bool inside = merge.j < p.features;
   const int j = merge.j = min(merge.j, p.features - 1);
-  const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j), b = value_or(p.bias, j, 0.0f);
+  FeatureStatistics f = read_feature(p, j);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  f.batches = counted_batches(p);
 
   const float* rows_of = p.gathered + 2 * p.features - j;  // at a feature's place
   const float first = p.gathered[j];
-  float sums[2] = {}, m2[1] = {};
-  merge.add_up(sums, shared, [&](float (&sum)[2], i64 at, int) {
-    sum[0] += rows_of[at];
-    sum[1] += rows_of[at] * (p.gathered[at] - first);
-  });
-  const float rows = sums[0], mean = first + sums[1] / fmaxf(rows, 1.0f);
-  merge.add_up(m2, shared, [&](float (&sum)[1], i64 at, int) {
-    const float deviation = p.gathered[at] - mean;
-    sum[0] += p.gathered[at + p.features] + deviation * deviation * rows_of[at];
-  });
+  float within[3] = {}, between[1] = {};  // Σ rows, Σ rows·(mean - first) and ΣM2; Σ rows·deviation²
+  merge.add_up(within, shared, [&](i64 at) { return make_float3(rows_of[at], p.gathered[at], p.gathered[at + p.features]); },
+               [&](float (&sum)[3], float3 of_rank, int) {
+                 sum[0] += of_rank.x;
+                 sum[1] += of_rank.x * (of_rank.y - first);
+                 sum[2] += of_rank.z;
+               });
+  const float rows = within[0], mean = first + within[1] / fmaxf(rows, 1.0f);
+  merge.add_up(between, shared, [&](i64 at) { return make_float2(rows_of[at], p.gathered[at]); },
+               [&](float (&sum)[1], float2 of_rank, int) {
+                 const float deviation = of_rank.y - mean;
+                 sum[0] += deviation * deviation * of_rank.x;
+               });
   if (!inside || merge.lane != 0) return;
-  FeatureStatistics f = {mean, s * s * m2[0] / fmaxf(rows, 1.0f), s, b};
-  f.running_mean = value_or(p.running_mean, j, 0.0f);
-  f.running_var = value_or(p.running_var, j, 0.0f);
-  f.batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;
+  f.mean = mean;
+  f.variance = f.scale * f.scale * (within[2] + between[0]) / fmaxf(rows, 1.0f);
   f.keep_running = rows == 0.0f;
   Params all = p;
   all.batch = max(2, static_cast<int>(rows));  // one row has no variance, whatever that is divided by

@@ -33,7 +33,7 @@ struct Finisher {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         raw[q][c] = RawFeature<Params>::load(p, min(column + q * 8 + c, p.features - 1));
-        if (kEarly) early[q][c] = raw[q][c].coefficients(p);
+        if (kEarly) early[q][c] = raw[q][c].values(p).coefficients(p.eps);
       }
   }
 
@@ -71,8 +71,8 @@ struct Finisher {
         if (inside(q) && row < p.batch) v.x = of(v.x, 0, 0), v.y = of(v.y, 0, 1);
         if (inside(q) && row + 8 < p.batch) v.z = of(v.z, 8, 0), v.w = of(v.w, 8, 1);
       }
-      const float2 left = kEarly ? early[kEarly ? q : 0][0] : raw[q][0].coefficients(p);
-      const float2 right = kEarly ? early[kEarly ? q : 0][1] : raw[q][1].coefficients(p);
+      const float2 left = kEarly ? early[kEarly ? q : 0][0] : raw[q][0].values(p).coefficients(p.eps);
+      const float2 right = kEarly ? early[kEarly ? q : 0][1] : raw[q][1].values(p).coefficients(p.eps);
       const auto value = [&](float a, float b) {
         return make_float2(Activation::value(left.x * a + left.y), Activation::value(right.x * b + right.y));
       };
@@ -135,8 +135,8 @@ struct Finisher {
     const FeatureValues of_left = raw[q][0].values(p), of_right = raw[q][1].values(p);
     const float2 mu = make_float2(left.mean(share), right.mean(share));
     const auto root = [&](float v) { return G::kSplit ? 1.0f / sqrtf(v) : rsqrtf(v); };
-    const float a = of_left.slope * root(of_left.s * of_left.s * left.m2(share) * share + p.eps);
-    const float b = of_right.slope * root(of_right.s * of_right.s * right.m2(share) * share + p.eps);
+    const float a = of_left.slope() * root(of_left.s * of_left.s * left.m2(share) * share + p.eps);
+    const float b = of_right.slope() * root(of_right.s * of_right.s * right.m2(share) * share + p.eps);
     const auto value = [&](float v, float w) {
       return make_float2(Activation::value(a * (v - mu.x) + of_left.shift), Activation::value(b * (w - mu.y) + of_right.shift));
     };

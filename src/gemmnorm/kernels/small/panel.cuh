@@ -1,4 +1,4 @@
-// How a cluster shares out a panel of features, what a feature needs, and sums over the rows of a block.
+// How a cluster shares out a panel of features, and sums over the rows of a block.
 #pragma once
 #include "common/column_sums.cuh"
 #include "gemm/features.cuh"
@@ -6,19 +6,6 @@
 namespace gemmnorm {
 
 constexpr int kTileRows = 2 * kGroupRows;
-
-template <class T>
-struct RemovePointer {
-  using type = T;
-};
-template <class T>
-struct RemovePointer<T*> {
-  using type = T;
-};
-template <class T>
-struct RemovePointer<const T*> {
-  using type = T;
-};
 
 // How the blocks of a cluster share out a panel of BN columns. The unit is what wgmma leaves in a thread of 8 columns, a float4: columns c and c + 1 of rows
 // r and r + 8.
@@ -34,38 +21,6 @@ struct PanelShare {
 
 template <class S>
 using UnitSums = float4[S::kWarps][S::kAcross][S::kUnits];  // of a warp's rows: Σ of both columns, Σ of their squares
-
-// What a feature needs, as it is in memory: loads without branches are all in flight at once.
-template <class Params>
-struct RawFeature {
-  template <class Pointer>
-  using Pointee = typename RemovePointer<Pointer>::type;
-  Pointee<decltype(Params::bias)> bias, scale;
-  Pointee<decltype(Params::bn_weight)> bn_weight, bn_bias;
-  Pointee<decltype(Params::running_mean)> running_mean, running_var;
-
-  template <class V>
-  static __device__ __forceinline__ V element(const V* vector, i64 j) {
-    V v = {};
-    if (vector) v = vector[j];
-    return v;
-  }
-  static __device__ __forceinline__ RawFeature load(const Params& p, int j) {
-    return {element(p.bias, j),    element(p.scale, static_cast<i64>(j) * p.scale_stride), element(p.bn_weight, j),
-            element(p.bn_bias, j), element(p.running_mean, j), element(p.running_var, j)};
-  }
-  __device__ __forceinline__ FeatureValues values(const Params& p) const {
-    const float s = p.scale ? to_float(scale) : p.scale_value;
-    return {s, to_float(bias), (p.bn_weight ? to_float(bn_weight) : 1.0f) * s, to_float(bn_bias), to_float(running_mean),
-            to_float(running_var)};
-  }
-  // Evaluation: y = φ(x·a + y).
-  __device__ __forceinline__ float2 coefficients(const Params& p) const {
-    const FeatureValues v = values(p);
-    const float r = 1.0f / sqrtf(v.running_var + p.eps), gamma = p.bn_weight ? to_float(bn_weight) : 1.0f;
-    return make_float2(v.slope * r, v.shift + gamma * r * (v.s * v.b - v.running_mean));
-  }
-};
 
 // Sums of a thread's deviations and their squares over the warp's rows.
 template <class S>
