@@ -37,8 +37,8 @@ struct TrainingShared : StagingBarriers {
   float mean[G::TN], squares[G::TN], finished_slope[G::TN], finished_shift[G::TN];  // of all rows, for both consumers
 };
 
-// One warp stores what the consumers stage, tile by tile. `describe(t)` says of a tile: whether its product is stored, how the
-// L2 should treat it; `on_staged(t, tile)` runs when the statistics of a consumer's half are in memory, `on_stored(t, tile)` when
+// One warp stores what the consumers stage, tile by tile. `describe(t)` says of a tile whether its product is stored, and how the
+// L2 should treat it; of a stored one `on_staged(t, tile)` runs when the statistics of a consumer's half are in memory, `on_stored(t, tile)` when
 // its product is: each once per consumer, so that a panel is complete at two signals a tile.
 struct StoreDescription {
   bool stores;
@@ -52,20 +52,18 @@ __device__ __forceinline__ void store_staged_tiles(const Features<Params>& f, co
   for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
     const Tile tile = scheduler.at(t);
     const StoreDescription d = describe(t);
-    const int passes = d.stores ? G::kStorePasses : 1;
-    for (int i = 0; i < passes; ++i, phase ^= 1) {
+    if (!d.stores) continue;
+    for (int i = 0; i < G::kStorePasses; ++i, phase ^= 1) {
       for (int c = 0; c < 2; ++c) {
         mbarrier_wait(&shared.epilogue.staged[c], phase);
         __syncwarp();  // nobody waits for this phase any more
         if (threadIdx.x % 32 > 0) continue;
-        if constexpr (G::kStaged) {
-          if (d.stores)
-            store_staged<typename G::Shape, typename G::T>(f.p.map_product, shared.staging[c], tile, c, i, f.p.batch, d.policy);
-        }
+        if constexpr (G::kStaged)
+          store_staged<typename G::Shape, typename G::T>(f.p.map_product, shared.staging[c], tile, c, i, f.p.batch, d.policy);
         if (i == 0) on_staged(t, tile);
         if (G::kStaged) tma_store_wait_read();
         mbarrier_arrive(&shared.epilogue.unstaged[c]);
-        if (i == passes - 1) on_stored(t, tile);
+        if (i == G::kStorePasses - 1) on_stored(t, tile);
       }
     }
   }
@@ -100,8 +98,8 @@ struct TrainingConsumer {
     named_barrier_sync(G::Shape::kSharesFeatures ? kBarrier + consumer : kBarrier, G::AccumulatorTile::kFinishThreads);
   }
 
-  // Partial statistics of the tile's rows, and the product without their mean to the staging buffer, or straight to memory,
-  // where `stores` it. No consumer gets two tiles ahead of the warp that empties its staging buffer.
+  // Partial statistics of the tile's rows; where `stores`, the product without their mean goes to the staging buffer, or straight
+  // to memory. No consumer gets two stored tiles ahead of the warp that empties its staging buffer.
   __device__ __forceinline__ void take_statistics(Tile tile, Accumulators& acc, bool stores) {
     constexpr bool kSharesStaging = STORES_Y && G::kStagedY;
     if (kSharesStaging && thread == 0) tma_store_wait_read();  // y of the tile before
@@ -114,10 +112,10 @@ struct TrainingConsumer {
     if (G::kFitsStaging && stages) wait_for_staging();
     tile_of_accumulators.template take_squares<KEEPS_PARTIALS, true>(f, shared.epilogue, tile, acc,
                                                                        G::kFitsStaging && stages ? staging() : nullptr);
+    if (!stores) return;
     if (!(G::kFitsStaging && stages)) wait_for_staging();
 #pragma unroll
     for (int i = 0; i < G::kStorePasses; ++i) {
-      if (i > 0 && !stores) break;
       if (i > 0) mbarrier_wait(&shared.epilogue.unstaged[consumer], staging_phase);
       staging_phase ^= 1;
       if (!G::kFitsStaging && stores)
@@ -126,6 +124,12 @@ struct TrainingConsumer {
       if (G::kStaged) fence_proxy_async_shared();
       mbarrier_arrive(&shared.epilogue.staged[consumer]);
     }
+  }
+
+  // Of a tile of which nothing is stored, the statistics are there: nobody else would signal it.
+  __device__ __forceinline__ void signal_statistics(const Counters& counters, Tile tile) const {
+    sync();
+    if (thread == 0) signal(counters.complete(tile.n), 1);
   }
 
   __device__ __forceinline__ FeatureValues values(Tile tile) const {

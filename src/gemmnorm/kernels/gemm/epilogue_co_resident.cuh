@@ -5,8 +5,8 @@
 // waits for the statistics of its panel: the last of a block in the accumulators; the others in the staging buffer, where the
 // tile fits it, while the next is multiplied. Blocks wait for each other: the launch is cooperative, or a cluster has all tiles
 // of a panel.
-// Warp 1 merges its block's share of a panel's statistics, for staged tiles. Warps 2 and 3 serve a consumer each: they store
-// its product, signal its partial statistics, and normalise what it has staged.
+// Warp 1 merges its block's share of a panel's statistics, for staged tiles. Warps 2 and 3 serve a consumer each: of what it has
+// staged they store the product, where it is kept, signal the partial statistics, and normalise it.
 #pragma once
 #include "gemm/epilogue.cuh"
 #include "gemm/normalize_tile.cuh"
@@ -74,7 +74,7 @@ struct CoResidentEpilogue {
       u64* unstaged = &shared.epilogue.unstaged[consumer];
       u32 phase = 0;
 #pragma unroll 1
-      for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+      for (int t = blockIdx.x; t < (f.p.keep_product ? scheduler.tiles() : in_staging); t += gridDim.x) {
         const Tile tile = scheduler.at(t);
         const bool waits = G::kFitsStaging && t < in_staging;
         const int passes = G::kStaged && f.p.keep_product ? G::kStorePasses : 1;
@@ -94,10 +94,7 @@ struct CoResidentEpilogue {
           if (waits) {
             if (lane == 0) wait_until(counters.merged(tile.n), G::TN);
             __syncwarp();
-#pragma unroll 1
-            for (int part = 0; part < Shape::kParts && Shape::row(tile, consumer, part) < f.p.batch; ++part)
-              normalize_staged<G>(f, staging + part * kPartBytes, Shape::row(tile, consumer, part),
-                                  Shape::column(tile, consumer, part));
+            normalize_staged<G>(f, staging, tile, consumer);
             __syncwarp();  // all have read what is staged
             if (lane == 0) {
               tma_store_wait_read();
@@ -127,8 +124,9 @@ struct CoResidentEpilogue {
       if (kEarly) early = this->values(scheduler.at(t));
     }
     __device__ __forceinline__ void store(int t, Tile tile, typename G::Accumulators& acc) {
-      const bool finishes = t >= in_staging;
-      this->take_statistics(tile, acc, !finishes || f.p.keep_product);
+      const bool finishes = t >= in_staging, stores = !finishes || f.p.keep_product;
+      this->take_statistics(tile, acc, stores);
+      if (!stores) this->signal_statistics(counters, tile);
       if (!finishes) return;
       const FeatureValues v = kEarly ? early : this->values(tile);
       this->template finish_panel_tile<G::kFitsStaging>(tile, acc, v, counters, in_staging);

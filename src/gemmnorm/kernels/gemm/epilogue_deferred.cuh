@@ -119,8 +119,9 @@ struct DeferredEpilogue {
     __device__ __forceinline__ void begin(int) {}
     __device__ __forceinline__ void store(int t, Tile tile, typename G::Accumulators& acc) {
       const int stored = stored_tiles(scheduler);
-      const bool finishes = t >= stored;
-      this->take_statistics(tile, acc, !finishes || f.p.keep_product);
+      const bool finishes = t >= stored, stores = !finishes || f.p.keep_product;
+      this->take_statistics(tile, acc, stores);
+      if (!stores) this->signal_statistics(counters, tile);
       if (finishes) this->template finish_panel_tile<true>(tile, acc, this->values(tile), counters, stored);
     }
     __device__ __forceinline__ void end() const {

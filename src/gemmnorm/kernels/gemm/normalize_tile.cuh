@@ -35,22 +35,27 @@ __device__ __forceinline__ void group_coefficients(const Features<Params>& f, in
   for (int i = 0; i < N; ++i) shift[i] += slope[i] * (own[i] - mean[i]);
 }
 
-// One warp normalises a 64 × 64 part of a staging buffer. A y of the product's size takes its place and is stored by TMA.
+// One warp normalises a consumer's tile in its staging buffer: parts of 64 × 64, one below the other, whose rows lack one mean.
+// A y of the product's size takes a part's place and is stored by TMA.
 template <class G, class Params>
-__device__ __forceinline__ void normalize_staged(const Features<Params>& f, unsigned char* staged, int first_row,
-                                                 int first_column) {
+__device__ __forceinline__ void normalize_staged(const Features<Params>& f, unsigned char* staged, Tile tile, int consumer) {
+  using Shape = typename G::Shape;
   using T = typename G::T;
   using Y = typename G::Y;
   constexpr int N = 16 / sizeof(T), kChunks = kRowBytes / 16;
-  const int lane = threadIdx.x % 32, chunk = lane % kChunks, group = first_row / kGroupRows;
-  const int rows = min(f.p.batch - first_row, kGroupRows);
+  static_assert(Shape::kParts == 1 || Shape::kSwapAB);
+  const int lane = threadIdx.x % 32, chunk = lane % kChunks;
+  const int first_row = Shape::first_row(tile, consumer), first_column = Shape::first_feature(tile, consumer);
   const int column = first_column + chunk * N;
-  if (column < f.p.features) {
-    float slope[N], shift[N];
-    group_coefficients(f, group, column, slope, shift);
+  float slope[N], shift[N];
+  if (column < f.p.features && first_row < f.p.batch)
+    group_coefficients(f, first_row / kGroupRows, column, slope, shift);
+#pragma unroll 1
+  for (int row = first_row; row < min(first_row + Shape::kRows, f.p.batch); row += kGroupRows, staged += kPartBytes) {
+    const int rows = column < f.p.features ? min(f.p.batch - row, kGroupRows) : 0;
 #pragma unroll 4
-    for (int row = lane / kChunks; row < rows; row += 32 / kChunks) {
-      unsigned char* at = staged + row * kRowBytes + ((chunk ^ row) % 8) * 16;
+    for (int r = lane / kChunks; r < rows; r += 32 / kChunks) {
+      unsigned char* at = staged + r * kRowBytes + ((chunk ^ r) % 8) * 16;
       const Vec<T, N> a = *reinterpret_cast<const Vec<T, N>*>(at);
       float out[N];
 #pragma unroll
@@ -58,16 +63,16 @@ __device__ __forceinline__ void normalize_staged(const Features<Params>& f, unsi
       if constexpr (sizeof(Y) == sizeof(T)) {
         *reinterpret_cast<Vec<Y, N>*>(at) = rounded<Y>(out);
       } else {
-        store<Y, N>(f.p.y + static_cast<i64>(first_row + row) * f.p.features + column, out);
+        store<Y, N>(f.p.y + static_cast<i64>(row + r) * f.p.features + column, out);
       }
     }
-  }
-  if constexpr (sizeof(Y) == sizeof(T)) {
-    fence_proxy_async_shared();
-    __syncwarp();
-    if (lane == 0) {
-      tma_store(f.p.map_y, staged, first_column, first_row);
-      tma_store_commit();
+    if constexpr (sizeof(Y) == sizeof(T)) {
+      fence_proxy_async_shared();
+      __syncwarp();
+      if (lane == 0) {
+        tma_store(f.p.map_y, staged, first_column, row);
+        tma_store_commit();
+      }
     }
   }
 }
