@@ -8,6 +8,8 @@
 //   kMergesHere                     those of the batch are merged in this launch, through its counters
 //   kStores                         tiles are stored, and may pass through the staging buffers
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
+//   done_early(p)                   a consumer signals itself that it is done with the counters, before its last tile is stored,
+//                                   so that they are reset meanwhile
 //
 // Barriers between the consumers and the warp that stores what they stage: `staged` completes when a consumer's staging buffer
 // is written, `unstaged` when it may be written again.
@@ -126,6 +128,12 @@ struct TrainingConsumer {
     }
   }
 
+  // Waits until all tiles of a panel have signalled.
+  __device__ __forceinline__ void wait_for_panel(const Counters& counters, Tile tile) const {
+    if (thread == 0) wait_until(counters.complete(tile.n), 2 * scheduler.tiles_m);
+    sync();
+  }
+
   // Of a tile of which nothing is stored, the statistics are there: nobody else would signal it.
   __device__ __forceinline__ void signal_statistics(const Counters& counters, Tile tile) const {
     sync();
@@ -136,15 +144,12 @@ struct TrainingConsumer {
     return f.values(min(tile.n * G::TN + finished(), f.p.features - 1));
   }
 
-  // y of a tile that waited in the accumulators. It merges its panel's partial statistics itself: a merge by others would come
-  // behind all that they have to do before. `stored`: tiles numbered below it leave the accumulators before their panel is merged;
+  // y of a tile that waited in the accumulators for its panel. It merges the panel's partial statistics itself: a merge by others
+  // would come behind all that they have to do before. `stored`: tiles numbered below it leave the accumulators before their panel is merged;
   // with OTHERS_MERGE others merge for them.
   template <bool OTHERS_MERGE>
-  __device__ __forceinline__ void finish_panel_tile(Tile tile, const Accumulators& acc, const FeatureValues& v,
-                                                    const Counters& counters, int stored) {
+  __device__ __forceinline__ void finish_panel_tile(Tile tile, const Accumulators& acc, const FeatureValues& v, int stored) {
     const int j = tile.n * G::TN + finished(), existing = min(j, f.p.features - 1);
-    if (thread == 0) wait_until(counters.complete(tile.n), 2 * scheduler.tiles_m);
-    sync();
     const ColumnStatistics merged = merge_column<8>(f, opaque(thread % kLanes), kLanes, existing);
     const Known known = {merged.mean, 1.0f / sqrtf(v.s * v.s * merged.m2 / f.p.batch + f.p.eps), merged.m2};
     const bool merged_here = !OTHERS_MERGE || !scheduler.begins_before(tile.n, stored);

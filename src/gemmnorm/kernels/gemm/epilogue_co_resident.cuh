@@ -41,6 +41,8 @@ struct CoResidentEpilogue {
   static constexpr bool kStatisticsKnown = false;
   static constexpr bool kMergesHere = true;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
+  // Where nobody reads the number of batches at the end.
+  __device__ __forceinline__ static bool done_early(const Params& p) { return p.momentum >= 0.0f; }
 
   // Tiles of a number below wait in the staging buffer; the rest, the last of each block, in the accumulators.
   __device__ __forceinline__ static int tiles_in_staging(const Params& p, const TileScheduler& scheduler) {
@@ -129,7 +131,9 @@ struct CoResidentEpilogue {
       if (!stores) this->signal_statistics(counters, tile);
       if (!finishes) return;
       const FeatureValues v = kEarly ? early : this->values(tile);
-      this->template finish_panel_tile<G::kFitsStaging>(tile, acc, v, counters, in_staging);
+      this->wait_for_panel(counters, tile);
+      if (done_early(f.p) && t + static_cast<int>(gridDim.x) >= scheduler.tiles()) signal_warp_done(this->shared.warps_done);
+      this->template finish_panel_tile<G::kFitsStaging>(tile, acc, v, in_staging);
     }
   };
 };

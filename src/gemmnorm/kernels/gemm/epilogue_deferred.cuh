@@ -18,6 +18,7 @@ struct DeferredEpilogue {
   static constexpr bool kStatisticsKnown = false;
   static constexpr bool kMergesHere = true;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
+  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
   static constexpr int kMergeWidth = 8, kMergeLanes = 32 / kMergeWidth;  // features that a warp merges at a time, lanes of each
   static constexpr int kAhead = G::kSplit ? 1 : 4;                       // loads in flight: what registers are left for
   static constexpr int kRowBytesOfTile = G::TN * sizeof(typename G::T);
@@ -122,7 +123,10 @@ struct DeferredEpilogue {
       const bool finishes = t >= stored, stores = !finishes || f.p.keep_product;
       this->take_statistics(tile, acc, stores);
       if (!stores) this->signal_statistics(counters, tile);
-      if (finishes) this->template finish_panel_tile<true>(tile, acc, this->values(tile), counters, stored);
+      if (!finishes) return;
+      const FeatureValues v = this->values(tile);
+      this->wait_for_panel(counters, tile);
+      this->template finish_panel_tile<true>(tile, acc, v, stored);
     }
     __device__ __forceinline__ void end() const {
       take_items(f, scheduler, counters);

@@ -90,6 +90,7 @@ struct KnownStatisticsEpilogue {
   static constexpr bool kStatisticsKnown = true;
   static constexpr bool kMergesHere = false;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
+  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>

@@ -43,6 +43,7 @@ struct RecomputedGradient {
   static constexpr bool kStatisticsKnown = false;
   static constexpr bool kMergesHere = false;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
+  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>

@@ -16,6 +16,7 @@ struct SingleTileEpilogue {
 
   // Nobody reads the count of batches, so that any block may increment it when it likes, and there are no counters to reset.
   __device__ __forceinline__ static bool counts_alone(const Params& p) { return p.momentum >= 0.0f; }
+  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>

@@ -17,6 +17,7 @@ struct StatisticsEpilogue {
   static constexpr bool kStatisticsKnown = false;
   static constexpr bool kMergesHere = false;  // later launches do
   __device__ __forceinline__ static bool counts_alone(const Params&) { return true; }
+  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>
@@ -50,6 +51,7 @@ struct ExactStatisticsEpilogue {
   static constexpr bool kStatisticsKnown = false;
   static constexpr bool kMergesHere = false;  // later launches do
   __device__ __forceinline__ static bool counts_alone(const Params&) { return true; }
+  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>

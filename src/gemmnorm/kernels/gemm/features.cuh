@@ -20,6 +20,12 @@ struct Counters {
   __device__ __forceinline__ u32* end() const { return base + 2 + 2 * panels; }
 };
 
+// A warp has done all it does with the counters, the number of batches included.
+__device__ __forceinline__ void signal_warp_done(u64& warps_done) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_done);
+}
+
 // Places in Params::amax_state behind the two maxima of x: blocks that have read them, and the length of the fallback list.
 constexpr int kReaders = 2, kFlagged = 3;
 

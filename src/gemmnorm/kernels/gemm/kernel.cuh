@@ -31,12 +31,6 @@ struct GemmShared {
   u64 warps_done;  // completes when all warps but the producer's are done with the counters
 };
 
-// A warp has done all it does with the counters.
-__device__ __forceinline__ void signal_warp_done(u64& warps_done) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_done);
-}
-
 // One thread loads the operands of the block's tiles.
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler& scheduler, Shared& shared,
@@ -151,7 +145,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   } else {
     if (G::kMovesRegisters) setmaxnreg_inc<G::kConsumerRegs>();
     consume_tiles<G>(f, scheduler, counters, shared, warpgroup - 1);
-    if (kResets) signal_warp_done(shared.warps_done);
+    if (kResets && !G::Epilogue::done_early(p)) signal_warp_done(shared.warps_done);
   }
 
   const bool alone = G::Epilogue::counts_alone(p);
