@@ -137,13 +137,21 @@ struct PersistentGradient {
   // Sums of four columns over all row blocks, in a fixed order; a lane without bit 2 gets those of its column.
   __device__ __forceinline__ void add_up(int column, float& sum, float& dot) const {
     float v[8] = {}, four[4], two[2], one[1];
-#pragma unroll 8
-    for (int block = lane / 2; block < row_blocks; block += 16) {
-      const i64 at = static_cast<i64>(block) * p.features + column;
-      const float4 s = load_l2(reinterpret_cast<const float4*>(p.group_sum + at));
-      const float4 d = load_l2(reinterpret_cast<const float4*>(p.group_dot + at));
-      v[0] += s.x, v[1] += s.y, v[2] += s.z, v[3] += s.w;
-      v[4] += d.x, v[5] += d.y, v[6] += d.z, v[7] += d.w;
+    constexpr int kAhead = 8;  // row blocks whose sums are in flight
+    for (int first = lane / 2; first < row_blocks; first += 16 * kAhead) {
+      float4 sums[kAhead], dots[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const i64 at = static_cast<i64>(min(first + 16 * i, row_blocks - 1)) * p.features + column;
+        sums[i] = load_l2(reinterpret_cast<const float4*>(p.group_sum + at));
+        dots[i] = load_l2(reinterpret_cast<const float4*>(p.group_dot + at));
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (first + 16 * i >= row_blocks) continue;
+        v[0] += sums[i].x, v[1] += sums[i].y, v[2] += sums[i].z, v[3] += sums[i].w;
+        v[4] += dots[i].x, v[5] += dots[i].y, v[6] += dots[i].z, v[7] += dots[i].w;
+      }
     }
     exchange<4>(v, four, lane, 2);
     exchange<2>(four, two, lane, 4);

@@ -12,20 +12,7 @@
 
 namespace gemmnorm {
 
-// One warp: the coefficients of a tile's COLUMNS features, of which each lane has every 32nd; the vectors of all are in flight
-// together. Of features beyond the last: the last one's.
-template <int COLUMNS>
-struct LaneFeatures {
-  static constexpr int kOwn = COLUMNS / 32;
-  int first, last;
-
-  __device__ __forceinline__ LaneFeatures(Tile tile, int features)
-      : first(tile.n * COLUMNS + threadIdx.x % 32), last(features - 1) {}
-  __device__ __forceinline__ int column(int i) const { return threadIdx.x % 32 + 32 * i; }  // of the tile
-  __device__ __forceinline__ int feature(int i) const { return min(first + 32 * i, last); }
-};
-
-// By the batch's statistics. The mean stays apart, so that nothing is left of a constant column. Where the product is kept, it
+// One warp: a tile's coefficients, by the batch's statistics. The mean stays apart, so that nothing is left of a constant column. Where the product is kept, it
 // lacks the mean in all groups of the tile's ROWS.
 template <int ROWS, int COLUMNS, class Params>
 __device__ __forceinline__ void batch_coefficients(const Features<Params>& f, Tile tile, float* slope, float* shift,

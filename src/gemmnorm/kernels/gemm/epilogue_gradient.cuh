@@ -62,16 +62,19 @@ struct RecomputedGradient {
       for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
         mbarrier_wait(&s.used[state.stage], state.phase);
         float(&numbers)[kNumbers][G::TN] = s.numbers[state.stage];
-#pragma unroll 2
-        for (int c = threadIdx.x % 32; c < G::TN; c += 32) {
-          const int j = min(scheduler.at(t).n * G::TN + c, f.p.features - 1);
-          const Affine<Form::kFolded> affine = saved_affine<Form::kFolded>(f.p, j);
-          numbers[0][c] = affine.centre;
-          numbers[1][c] = affine.slope;
-          numbers[2][c] = affine.shift;
+        const LaneFeatures<G::TN> own(scheduler.at(t), f.p.features);
+        FeatureGradient<Form::kFolded> feature[own.kOwn];
+#pragma unroll
+        for (int i = 0; i < own.kOwn; ++i) feature[i] = feature_gradient<Form::kFolded, !SUMS>(f.p, own.feature(i));
+#pragma unroll
+        for (int i = 0; i < own.kOwn; ++i) {
+          const int c = own.column(i);
+          numbers[0][c] = feature[i].centre;
+          numbers[1][c] = feature[i].slope;
+          numbers[2][c] = feature[i].shift;
           if constexpr (!SUMS) {
-            numbers[3][c] = f.p.mean_grad[j];
-            numbers[4][c] = f.p.slope_grad[j];
+            numbers[3][c] = feature[i].mean_grad;
+            numbers[4][c] = feature[i].slope_grad;
           }
         }
         mbarrier_arrive(&s.known[state.stage]);

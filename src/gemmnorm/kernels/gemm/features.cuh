@@ -76,6 +76,19 @@ struct Features {
   }
 };
 
+// A warp's share of a tile's COLUMNS features: a lane has every 32nd. It reads the vectors of all before it uses one, so that they
+// are in flight together. Beyond the last feature: the last one.
+template <int COLUMNS>
+struct LaneFeatures {
+  static constexpr int kOwn = COLUMNS / 32;
+  int first, last;
+
+  __device__ __forceinline__ LaneFeatures(Tile tile, int features)
+      : first(tile.n * COLUMNS + threadIdx.x % 32), last(features - 1) {}
+  __device__ __forceinline__ int column(int i) const { return threadIdx.x % 32 + 32 * i; }  // of the tile
+  __device__ __forceinline__ int feature(int i) const { return min(first + 32 * i, last); }
+};
+
 // Mean and M2 of a column, merged from those of its groups by `lanes` neighbouring lanes, each with AHEAD groups in flight.
 // `load(of_m2, g)` gives a number of group g. All is relative to the mean of a few groups, spread over the batch and full if
 // any is: M2 = Σ M2_g + n_g·d² - (Σ n_g·d)²/B with d = mean_g - near.
