@@ -6,6 +6,9 @@
 //                                   accumulators, `end` after the block's last tile
 //   kStatisticsKnown                all statistics are known before the launch
 //   kMergesHere                     those of the batch are merged in this launch, through its counters
+//   kWaitsItself                    Auxiliary waits for the launches before (griddepcontrol), whose results nothing else reads: the
+//                                   main loop of the first tile begins beside them. The call's first launch is no such one, and lets
+//                                   the next begin only when all before the call is complete
 //   kStores                         tiles are stored, and may pass through the staging buffers
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
 //   done_early(p)                   a consumer signals itself that it is done with the counters, before its last tile is stored,

@@ -39,6 +39,7 @@ struct CoResidentEpilogue {
   using Shape = typename G::Shape;
   static constexpr bool kStores = true;
   static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kWaitsItself = false;
   static constexpr bool kMergesHere = true;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
   // Where nobody reads the number of batches at the end.

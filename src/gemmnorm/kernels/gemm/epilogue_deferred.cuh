@@ -16,13 +16,16 @@ struct DeferredEpilogue {
   using Shared = TrainingShared<G>;
   static constexpr bool kStores = true;
   static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kWaitsItself = false;
   static constexpr bool kMergesHere = true;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
   __device__ __forceinline__ static bool done_early(const Params&) { return false; }
   static constexpr int kMergeWidth = 8, kMergeLanes = 32 / kMergeWidth;  // features that a warp merges at a time, lanes of each
   static constexpr int kAhead = G::kSplit ? 1 : 4;                       // loads in flight: what registers are left for
   static constexpr int kRowBytesOfTile = G::TN * sizeof(typename G::T);
-  static constexpr int kItemRows = 16384 / kRowBytesOfTile < 64 ? 16384 / kRowBytesOfTile : 64;  // that a warp normalises at a time
+  // That a warp normalises at a time: of one mean, and no more than what others can wait for.
+  static constexpr int kMostRows = 32768 / kRowBytesOfTile;
+  static constexpr int kItemRows = kMostRows < G::Shape::kMeanRows ? kMostRows : G::Shape::kMeanRows;
 
   // Tiles of a number below are stored; the rest, the last of each block, wait in the accumulators.
   __device__ __forceinline__ static int stored_tiles(const TileScheduler& scheduler) {

@@ -75,6 +75,7 @@ struct KnownStatisticsEpilogue {
   };
   static constexpr bool kStores = true;
   static constexpr bool kStatisticsKnown = true;
+  static constexpr bool kWaitsItself = OF_BATCH;
   static constexpr bool kMergesHere = false;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
   __device__ __forceinline__ static bool done_early(const Params&) { return false; }
@@ -84,6 +85,10 @@ struct KnownStatisticsEpilogue {
     __device__ __forceinline__ static void run(const Features<Params>& f, const TileScheduler& scheduler, const Counters&,
                                                Smem& shared, int warp) {
       if (warp > 1) return;
+      if (OF_BATCH) {
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+      }
       PipelineState<2> state(1);
       for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
         const Tile tile = scheduler.at(t);

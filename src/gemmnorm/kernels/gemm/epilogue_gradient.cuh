@@ -41,6 +41,7 @@ struct RecomputedGradient {
   };
   static constexpr bool kStores = true;      // or reads
   static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kWaitsItself = !SUMS;
   static constexpr bool kMergesHere = false;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
   __device__ __forceinline__ static bool done_early(const Params&) { return false; }
@@ -57,6 +58,10 @@ struct RecomputedGradient {
     template <class Smem>
     __device__ __forceinline__ static void compute_numbers(const Features<Params>& f, const TileScheduler& scheduler,
                                                            Smem& shared) {
+      if (!SUMS) {
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+      }
       auto& s = shared.epilogue;
       PipelineState<2> state(1);
       for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {

@@ -12,6 +12,7 @@ struct SingleTileEpilogue {
   using Shared = TrainingShared<G>;
   static constexpr bool kStores = true;
   static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kWaitsItself = false;
   static constexpr bool kMergesHere = true;
 
   // Nobody reads the count of batches, so that any block may increment it when it likes, and there are no counters to reset.

@@ -15,6 +15,7 @@ struct StatisticsEpilogue {
   using Shared = TrainingShared<G>;
   static constexpr bool kStores = true;
   static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kWaitsItself = false;
   static constexpr bool kMergesHere = false;  // later launches do
   __device__ __forceinline__ static bool counts_alone(const Params&) { return true; }
   __device__ __forceinline__ static bool done_early(const Params&) { return false; }
@@ -49,6 +50,7 @@ struct ExactStatisticsEpilogue {
   using Shared = TrainingShared<G>;
   static constexpr bool kStores = false;
   static constexpr bool kStatisticsKnown = false;
+  static constexpr bool kWaitsItself = false;
   static constexpr bool kMergesHere = false;  // later launches do
   __device__ __forceinline__ static bool counts_alone(const Params&) { return true; }
   __device__ __forceinline__ static bool done_early(const Params&) { return false; }

@@ -126,8 +126,10 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     fence_proxy_async_shared();
   }
   __syncthreads();
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
+  if (!G::Epilogue::kWaitsItself || G::Conversion::kConverts) {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+  }
   if (p.inexact && *p.inexact == 0) return;  // the statistics are there already
 
   const int warpgroup = threadIdx.x / 128;
