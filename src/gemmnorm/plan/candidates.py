@@ -20,6 +20,7 @@ from .steps import Plan
 
 CLUSTER = 4  # blocks at most: of larger ones fewer run at once than there are multiprocessors for
 GROUP = 8  # panels that are worked on together: 4 to 16 differ by some percent, and a small last group costs most
+WEIGHT_SHARE = 1 / 8  # of the L2, up to which the weight stays there while x and y go by
 TOGETHER = (4, 6, 12, 16, 24)  # panels that are worked on together, as `variants` has them
 SHARES = (0.0, 0.25, 0.5)  # of the rows that later waves need, converted before as well; or all
 
@@ -231,13 +232,14 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
     rows, panels = tile.counts(problem)
     together, chunks = _together(problem, tile), cast.chunks(problem)
     everything = Gemm(tile, "", together, panels, weight_rows=problem.out_features, chunks=chunks)
+    by_rows = replace(everything, group_panels=_by_rows(problem, tile))
     if not problem.training:
-        yield replace(everything, schedule="evaluate")
+        yield replace(by_rows, schedule="evaluate")
     elif strategy == "gemm_stats_apply":
-        yield replace(everything, schedule="statistics")
-        yield replace(everything, schedule="two-pass")
+        yield replace(by_rows, schedule="statistics")
+        yield replace(by_rows, schedule="two-pass")
         if gram.serves(problem):
-            yield replace(everything, schedule="gram")
+            yield replace(by_rows, schedule="gram")
     elif rows == 1:
         if not tile.halves_rows:
             yield replace(everything, schedule="single-tile")
@@ -255,6 +257,17 @@ def _together(problem: Problem, tile: Tile) -> int:
     """Panels that are worked on together, so that the L2 holds what their tiles share: about `GROUP`, no small rest."""
     _, panels = tile.counts(problem)
     return -(-panels // max(1, round(panels / GROUP)))
+
+
+def _by_rows(problem: Problem, tile: Tile) -> int:
+    """The same where no panel has to be complete early: all, if y is larger than the L2 and the weight small beside it.
+
+    Device memory takes whole rows of y faster than pieces of 256 bytes whose neighbours nobody writes meanwhile.
+    """
+    l2 = (problem.chip or CHIPS[90]).l2_bytes
+    of_y = problem.batch * problem.out_features * DTYPE_BYTES[problem.out_dtype]
+    of_weight = problem.out_features * problem.in_features * DTYPE_BYTES[problem.dtype]
+    return tile.counts(problem)[1] if of_y > l2 and of_weight <= WEIGHT_SHARE * l2 else _together(problem, tile)
 
 
 def _dividing(panels: int, most: int) -> int:
@@ -337,7 +350,7 @@ def _multiplied_again(problem: Problem) -> Iterator[Candidate]:
     reason = gradient.refusal_to_recompute(problem)
     for tile in tiles(problem):
         _, across = tile.counts(problem)
-        way = Gemm(tile, "gradient", _together(problem, tile), across, weight_rows=problem.out_features)
+        way = Gemm(tile, "gradient", _by_rows(problem, tile), across, weight_rows=problem.out_features)
         passes = None if gradient.brings_gradient(problem, tile) else "y's gradient does not fit the staging buffers"
         yield Candidate(
             problem, "backward", "one_kernel", Gradient("multiplied again", False, gemm=way), reason or passes
