@@ -295,7 +295,8 @@ def _co_resident(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
 def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
     """All operands converted before the product; or only what its first wave needs, and a share of the rest."""
     yield gemm
-    if not (problem.split or problem.made) or gemm.schedule in ("single-tile", "gram"):
+    # The second product of two begins before the first is done, and would read rows that this one has not converted yet.
+    if not (problem.split or problem.made) or gemm.schedule in ("single-tile", "gram", "two-pass"):
         return
     if problem.split and gemm.schedule not in ("deferred", "evaluate"):
         return

@@ -29,9 +29,10 @@ __device__ __forceinline__ void merge_ranks(const Params& p) {
   GroupMerge<Config::kColumns, kGroupRows> merge(p.ranks * kGroupRows, 2 * p.features + 1);  // "groups" of one row each
   const bool inside = merge.j < p.features;
   const int j = merge.j = min(merge.j, p.features - 1);
-  FeatureStatistics f = read_feature(p, j);
-  griddepcontrol_launch_dependents();
+  // The first launch of its call: what it reads may have been written just before, and the next may begin without waiting.
   griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  FeatureStatistics f = read_feature(p, j);
   f.batches = counted_batches(p);
 
   const float* rows_of = p.gathered + 2 * p.features - j;  // at a feature's place
