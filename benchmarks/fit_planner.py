@@ -86,7 +86,26 @@ def rows(path: Path = RESULTS, kept: bool = True) -> list[Row]:
         bare = row["us"][GEMM]
         us = {c.name: row["us"][c.name] for c in listed(one.problem, row["phase"], kept) if c.name in row["us"]}
         found.append(Row(one.problem, row["kind"], row["phase"], (*sizes, row["activation"]) in held, us, bare))
+    return [merged(same) for same in grouped(found).values()]
+
+
+def grouped(every: Iterable[Row]) -> dict[tuple[Problem, str], list[Row]]:
+    """Rows of one problem, which was measured with and without a bias and a scale."""
+    found: dict[tuple[Problem, str], list[Row]] = defaultdict(list)
+    for row in every:
+        found[row.problem, row.phase].append(row)
     return found
+
+
+def merged(same: Sequence[Row]) -> Row:
+    """One row of several of a problem: geometric means."""
+
+    def mean(times: Sequence[float]) -> float:
+        return math.exp(sum(map(math.log, times)) / len(times))
+
+    us = {name: mean([row.us[name] for row in same]) for name in same[0].us if all(name in row.us for row in same)}
+    held = any(row.held for row in same)
+    return replace(same[0], held=held, us=us, bare=mean([row.bare for row in same]))
 
 
 # --- fitting ----------------------------------------------------------------------------------------------------------
