@@ -12,7 +12,7 @@ import torch
 
 from gemmnorm import plan
 from gemmnorm.bench import candidates as timed
-from gemmnorm.plan import gradient, library
+from gemmnorm.plan import cublas, gradient
 from gemmnorm.runtime import binding
 
 SIZES = (
@@ -43,7 +43,7 @@ def measure(text):
         problem = plan.Problem(
             batch, 8, features, *[dtype] * 4, arithmetic, activation, chip=plan.chip_for(90, 132), training=training, save=phase == "backward"
         )
-        made = backward(problem) if phase == "backward" else library.forward(problem, "cublas_folded_bn")
+        made = backward(problem) if phase == "backward" else cublas.forward(problem, "cublas_folded_bn")
         given = timed.tensors(problem, phase, "cuda")
         scalars = binding.scalars(problem, given["scale"], 1.0, 0.1, 1e-5)
         inputs = tuple(given.get(role) for role in binding.INPUTS[phase])

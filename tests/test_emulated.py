@@ -19,7 +19,7 @@ from support import Chain, arguments, step, stir, twin
 from torch import Tensor
 
 from gemmnorm import linear_scale_batch_norm, plan
-from gemmnorm.plan import library, params
+from gemmnorm.plan import memory_bound, params
 from gemmnorm.runtime import binding, driver
 from gemmnorm.runtime import call as runtime
 
@@ -71,7 +71,7 @@ def test_the_librarys_product(strategy, training):
 
 def test_no_thread_of_a_block_lies_beyond_the_last_feature_where_fewer_would_do():
     for features in (8, 24, 32, 40, 64, 128, 256, 1024):
-        tiling = library.tiling(plan.Problem(1 << 17, 64, features, "bfloat16", chip=plan.chip_for(90)))
+        tiling = memory_bound.tiling(plan.Problem(1 << 17, 64, features, "bfloat16", chip=plan.chip_for(90)))
         assert tiling.threads == 4 or tiling.threads // 2 * tiling.width < features
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import cast, cost, cost_twice, gradient, gram, library, panels, small, split
+from . import cast, cost, cost_twice, cublas, gradient, gram, memory_bound, panels, small, split
 from .gemm import STAGES, Gemm, Tile, gemm_plan, refusal, swapped
 from .problem import CHIPS, DTYPE_BYTES, Problem
 from .small import clusters_at_once
@@ -29,7 +29,7 @@ class Gradient:
     """The choices of a backward: the kernel up to the product's gradient, the shape of its clusters, the products."""
 
     kernel: str  # "cluster_gradient", "persistent_gradient", "three launches", "multiplied again"
-    split: bool  # the products are of split operands; else by the library
+    split: bool  # the products are of split operands; else by cuBLAS
     shape: panels.Shape | None = None
     gemm: Gemm | None = None  # that multiplies again
 
@@ -79,12 +79,12 @@ class Candidate:
         if isinstance(way, Gemm):
             return cost.gemm_terms, cost.count_gemm(problem, way)
         if isinstance(way, panels.Shape):
-            return cost.library_terms, cost.count_library(problem, way)
+            return cost.cublas_terms, cost.count_cublas(problem, way)
         if isinstance(way, small.Shape):
             blocks = (problem.chip or CHIPS[90]).multiprocessors
             at_once = clusters_at_once(blocks, way.cluster_size(problem))
             return cost.small_terms, cost.count_small(problem, way, at_once)
-        return cost.library_terms, cost.count_library(problem)
+        return cost.cublas_terms, cost.count_cublas(problem)
 
     def terms(self) -> dict[str, float]:
         """The parts of the predicted time, µs."""
@@ -110,8 +110,8 @@ class Candidate:
         if isinstance(way, small.Shape):
             return cast.in_front(lambda p, s: small.small_plan(p, s, way))(problem, strategy)
         if isinstance(way, panels.Shape):
-            return cast.in_front(lambda p, s: library.forward(p, s, way))(problem, strategy)
-        return cast.in_front(library.forward)(problem, strategy)
+            return cast.in_front(lambda p, s: cublas.forward(p, s, way))(problem, strategy)
+        return cast.in_front(cublas.forward)(problem, strategy)
 
 
 def _words(problem: Problem, way: Gemm | small.Shape | panels.Shape | Gradient | None) -> Iterator[str]:
@@ -162,7 +162,7 @@ def candidates(problem: Problem, phase: str = "forward") -> tuple[Candidate, ...
     every = cast.with_copies(problem)
     small_panels = (c for p in every for c in _small(p))
     gemms = (c for p in every if not (p.split and p.copied) for c in _gemms(p))  # what is split is read once as it is
-    return (*_library(problem), *small_panels, *gemms)
+    return (*_cublas(problem), *small_panels, *gemms)
 
 
 def variants(problem: Problem) -> tuple[Candidate, ...]:
@@ -176,11 +176,11 @@ def variants(problem: Problem) -> tuple[Candidate, ...]:
     )
 
 
-def _library(problem: Problem) -> Iterator[Candidate]:
+def _cublas(problem: Problem) -> Iterator[Candidate]:
     reason = "the weight is there as split operands only" if problem.prepared else None
     for strategy in ("cublas_folded_bn", "cublas_bn"):
         yield Candidate(problem, "forward", strategy, refusal=reason)
-    for shape in library.shapes(problem):
+    for shape in memory_bound.shapes(problem):
         yield Candidate(problem, "forward", "cublas_folded_bn", shape, reason)
 
 

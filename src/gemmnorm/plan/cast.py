@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from .library import ROWS
 from .problem import DTYPE_BYTES, Problem, type_members
 from .split import ALL_ROWS, ROW_BYTES
-from .steps import THREADS, Buffer, Extent, Launch, Plan, Product
+from .steps import ROWS, THREADS, Buffer, Extent, Launch, Plan, Product
 
 OPERANDS = ("x", "weight")
 CAST = ("cast_x", "cast_weight")  # roles of the same, cast or copied

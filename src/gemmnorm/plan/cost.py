@@ -20,10 +20,10 @@ from .split import ROW_BYTES
 FITTED = CHIPS[90]  # the GPU that the constants are fitted to, an H200
 L2_SHARE = 30e6 / FITTED.l2_bytes  # of an L2, that keeps what all multiprocessors read
 # Tiles and split-K of cuBLAS' kernels, of which the prediction takes the best.
-LIBRARY_TILES = (
+CUBLAS_TILES = (
     (320, 128), (256, 128), (192, 128), (128, 128), (128, 64), (64, 64), (64, 32), (32, 32),
 )  # fmt: skip
-LIBRARY_SPLIT_K = (1, 2, 3, 4, 6, 8, 16, 32)  # parts of K
+CUBLAS_SPLIT_K = (1, 2, 3, 4, 6, 8, 16, 32)  # parts of K
 SHARPNESS = 4  # of `overlapped`
 
 
@@ -40,7 +40,7 @@ class Constants:
     normalize: float = 3.0  # of a launch that normalises panels held by clusters
     normalize_row_ns: float = 30.0  # of 128 bytes of a row that a warp holds, for each panel of its block
     panel_exchange: float = 4.0  # of every further panel of a cluster: its blocks wait for each other
-    # Products by cuBLAS.
+    # Products by cuBLAS, the library.
     library_tensor_ns: float = 0.6  # of a stage of K, for each of a tile's columns in 128 rows
     library_load_ns: float = 0.5  # of a stage of K, for each of a tile's rows and columns
     library_tile: float = 1.5  # of a tile: prologue and epilogue
@@ -174,9 +174,9 @@ def count_product(problem: Problem, rows: int, columns: int, inner: int) -> Coun
     stage_bytes = 32 if arithmetic_of(problem) == "float32" else ROW_BYTES
     steps = -(-inner * size // stage_bytes)
     options = []
-    for tile in LIBRARY_TILES:
+    for tile in CUBLAS_TILES:
         tiles = -(-rows // tile[0]) * -(-columns // tile[1])
-        for parts in LIBRARY_SPLIT_K:
+        for parts in CUBLAS_SPLIT_K:
             waves = -(-tiles * parts // blocks)
             options += [float(waves), waves * -(-steps // parts) * stage_bytes / ROW_BYTES]
     nbytes = size * (rows * inner + columns * inner + rows * columns)
@@ -208,7 +208,7 @@ def count_split(counted: Counted, rows: int, columns: int) -> None:
     _convert(counted, -(-rows // split.rows_of_block(columns)), 8.0 * rows * columns)
 
 
-def count_library(problem: Problem, shape: Any = None) -> Counted:
+def count_cublas(problem: Problem, shape: Any = None) -> Counted:
     """`cublas_folded_bn`: the product, statistics, their merge, normalisation; or all of those by clusters."""
     counted = (
         empty()
@@ -380,9 +380,9 @@ def product_time(n: Mapping[str, Any], c: Constants) -> Any:
     """Time of a product by cuBLAS: its best tile and split-K, or the bytes moved."""
     best, at = n["vector_bytes"] / c.library_vector / 1e6, iter(n["options"])
     load = c.library_load_ns
-    for rows, columns in LIBRARY_TILES:
+    for rows, columns in CUBLAS_TILES:
         stage = overlapped(c.library_tensor_ns * rows * columns / 128, load * (rows + columns)) / 1e3
-        for parts in LIBRARY_SPLIT_K:
+        for parts in CUBLAS_SPLIT_K:
             waves, stages = next(at), next(at)
             found = waves * c.library_tile + stages * stage
             if parts > 1:
@@ -405,7 +405,7 @@ def pass_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     }
 
 
-def library_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+def cublas_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     panels = n["panels"] * c.normalize + n["held_rows"] * c.normalize_row_ns / 1e3 + n["exchanges"] * c.panel_exchange
     return {"product": c.first + product_time(n, c), "panels": panels, **pass_terms(n, c)}
 
@@ -450,10 +450,10 @@ def small_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 
 
 def backward_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
-    library = 2 * c.first + product_time(n["by_x"], c) + product_time(n["by_weight"], c)
+    by_cublas = 2 * c.first + product_time(n["by_x"], c) + product_time(n["by_weight"], c)
     split = c.split_products + _throttled(n["split_stages"] * c.split_stage, c)
     return {
-        "products": n["split_products"] * split + (1 - n["split_products"]) * library,
+        "products": n["split_products"] * split + (1 - n["split_products"]) * by_cublas,
         "gradient": n["cluster"] * c.gradient
         + n["held_rows"] * c.gradient_row_ns / 1e3
         + n["exchanges"] * c.panel_exchange

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from . import cast, gram, library
-from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
+from . import cast, gram, memory_bound
 from .panels import SHARED
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .split import (
@@ -19,7 +18,20 @@ from .split import (
     split_operands,
     split_rows,
 )
-from .steps import OPERAND_MAPS, Buffer, Extent, Launch, Map, Plan, Step, operand_maps
+from .steps import (
+    GROUP_ROWS,
+    GROUPS,
+    OPERAND_MAPS,
+    ROWS,
+    VECTORS,
+    Buffer,
+    Extent,
+    Launch,
+    Map,
+    Plan,
+    Step,
+    operand_maps,
+)
 
 WIDE, TALL = 128, 256  # columns, or rows, of a tile that is multiplied as W·xᵀ
 # Bytes of an element, its planes, rows and columns of the tile → stages of the ring.
@@ -345,9 +357,9 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
         workspace += [Buffer(role, "float32", (features,)) for role in ("weight_amax", "weight_abs_sum")]
         if problem.prepared:
             workspace = [buffer for buffer in workspace if buffer.role not in PREPARED]
-    merge = library.merge(problem, True, gemm.tile.group_rows)
+    merge = memory_bound.merge(problem, True, gemm.tile.group_rows)
     if gemm.schedule == "statistics":
-        steps += (merge, library.normalize(problem, fold=True, offset="group_mean"))
+        steps += (merge, memory_bound.normalize(problem, fold=True, offset="group_mean"))
     elif twice:
         again = replace(
             gemm, schedule="normalize", x_rows=ALL_ROWS, weight_rows=problem.out_features, chunks=cast.chunks(problem)

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from . import cast, gemm, panels
 from .gemm import Gemm, Tile
-from .library import GROUP_ROWS, ROWS, VECTORS, form, merge_columns, merge_grid, tiling
+from .memory_bound import form, merge_columns, merge_grid, tiling
 from .panels import WARPS, WIDE, Shape
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .split import ROW_BYTES
-from .steps import OPERAND_MAPS, Buffer, Extent, Launch, Map, Plan, Product, operand_maps
+from .steps import GROUP_ROWS, OPERAND_MAPS, ROWS, VECTORS, Buffer, Extent, Launch, Map, Plan, Product, operand_maps
 
 ROWS_OF_A_WARP = (16, 32, 64)
 # Bytes of the product and y's gradient: read between the sums of some rows and their gradients, while sums are merged;

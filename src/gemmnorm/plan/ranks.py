@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import choice, library
+from . import choice
 from .candidates import Candidate
 from .gemm import Gemm
 from .problem import Problem, type_members
-from .steps import Buffer, Extent, Launch, Plan
+from .steps import ROWS, VECTORS, Buffer, Extent, Launch, Plan
 
 MERGE = "merge_statistics"  # the launch at which a forward is cut
 COLUMNS = 16  # features of a block that merges ranks: on all ranks as many, so that all add up in one order
@@ -59,7 +59,7 @@ def forward(problem: Problem, strategy: str, ranks: int) -> tuple[Plan, Plan, Pl
     assert isinstance(merge, Launch)
     features, own = Extent(problem.out_features), whole.keeps_offsets
     known = {buffer.role: buffer for buffer in (*whole.outputs, *whole.workspace)}
-    product = Buffer("product", problem.dtype, (library.ROWS, features))
+    product = Buffer("product", problem.dtype, (ROWS, features))
     local = Buffer("local_statistics", "float32", (Extent(2 * problem.out_features + 1),))
     vectors = [Buffer(role, "float32", (features,)) for role in ("mean", "rstd", "row_count")]
     pack = replace(
@@ -77,7 +77,7 @@ def forward(problem: Problem, strategy: str, ranks: int) -> tuple[Plan, Plan, Pl
         source="memory_bound/ranks.cuh",
         function="merge_ranks",
         config=(*type_members(problem, "LR"), ("kColumns", COLUMNS)),
-        params=("gathered", *library.VECTORS, "running_mean", "running_var", "num_batches_tracked", "momentum", "eps",
+        params=("gathered", *VECTORS, "running_mean", "running_var", "num_batches_tracked", "momentum", "eps",
                 "mean", "rstd", "row_count", "ranks", "batch", "features"),
         grid=Extent(-(-problem.out_features // COLUMNS)),
         numbers=(("ranks", ranks),),
@@ -96,7 +96,7 @@ def forward(problem: Problem, strategy: str, ranks: int) -> tuple[Plan, Plan, Pl
         problem=problem,
         phase="normalize",
         steps=(merge_ranks, *(whole.steps[at + 1 :] if problem.batch else ())),
-        outputs=(Buffer("y", problem.out_dtype, (library.ROWS, features)), *vectors),
+        outputs=(Buffer("y", problem.out_dtype, (ROWS, features)), *vectors),
         workspace=(),
         aliases=() if stored else (("product", "y"),),
         counters=0,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
 from .problem import DTYPE_BYTES, Problem, type_members
 from .split import ROW_BYTES
-from .steps import OPERAND_MAPS, Buffer, Extent, Launch, Plan, operand_maps
+from .steps import GROUP_ROWS, GROUPS, OPERAND_MAPS, ROWS, VECTORS, Buffer, Extent, Launch, Plan, operand_maps
 
 TILE_ROWS = 2 * GROUP_ROWS
 NEIGHBOURS = 18  # multiprocessors among which a cluster of more than two has to find room
