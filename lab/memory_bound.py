@@ -25,10 +25,7 @@ TRIPS = {"column_statistics": 1, "normalize": 2, "gradient_sums": 2, "product_gr
 
 def backward(problem):
     """A plan of the backward by three launches, whatever the planner would take."""
-    made = plan.make_plan(problem, "cublas_folded_bn", "backward")
-    steps, buffers, _ = gradient.three_launch_steps(problem, False)
-    roles = {b.role for b in buffers}
-    return replace(made, steps=steps, workspace=(*buffers, *(w for w in made.workspace if w.role not in roles)))
+    return gradient.Backward("three launches").plan(problem, "cublas_folded_bn")
 
 
 def measure(text):

@@ -136,7 +136,7 @@ def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(one_tile, fe
 )
 def test_few_tiles_of_a_panel_are_a_cluster(name, batch, features, forced):
     """They run at the same time as it is, and the launch need not be cooperative."""
-    forced(lambda c: c.phase == "backward" or getattr(c.way, "cluster", 1) > 1)
+    forced(lambda c: c.phase == "backward" or getattr(c.variant, "cluster", 1) > 1)
     arithmetic = {"bf16": "native", "tf32": "tf32", "fp32": "float32"}[name]
     dtypes, chip = ["bfloat16" if name == "bf16" else "float32"] * 4, plan.chip_for(90)
     found = plan.make_plan(plan.Problem(batch, 136, features, *dtypes, arithmetic, chip=chip), "one_kernel")
@@ -235,7 +235,7 @@ def test_where_the_gram_matrix_is_inexact_the_product_gives_the_statistics(famil
     ],
 )
 def test_normalised_by_clusters_that_hold_panels(name, batch, features, blocks, options, forced):
-    forced(lambda c: c.phase == "backward" or (ways.in_panels(c) and c.way.cluster == blocks))
+    forced(lambda c: c.phase == "backward" or (ways.in_panels(c) and c.variant.panel.cluster == blocks))
     with runtime.recording() as plans:
         check(SMALL_HOPPER, "cublas_folded_bn", name, batch, 24, features, **options)
     assert [launch.function for launch in plans[0].launches] == ["cluster_normalize"]

@@ -32,8 +32,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Sets the size of the clusters, whatever K and the number of panels."""
 
     def use(blocks: int, columns: int = 32) -> None:
-        found = small.Shape(columns, blocks, STAGES[blocks, columns])
-        monkeypatch.setattr(small, "SHAPES", (found,))
+        found = small.SmallPanel(columns, blocks, STAGES[blocks, columns])
+        monkeypatch.setattr(small, "PANELS", (found,))
         plan.cached_plan.cache_clear()
 
     with plan.forcing(lambda c: ways.small_panel(c) or c.phase == "backward"):
@@ -254,7 +254,7 @@ def problem(inner: int = 1024, features: int = 512, **more: object) -> Problem:
 def test_where_it_serves() -> None:
     def blocks(p: Problem) -> set[int]:
         found = (c for c in candidates.candidates(p, "forward") if ways.small_panel(c) and c.refusal is None)
-        return {c.way.blocks for c in found}
+        return {c.variant.blocks for c in found}
 
     assert blocks(problem()) == {1, 2, 4, 8}
     assert blocks(replace(problem(), batch=257)) == {1, 2, 4}
@@ -304,7 +304,7 @@ def test_the_planner_takes_it_by_itself() -> None:
 @pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "fp32"])
 @pytest.mark.parametrize("found", STAGES)
 def test_evaluation_on_a_gpu(cluster: Cluster, found: tuple[int, int], name: str) -> None:
-    if name == "fp32" and found[1] > small.SPLIT_COLUMNS:
+    if name == "fp32" and found[1] > small.MOST_SPLIT_COLUMNS:
         pytest.skip("no such shape")
     cluster(*found)
     runtime.forget()

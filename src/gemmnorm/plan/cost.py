@@ -8,13 +8,16 @@ but arithmetic. docs/planner.md explains the terms.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from . import cast, small, split, tables
-from .gemm import writes_product
+from .gemm import Gemm, writes_product
+from .gradient import Backward
+from .panels import ClusterPanel
 from .problem import CHIPS, DTYPE_BYTES, Chip, Problem
+from .small import SmallPanel
 from .split import ROW_BYTES
 
 FITTED = CHIPS[90]  # the GPU that the constants are fitted to, an H200
@@ -97,6 +100,7 @@ class Constants:
 
 
 Counted = dict[str, Any]  # name → number; an array of them where candidates are fitted
+Form = Callable[[Mapping[str, Any], Constants], dict[str, Any]]  # what is counted, constants → the terms
 
 
 def arithmetic_of(problem: Problem) -> str:
@@ -208,7 +212,7 @@ def count_split(counted: Counted, rows: int, columns: int) -> None:
     _convert(counted, -(-rows // split.rows_of_block(columns)), 8.0 * rows * columns)
 
 
-def count_cublas(problem: Problem, shape: Any = None) -> Counted:
+def count_cublas(problem: Problem, panel: ClusterPanel | None) -> Counted:
     """`cublas_folded_bn`: the product, statistics, their merge, normalisation; or all of those by clusters."""
     counted = (
         empty()
@@ -217,8 +221,8 @@ def count_cublas(problem: Problem, shape: Any = None) -> Counted:
     )
     elements, size = problem.batch * problem.out_features, DTYPE_BYTES[problem.dtype]
     count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
-    if shape is not None:
-        counted |= {"panels": 1.0, **_held(problem, shape)}
+    if panel is not None:
+        counted |= {"panels": 1.0, **_held(problem, panel)}
     elif problem.training:
         _pass(problem, counted, size * elements, size * elements)
         counted["launches"] += 1
@@ -227,7 +231,7 @@ def count_cublas(problem: Problem, shape: Any = None) -> Counted:
     return counted
 
 
-def count_gemm(problem: Problem, gemm: Any) -> Counted:
+def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` with all that stands before and after it."""
     tile, counted = gemm.tile, empty()
     blocks = (problem.chip or CHIPS[90]).multiprocessors
@@ -305,43 +309,45 @@ def misaligned(problem: Problem) -> float:
     return float(not problem.split and row % ROW_BYTES > 0 and not cast.all_padded(problem))
 
 
-def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
-    """`small_panel`, of which so many clusters run at once."""
+def count_small(problem: Problem, panel: SmallPanel) -> Counted:
+    """`small_panel`."""
     counted, size = empty(), DTYPE_BYTES[problem.dtype]
     count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
-    panels, tiles = -(-problem.out_features // shape.columns), small.tiles(problem)
-    waves = -(-panels * tiles * shape.blocks // (max(at_once, 1) * shape.cluster_size(problem)))
+    panels, tiles = -(-problem.out_features // panel.columns), small.row_tiles(problem)
+    cluster = panel.cluster_size(problem)
+    at_once = small.clusters_at_once((problem.chip or CHIPS[90]).multiprocessors, cluster)
+    waves = -(-panels * tiles * panel.blocks // (max(at_once, 1) * cluster))
     steps = -(-problem.in_features * size // ROW_BYTES)
     rows = min(problem.batch, small.TILE_ROWS)
-    trips = (shape.blocks > 1) + (problem.training and tiles > 1)
+    trips = (panel.blocks > 1) + (problem.training and tiles > 1)
     nbytes = size * problem.in_features * (problem.batch + problem.out_features)
     return counted | {
         "waves": waves,
-        "stages": waves * -(-steps // shape.blocks),
+        "stages": waves * -(-steps // panel.blocks),
         "trained": waves * problem.training,
-        "columns": shape.columns,
-        "alone": float(shape.blocks == 1),
+        "columns": panel.columns,
+        "alone": float(panel.blocks == 1),
         "exchanges": waves * trips,
-        "exchange_blocks": waves * shape.blocks * (shape.blocks > 1),
-        "finished": waves * shape.columns / shape.blocks,
+        "exchange_blocks": waves * panel.blocks * (panel.blocks > 1),
+        "finished": waves * panel.columns / panel.blocks,
         "small_bytes": nbytes,
-        "small_loaded": panels * tiles * size * problem.in_features * (rows + shape.columns),
+        "small_loaded": panels * tiles * size * problem.in_features * (rows + panel.columns),
         "misaligned": misaligned(problem),
     }
 
 
-def _held(problem: Problem, shape: Any) -> Counted:
+def _held(problem: Problem, panel: ClusterPanel) -> Counted:
     """Panels that clusters hold: what a warp works through, in rows of 128 bytes; exchanges between blocks but one."""
-    grid, resident = shape.launched(problem, 2)
-    rounds = -(-(-(-problem.out_features // shape.columns) * shape.cluster) // grid.times)
+    grid, resident = panel.launched(problem, 2)
+    rounds = -(-(-(-problem.out_features // panel.columns) * panel.cluster) // grid.times)
     at_once = min(resident, -(-grid.times // (problem.chip or CHIPS[90]).multiprocessors))
     return {
-        "held_rows": rounds * at_once * shape.rows * shape.lanes / 8,
-        "exchanges": float((rounds - 1) * (shape.cluster > 1)),
+        "held_rows": rounds * at_once * panel.rows * panel.lanes / 8,
+        "exchanges": float((rounds - 1) * (panel.cluster > 1)),
     }
 
 
-def count_backward(problem: Problem, way: Any) -> Counted:
+def count_backward(problem: Problem, backward: Backward) -> Counted:
     """The gradient of the product, and two products."""
     counted, size = empty(), DTYPE_BYTES[problem.dtype]
     b, i, o = problem.batch, problem.in_features, problem.out_features
@@ -349,24 +355,24 @@ def count_backward(problem: Problem, way: Any) -> Counted:
     counted |= {"by_x": count_product(problem, b, i, o), "by_weight": count_product(problem, o, i, b)}
     once = b * o * (size + DTYPE_BYTES[problem.out_dtype])
     held = {"held_rows": 0.0, "exchanges": 0.0}
-    if way.kernel == "cluster_gradient":
-        held = _held(problem, way.shape)
-    elif way.kernel == "persistent_gradient":
+    if backward.panel is not None:
+        held = _held(problem, backward.panel)
+    elif backward.kernel == "persistent_gradient":
         _pass(problem, counted, once, once)
     else:
         _pass(problem, counted, once, once)
         counted["launches"] += 1
         counted["groups"] = -(-b // 64)
-    _pass(problem, counted, once + b * o * size, 1e12 if way.kernel == "cluster_gradient" else once)
-    if way.split:
+    _pass(problem, counted, once + b * o * size, 1e12 if backward.kernel == "cluster_gradient" else once)
+    if backward.split_products:
         _convert(counted, -(-(b + o) // split.rows_of_block(i)), 4.0 * (b + 2 * o) * i)
         count_split(counted, b, i)
         _convert(counted, -(-b // split.rows_of_block(o)), 12.0 * b * o)
     return counted | {
         **held,
-        "turns": float(way.kernel == "persistent_gradient"),
-        "split_products": float(way.split),
-        "cluster": float(way.kernel == "cluster_gradient"),
+        "turns": float(backward.kernel == "persistent_gradient"),
+        "split_products": float(backward.split_products),
+        "cluster": float(backward.kernel == "cluster_gradient"),
         "split_stages": sum(
             -(-(-(-rows // 128) * -(-i // 128)) // blocks) * -(-inner // 64) for rows, inner in ((b, o), (o, b))
         ),

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from . import memory_bound, panels
+from dataclasses import dataclass
+
+from . import cast, memory_bound
+from .panels import ClusterPanel
 from .problem import Problem
 from .steps import GROUPS, ROWS, Buffer, Extent, Plan, Product, Step
 
 
-def forward(problem: Problem, strategy: str, shape: panels.Shape | None = None) -> Plan:
+@dataclass(frozen=True)
+class CublasForward:
+    """What follows the product: one launch by clusters that hold such panels; for None, three memory-bound launches."""
+
+    panel: ClusterPanel | None = None
+
+    def words(self, problem: Problem) -> str:
+        """In a candidate's name."""
+        return f"in one launch, {self.panel.words()}" if self.panel else ""
+
+    def plan(self, problem: Problem, strategy: str) -> Plan:
+        """The plan of these choices."""
+        return cast.in_front(problem, lambda p: forward(p, strategy, self.panel))
+
+
+def forward(problem: Problem, strategy: str, panel: ClusterPanel | None = None) -> Plan:
     """GEMM, group statistics, merge, normalise; in evaluation the GEMM and the normalisation alone.
 
-    With `shape`, statistics and normalisation by clusters of that.
+    With `panel`, statistics and normalisation by clusters that hold such.
     """
     fold = strategy == "cublas_folded_bn"
     features = Extent(problem.out_features)
     steps: list[Step] = [Product("product", "x", "weight", transpose_right=True)]
     workspace: list[Buffer] = []
-    if shape is not None:
-        steps.append(memory_bound.normalize_panels(problem, shape))
+    if panel is not None:
+        steps.append(memory_bound.normalize_panels(problem, panel))
     elif problem.training:
         steps += [memory_bound.column_statistics(problem, fold), memory_bound.merge(problem, fold)]
         workspace += [Buffer(role, "float32", (GROUPS, features)) for role in ("group_mean", "group_m2")]
-    if shape is None:
+    if panel is None:
         steps.append(memory_bound.normalize(problem, fold, "offset"))
     product = Buffer("product", problem.dtype, (ROWS, features))
     vectors = [Buffer(role, "float32", (features,)) for role in ("mean", "rstd")]
@@ -45,5 +63,5 @@ def forward(problem: Problem, strategy: str, shape: panels.Shape | None = None) 
         tuple(outputs),
         tuple(workspace),
         tuple(aliases),
-        counters=int(shape is not None),
+        counters=int(panel is not None),
     )

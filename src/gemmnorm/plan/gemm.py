@@ -201,6 +201,22 @@ class Gemm:
     weight_rows: int = 0
     chunks: int = 1
 
+    def words(self, problem: Problem) -> str:
+        """In a candidate's name."""
+        found = f"{self.tile.rows}x{self.tile.columns} {self.schedule}, {self.panels} panels by {self.group_panels}"
+        if self.cluster > 1:
+            found += f" in clusters of {self.cluster}"
+        if self.in_registers:
+            found += " in registers"
+        if self.converts(problem):
+            x = "x" if self.x_rows == ALL_ROWS else f"x[:{self.x_rows}]"
+            found += f" {x} w[:{self.weight_rows}] k[:{self.chunks}] converted before"
+        return found
+
+    def plan(self, problem: Problem, strategy: str) -> Plan:
+        """The plan of these choices."""
+        return gemm_plan(problem, strategy, self)
+
     def converts(self, problem: Problem) -> bool:
         """Rows or columns are left to the kernel, whose blocks then wait for each other."""
         rows_left = self.x_rows != ALL_ROWS or self.weight_rows < problem.out_features

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from . import panels
+from .panels import ClusterPanel
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .steps import GROUP_ROWS, THREADS, VECTORS, Extent, Launch
 
@@ -122,24 +123,24 @@ def normalize(problem: Problem, fold: bool, offset: str) -> Launch:
     )  # fmt: skip
 
 
-def shapes(problem: Problem) -> Iterator[panels.Shape]:
-    """Cluster shapes for `cluster_normalize`, which holds the product."""
+def cluster_panels(problem: Problem) -> Iterator[ClusterPanel]:
+    """Panels for `cluster_normalize`, which holds the product."""
     size = DTYPE_BYTES[problem.dtype]
-    return panels.shapes(problem, ROWS_OF_A_WARP, size, vectors=3, numbers=2 if size == 4 else 1)
+    return panels.cluster_panels(problem, ROWS_OF_A_WARP, size, vectors=3, numbers=2 if size == 4 else 1)
 
 
-def normalize_panels(problem: Problem, shape: panels.Shape) -> Launch:
-    """Statistics and normalisation in one launch: a cluster of this shape for each panel of columns."""
-    grid, resident = shape.launched(problem, 2)
+def normalize_panels(problem: Problem, panel: ClusterPanel) -> Launch:
+    """Statistics and normalisation in one launch: a cluster for each panel of this panel."""
+    grid, resident = panel.launched(problem, 2)
     return Launch(
         "fused_gemm_scale_bn_apply",
         "memory_bound/cluster_normalize.cuh",
         "cluster_normalize",
-        (*type_members(problem), *shape.members, ("Activation", "Activation")),
+        (*type_members(problem), *panel.members, ("Activation", "Activation")),
         ("product", *VECTORS, "running_mean", "running_var", "num_batches_tracked", "bn_weight", "bn_bias", "momentum",
          "eps", "mean", "rstd", "y", "counters", "batch", "features"),
         grid,
         resident=resident,
-        shared=shape.shared,
-        cluster=shape.cluster,
+        shared=panel.shared,
+        cluster=panel.cluster,
     )  # fmt: skip

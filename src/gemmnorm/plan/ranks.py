@@ -14,7 +14,9 @@ from dataclasses import replace
 
 from . import choice
 from .candidates import Candidate
+from .cublas import CublasForward
 from .gemm import Gemm
+from .gradient import Backward
 from .problem import Problem, type_members
 from .steps import ROWS, VECTORS, Buffer, Extent, Launch, Plan
 
@@ -25,12 +27,12 @@ CUT = ("gemm_stats_apply", "cublas_folded_bn")  # strategies with such plans
 
 def _cuts(candidate: Candidate) -> bool:
     """Its plan merges statistics of the product in a launch of their own, and has the product, if at all, before."""
-    way = candidate.way
+    variant = candidate.variant
     if candidate.problem.copied:
         return False
-    if candidate.strategy == "gemm_stats_apply" and isinstance(way, Gemm):
-        return way.schedule == "statistics" or (way.schedule == "two-pass" and not candidate.problem.save)
-    return candidate.strategy == "cublas_folded_bn" and way is None
+    if candidate.strategy == "gemm_stats_apply" and isinstance(variant, Gemm):
+        return variant.schedule == "statistics" or (variant.schedule == "two-pass" and not candidate.problem.save)
+    return candidate.strategy == "cublas_folded_bn" and variant == CublasForward()
 
 
 def strategies(problem: Problem) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ def forward(problem: Problem, strategy: str, ranks: int) -> tuple[Plan, Plan, Pl
     ranked = choice.ranking(_not_empty(problem), "forward", strategy)
     chosen = next(c for _, c in ranked if _cuts(c))
     whole = chosen.plan()
-    stored = not isinstance(chosen.way, Gemm) or chosen.way.schedule != "two-pass"
+    stored = not isinstance(chosen.variant, Gemm) or chosen.variant.schedule != "two-pass"
     at = next(i for i, step in enumerate(whole.steps) if getattr(step, "function", "") == MERGE)
     merge = whole.steps[at]
     assert isinstance(merge, Launch)
@@ -107,7 +109,7 @@ def forward(problem: Problem, strategy: str, ranks: int) -> tuple[Plan, Plan, Pl
 def backward(problem: Problem, strategy: str) -> tuple[Plan, Plan]:
     """The plans "sums" and "gradient"."""
     ranked = (c for _, c in choice.ranking(problem, "backward", strategy))
-    whole = next(c for c in ranked if c.way.kernel == "three launches" and not c.way.split).plan()  # type: ignore[union-attr]
+    whole = next(c for c in ranked if c.variant == Backward("three launches")).plan()
     sums, merge, *rest = whole.steps
     assert isinstance(merge, Launch)
     merge = replace(
