@@ -230,7 +230,7 @@ def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
     yield gemm
     if not (problem.split or problem.made) or gemm.schedule in ("single-tile", "gram"):
         return
-    if problem.split and gemm.schedule not in ("deferred", "evaluate"):
+    if problem.split and not gemm.has_conversion(problem):
         return
     if problem.made and problem.in_features % cast.COLUMNS:  # the kernel casts whole chunks
         return

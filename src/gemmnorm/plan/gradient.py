@@ -12,16 +12,15 @@ from . import cast, gemm, panels
 from .gemm import Gemm, Tile
 from .memory_bound import form, merge_columns, merge_grid, tiling
 from .panels import WARPS, WIDE, ClusterPanel
-from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
+from .problem import DTYPE_BYTES, Problem, type_members
 from .split import ROW_BYTES, split_backward
-from .steps import GROUP_ROWS, OPERAND_MAPS, ROWS, VECTORS, Buffer, Extent, Launch, Map, Plan, Product, operand_maps
+from .steps import GROUP_ROWS, ROWS, VECTORS, Buffer, Extent, Launch, Map, Plan, Product
 
 ROWS_OF_A_WARP = (16, 32, 64)
 # Bytes of the product and y's gradient: read between the sums of some rows and their gradients, while sums are merged;
 # and of a panel at most, of which two and more have to stay in the L2 (an H200 keeps some 30 MiB of what all read).
 IN_FLIGHT, LARGEST_PANEL = 16 * 2**20, 12 * 2**20
 SHARED_WITH_GRADIENT = 2048  # bytes that five numbers of a feature and the ring's barriers take beside `Tile.shared`
-_CHEAP = ("relu", "leaky_relu", "hardtanh")
 _PARAMETERS = ("grad_bias", "grad_scale", "grad_bn_weight", "grad_bn_bias")
 
 
@@ -99,46 +98,31 @@ def _multiplied_again(problem: Problem, found: Gemm) -> tuple[Launch, ...]:
 
 def _recomputed_product(problem: Problem, found: Gemm, epilogue: str) -> Launch:
     """`fused_gemm` with y's gradient in its epilogue: sums over rows, or the gradient of the product."""
-    chip, tile, sums = problem.chip or CHIPS[90], found.tile, epilogue == "GradientSumsEpilogue"
-    shared = tile.shared + SHARED_WITH_GRADIENT
+    sums = epilogue == "GradientSumsEpilogue"
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
-    made = ("group_sum", "group_dot") if sums else ("map_grad_product", "mean_grad", "slope_grad")
-    maps = (
-        *operand_maps("x", "weight", (tile.rows, tile.columns), tile.k),
-        Map("map_grad_y", "grad_y", GROUP_ROWS, boxes_y, exact=True),
-        Map("map_grad_product", "grad_product", GROUP_ROWS, boxes, exact=True),
-    )
-    return Launch(
+    grad_y = Map("map_grad_y", "grad_y", GROUP_ROWS, boxes_y, exact=True)
+    grad_product = Map("map_grad_product", "grad_product", GROUP_ROWS, boxes, exact=True)
+    launch = gemm.fused_gemm(
+        problem,
+        found,
         f"fused_gemm_scale_bn_gradient_{'sums' if sums else 'apply'}",
-        "gemm/kernel.cuh",
-        "fused_gemm",
-        (
-            *gemm.members(problem, tile, shared),
-            ("Epilogue<>", f"gemmnorm::{epilogue}"),
-            ("Conversion<>", "gemmnorm::NoConversion"),
-            ("Activation", "Activation"),
+        epilogue,
+        "NoConversion",
+        more_shared=SHARED_WITH_GRADIENT,
+        operands=("x", "weight"),
+        matrices=(grad_y,) if sums else (grad_y, grad_product),
+        fields=(
+            *(("group_sum", "group_dot") if sums else ("mean_grad", "slope_grad")),
+            *VECTORS, "bn_weight", "bn_bias", "mean", "rstd", "counters",
         ),
-        (*OPERAND_MAPS, "map_grad_y", *made, *VECTORS, "bn_weight", "bn_bias", "mean", "rstd", "counters",
-         "group_panels", "stream_x", "keep_product", "batch", "in_features", "features"),
-        Extent(found.panels, tile.rows, chip.multiprocessors),
-        block=384,
-        resident=1,
-        shared=shared,
-        maps=maps[:-1] if sums else maps,
-        numbers=(
-            ("group_panels", found.group_panels),
-            ("stream_x", int(gemm.streams_x(problem, found.schedule))),
-            ("keep_product", 0),
-        ),
-        absent=("num_batches_tracked", "inexact"),
-        parts=("gemm/epilogue_gradient.cuh",),
+        numbers=(("group_panels", found.group_panels),),
     )  # fmt: skip
+    return replace(launch, absent=("num_batches_tracked", "inexact"), parts=("gemm/epilogue_gradient.cuh",))
 
 
 def cluster_launch(problem: Problem, split_products: bool, panel: ClusterPanel) -> Launch:
     """A cluster for each panel of this shape, which reads the product and y's gradient once."""
-    cheap = (problem.activation or "relu").split("(")[0] in _CHEAP  # few registers
-    grid, resident = panel.launched(problem, 3 if cheap else 2)
+    grid, resident = panel.launched(problem, 3 if problem.derivative_registers == "few" else 2)
     return Launch(
         "fused_gemm_scale_bn_gradient",
         "backward/cluster_gradient.cuh",
@@ -214,8 +198,8 @@ def most_rows(plan: Plan) -> int | None:
 
 def _three_launches(problem: Problem, split_products: bool) -> tuple[Launch, ...]:
     """Column sums of every group of rows, their merge, and the gradient of the product."""
-    t, kind, gelu = tiling(problem), ("kForm", form(problem)), problem.activation == "gelu"
-    activation = ("Activation", "Activation")
+    t, kind, activation = tiling(problem), ("kForm", form(problem)), ("Activation", "Activation")
+    many = problem.derivative_registers == "many"
     return (
         Launch(
             "fused_gemm_scale_bn_gradient_sums",
@@ -225,8 +209,8 @@ def _three_launches(problem: Problem, split_products: bool) -> tuple[Launch, ...
             ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "group_sum",
              "group_dot", "group_linear", "batch", "features"),
             t.blocks,
-            # Three where the registers allow it: not for GELU over two dtypes, nor for the sums of an evaluation.
-            resident=3 if problem.training and not (gelu and problem.out_dtype != problem.dtype) else 2,
+            # Three where the registers allow it: not many of them over two dtypes, nor the sums of an evaluation.
+            resident=3 if problem.training and not (many and problem.out_dtype != problem.dtype) else 2,
         ),
         _merge(problem, split_products),
         Launch(
@@ -237,8 +221,8 @@ def _three_launches(problem: Problem, split_products: bool) -> tuple[Launch, ...
             ("grad_y", "product", "offset", *VECTORS, "mean", "rstd", "bn_weight", "bn_bias", "mean_grad",
              "slope_grad", *_exponents(split_products), "grad_product", "batch", "features"),
             t.blocks,
-            # GELU's beside eight columns' coefficients takes more than the 128 registers that two blocks leave.
-            resident=1 if gelu else 2,
+            # Many beside eight columns' coefficients are more than the 128 that two blocks leave a thread.
+            resident=1 if many else 2,
             absent=_exponents(not split_products),
         ),
     )  # fmt: skip
