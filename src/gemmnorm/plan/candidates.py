@@ -19,7 +19,7 @@ from .small import SmallPanel, clusters_at_once
 from .split import ALL_ROWS
 from .steps import Plan
 
-CLUSTER = 4  # blocks at most: of larger ones fewer run at once than there are multiprocessors for
+LARGEST_CLUSTER = 4  # blocks of `fused_gemm`: of larger ones fewer run at once than there are multiprocessors for
 # Panels that are worked on together: 4 to 16 differ by some percent, and a small last group costs most.
 GROUP_PANELS, OTHER_GROUP_PANELS = 8, (4, 6, 12, 16, 24)
 SHARES = (0.0, 0.25, 0.5)  # of the rows that later waves need, converted before as well; or all
@@ -133,15 +133,15 @@ def _cublas(problem: Problem) -> Iterator[Candidate]:
 def _small(problem: Problem) -> Iterator[Candidate]:
     """Few tiles of rows, K shared out among the blocks of a cluster."""
     reason = refusal(problem, "one_kernel") or cast.unaligned(problem)
-    if problem.training and small.row_tiles(problem) > small.CLUSTER:
-        reason = reason or f"small_panel has at most {small.CLUSTER} tiles of {small.TILE_ROWS} rows"
+    if problem.training and small.row_tiles(problem) > small.LARGEST_CLUSTER:
+        reason = reason or f"small_panel has at most {small.LARGEST_CLUSTER} tiles of {small.TILE_ROWS} rows"
     if problem.prepared:
         reason = reason or "small_panel splits operands in another way"
     for panel in small.PANELS:
         wide = problem.split and panel.columns > small.MOST_SPLIT_COLUMNS
         panel_reason = "the fragments of split operands do not fit the registers" if wide else None
-        if panel.cluster_size(problem) > small.CLUSTER:
-            panel_reason = f"a cluster has at most {small.CLUSTER} blocks"
+        if panel.cluster_size(problem) > small.LARGEST_CLUSTER:
+            panel_reason = f"a cluster has at most {small.LARGEST_CLUSTER} blocks"
         yield Candidate(problem, "forward", "one_kernel", panel, reason or panel_reason)
 
 
@@ -212,7 +212,7 @@ def _co_resident(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
     blocks, tile = (problem.chip or CHIPS[90]).multiprocessors, everything.tile
     rows, panels = tile.counts(problem)
     together = replace(everything, schedule="co-resident")
-    if rows <= CLUSTER and panels <= clusters_at_once(blocks, rows):
+    if rows <= LARGEST_CLUSTER and panels <= clusters_at_once(blocks, rows):
         yield replace(together, cluster=rows, group_panels=1)
     if rows * panels <= blocks:
         yield replace(together, group_panels=_dividing(panels, everything.group_panels))

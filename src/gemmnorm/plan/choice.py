@@ -169,7 +169,7 @@ def _forget() -> None:
 def set_measured_here(chip: Chip, lines: Mapping[tuple[str, ...], str]) -> None:
     """From now on these candidates, by `tables.key_here`, are the choices on `chip`, before those of the files.
 
-    Calls that are prepared already keep theirs until the runtime forgets them.
+    Calls that have a plan keep it until the runtime forgets them.
     """
     tables.here[chip] = dict(lines)
     _forget()

@@ -246,8 +246,8 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
     staged = co_resident and tile.waits and not gemm.in_registers
     # The operands from device memory: x again for every group of panels where the L2 does not keep it.
     of_x, of_weight = problem.batch * problem.in_features * size, problem.out_features * problem.in_features * size
-    groups = -(-panels // gemm.group_panels)
-    again = (groups - 1) * (1 - kept_by_l2(problem, of_x))
+    panel_groups = -(-panels // gemm.group_panels)
+    again = (panel_groups - 1) * (1 - kept_by_l2(problem, of_x))
     traffic = of_x * (1 + again) + of_weight + elements * ((0 if statistics else out_size) + size * stored)
     last = 0.0
     if deferred:  # the product again, once the last tile of its panel is there; of the last group beside nothing

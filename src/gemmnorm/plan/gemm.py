@@ -181,8 +181,10 @@ class Gemm:
     """Every choice of a `fused_gemm` that the problem leaves open.
 
     Attributes:
-        tile: of a block. schedule: a key of `EPILOGUES`; or of `TWICE`: "two-pass" multiplies for the statistics and
-            again for y, "gram" has them from the Gram matrix of x, and the first product only where that is inexact.
+        tile: of a block.
+        schedule: a key of `EPILOGUES`; or of `TWICE`: "two-pass" multiplies for the statistics and again for y, "gram"
+            has them from the Gram matrix of x, and the first product only where that is inexact; or "gradient", for
+            the backward that multiplies again.
         group_panels: panels (columns of tiles) that are worked on together, so that the L2 holds what they share.
         panels: that the grid has blocks for; all of them, or, co-resident, as many as run at once.
         cluster: blocks; the tiles of a panel where those are a cluster.

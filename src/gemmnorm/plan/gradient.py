@@ -150,7 +150,7 @@ def cluster_panels(problem: Problem) -> Iterator[ClusterPanel]:
 
 
 def persistent_launch(problem: Problem, split_products: bool) -> Launch | None:
-    """Blocks that take turns, and read what they need again out of the L2; None if that cannot keep it."""
+    """Persistent blocks that take work items, and read again out of the L2; None if that cannot keep a panel twice."""
     chip, columns = panels.hopper(problem), _persistent_columns(problem)
     row = columns * (DTYPE_BYTES[problem.dtype] + DTYPE_BYTES[problem.out_dtype])
     count, panel = -(-problem.out_features // columns), row * problem.batch
@@ -179,12 +179,12 @@ def persistent_launch(problem: Problem, split_products: bool) -> Launch | None:
 
 
 def _persistent_rows(problem: Problem) -> int:
-    """Rows of a block's turn: what its registers hold."""
+    """Rows of a work item: what a block's registers hold."""
     return WARPS * (32 if problem.dtype == problem.out_dtype else 16)
 
 
 def _persistent_columns(problem: Problem) -> int:
-    """Features of a panel that blocks take turns at."""
+    """Features of a work item."""
     return WIDE * 16 // DTYPE_BYTES[problem.dtype]
 
 
@@ -243,7 +243,7 @@ def _merge(problem: Problem, split_products: bool, rows: int = GROUP_ROWS) -> La
 
 
 def _between(problem: Problem, rows: int = GROUP_ROWS) -> tuple[Buffer, ...]:
-    """What three launches, or turns, hand to each other: sums over so many rows."""
+    """What launches, or work items, hand to each other: sums over so many rows."""
     shape = Extent(1, rows), Extent(problem.out_features)
     sums = ("group_sum", "group_dot") + (() if problem.training else ("group_linear",))
     return (*(Buffer(role, "float32", shape) for role in sums), *_vectors(problem, "mean_grad", "slope_grad"))

@@ -49,7 +49,7 @@ class SmallPanel:
         return -(-size // 1024) * 1024
 
 
-CLUSTER = 16  # blocks, the most that Hopper runs
+LARGEST_CLUSTER = 16  # blocks of `small_panel`, the most that Hopper runs
 MOST_SPLIT_COLUMNS = 32  # of a panel of split operands, whose fragments have to fit the registers
 PANELS = (
     SmallPanel(128, 4, 4), SmallPanel(64, 8, 4), SmallPanel(64, 4, 6), SmallPanel(64, 2, 6),
