@@ -166,7 +166,7 @@ def found(one: Case) -> list[Candidate]:
     if one.phase == "backward":  # and without a kept product
         every += candidates.candidates(replace(one.problem, keep_product=False), one.phase)
     if one.varied:
-        every += candidates.variants(one.problem)
+        every += candidates.with_other_group_panels(one.problem)
     return [c for c in every if c.refusal is None and c.strategy != "cublas_bn"]
 
 

@@ -30,7 +30,7 @@ import candidates as measured
 import numpy as np
 
 from gemmnorm.plan import cost, ranking, tables
-from gemmnorm.plan.candidates import Candidate, candidates, variants
+from gemmnorm.plan.candidates import Candidate, candidates, with_other_group_panels
 from gemmnorm.plan.problem import Problem
 
 RESULTS = Path(__file__).parent / "results" / "candidates-h200.json.gz"
@@ -66,7 +66,7 @@ class Row:
 
 def listed(problem: Problem, phase: str, kept: bool = True) -> list[Candidate]:
     """What the planner knows of today: a measured candidate that it has lost counts no more."""
-    every = [*candidates(problem, phase), *(variants(problem) if phase == "forward" else ())]
+    every = [*candidates(problem, phase), *(with_other_group_panels(problem) if phase == "forward" else ())]
     every += [] if kept else candidates(replace(problem, keep_product=False), phase)
     return [c for c in every if c.refusal is None]
 

@@ -49,12 +49,12 @@ SIZES = {
     "odd rows": (300, 137, 265, 16),  # split operands and copies; and y a feature at a time
 }
 WANTED = {
-    "parts of K": lambda c: isinstance(c.way, Gemm) and c.way.converts(c.problem),
-    "twice": lambda c: getattr(c.way, "schedule", "") == "two-pass",
-    "gram": lambda c: getattr(c.way, "schedule", "") == "gram",
-    "narrow": lambda c: c.phase == "backward" or (isinstance(c.way, Gemm) and c.way.tile.halves_rows),
-    "few tiles": lambda c: c.phase == "backward" or isinstance(c.way, small.Shape),
-    "--without-small": lambda c: not isinstance(c.way, small.Shape),  # at which synccheck ends the process
+    "parts of K": lambda c: isinstance(c.variant, Gemm) and c.variant.converts(c.problem),
+    "twice": lambda c: getattr(c.variant, "schedule", "") == "two-pass",
+    "gram": lambda c: getattr(c.variant, "schedule", "") == "gram",
+    "narrow": lambda c: c.phase == "backward" or (isinstance(c.variant, Gemm) and c.variant.tile.halves_rows),
+    "few tiles": lambda c: c.phase == "backward" or isinstance(c.variant, small.SmallPanel),
+    "--without-small": lambda c: not isinstance(c.variant, small.SmallPanel),  # at which synccheck ends the process
 }
 
 
@@ -71,7 +71,7 @@ def turns() -> None:
         problem = Problem(
             batch, 24, features, *names, arithmetic, activation, save=True, chip=chip, keep_product=not again
         )
-        with plan.forcing(lambda c: again or getattr(c.way, "kernel", "") == "persistent_gradient"):  # noqa: B023
+        with plan.forcing(lambda c: again or getattr(c.variant, "kernel", "") == "persistent_gradient"):  # noqa: B023
             chosen = plan.make_plan(problem, "one_kernel", "backward")
         run = binding.Bound(replace(chosen, steps=chosen.launches))
         product, grad_y, vectors = (

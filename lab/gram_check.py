@@ -63,7 +63,7 @@ def exact(given, dtype):
 def check(sizes, kind, dtype="bfloat16", tile=(256, 128)):
     problem = described(sizes, dtype, save=True)
     every = [c for c in candidates.candidates(problem) if c.refusal is None]
-    gram = next(c for c in every if getattr(c.way, "schedule", "") == "gram" and (c.way.tile.rows, c.way.tile.columns) == tile)
+    gram = next(c for c in every if getattr(c.variant, "schedule", "") == "gram" and (c.variant.tile.rows, c.variant.tile.columns) == tile)
     args, given = inputs(problem, kind)
     scalars = binding.scalars(problem, given["scale"], 1.0, 0.1, 1e-5)
     torch.full((1 << 28,), float("nan"), device="cuda")
@@ -86,7 +86,7 @@ def check(sizes, kind, dtype="bfloat16", tile=(256, 128)):
 def times(sizes, save):
     problem = described(sizes, save=save)
     every = sorted((c for c in candidates.candidates(problem) if c.refusal is None and c.strategy != "cublas_bn"), key=lambda c: c.cost())
-    gram = [c for c in every if getattr(c.way, "schedule", "") == "gram"][:3]
+    gram = [c for c in every if getattr(c.variant, "schedule", "") == "gram"][:3]
     others = [c for c in every if c not in gram][:5]
     args, given = inputs(problem)
     scalars = binding.scalars(problem, given["scale"], 1.0, 0.1, 1e-5)

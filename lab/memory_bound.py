@@ -12,7 +12,7 @@ import torch
 
 from gemmnorm import plan
 from gemmnorm.bench import candidates as timed
-from gemmnorm.plan import gradient, library
+from gemmnorm.plan import cublas, gradient
 from gemmnorm.runtime import binding
 
 SIZES = (
@@ -25,10 +25,7 @@ TRIPS = {"column_statistics": 1, "normalize": 2, "gradient_sums": 2, "product_gr
 
 def backward(problem):
     """A plan of the backward by three launches, whatever the planner would take."""
-    made = plan.make_plan(problem, "cublas_folded_bn", "backward")
-    steps, buffers, _ = gradient.three_launch_steps(problem, False)
-    roles = {b.role for b in buffers}
-    return replace(made, steps=steps, workspace=(*buffers, *(w for w in made.workspace if w.role not in roles)))
+    return gradient.Backward("three launches").plan(problem, "cublas_folded_bn")
 
 
 def measure(text):
@@ -43,7 +40,7 @@ def measure(text):
         problem = plan.Problem(
             batch, 8, features, *[dtype] * 4, arithmetic, activation, chip=plan.chip_for(90, 132), training=training, save=phase == "backward"
         )
-        made = backward(problem) if phase == "backward" else library.forward(problem, "cublas_folded_bn")
+        made = backward(problem) if phase == "backward" else cublas.forward(problem, "cublas_folded_bn")
         given = timed.tensors(problem, phase, "cuda")
         scalars = binding.scalars(problem, given["scale"], 1.0, 0.1, 1e-5)
         inputs = tuple(given.get(role) for role in binding.INPUTS[phase])

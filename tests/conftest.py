@@ -17,8 +17,9 @@ from torch import Tensor
 import gemmnorm
 from gemmnorm import chain, functional, plan
 from gemmnorm.plan import gradient, small
-from gemmnorm.plan.candidates import Candidate, Gradient
+from gemmnorm.plan.candidates import Candidate
 from gemmnorm.plan.gemm import Gemm
+from gemmnorm.plan.gradient import Backward
 from gemmnorm.runtime import call as runtime
 from gemmnorm.runtime import measured
 from gemmnorm.runtime.operands import Operands, Options
@@ -77,7 +78,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def one_tile(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     """The only tile (rows, columns) that the planner has."""
     runtime.forget()
-    with plan.forcing(lambda c: isinstance(c.way, Gemm) and (c.way.tile.rows, c.way.tile.columns) == request.param):
+    with plan.forcing(
+        lambda c: isinstance(c.variant, Gemm) and (c.variant.tile.rows, c.variant.tile.columns) == request.param
+    ):
         yield request.param
     runtime.forget()
 
@@ -85,7 +88,7 @@ def one_tile(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
 @pytest.fixture
 def no_small_panel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels of large batches at small sizes: `small_panel` has tests of its own."""
-    monkeypatch.setattr(small, "SHAPES", ())
+    monkeypatch.setattr(small, "PANELS", ())
     plan.cached_plan.cache_clear()
     yield
     plan.cached_plan.cache_clear()
@@ -96,7 +99,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks take turns whatever the batch, with as few panels between sums and gradients as may be."""
     monkeypatch.setattr(gradient, "IN_FLIGHT", 0)
     with plan.forcing(
-        lambda c: c.way.kernel == "persistent_gradient" if isinstance(c.way, Gradient) else c.phase == "forward"
+        lambda c: c.variant.kernel == "persistent_gradient" if isinstance(c.variant, Backward) else c.phase == "forward"
     ):
         yield
 

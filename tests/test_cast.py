@@ -72,9 +72,12 @@ def like(chosen: Plan) -> Callable[[Candidate], bool]:
     members = {name: value for launch in chosen.launches for name, value in launch.config}
 
     def wanted(c: Candidate) -> bool:
-        if isinstance(c.way, gemm.Gemm):
-            return (c.way.tile.rows, c.way.tile.columns) == (members.get("kTileRows"), members.get("kTileColumns"))
-        return not ways.small_panel(c) or c.way.blocks == members.get("kCluster")
+        if isinstance(c.variant, gemm.Gemm):
+            return (c.variant.tile.rows, c.variant.tile.columns) == (
+                members.get("kTileRows"),
+                members.get("kTileColumns"),
+            )
+        return not ways.small_panel(c) or c.variant.blocks == members.get("kCluster")
 
     return wanted
 
@@ -113,9 +116,9 @@ def test_the_kernels_cast_as_pytorch_does(
     whole = in_features % cast.COLUMNS == 0
 
     def wanted(c: Candidate) -> bool:
-        if not isinstance(c.way, gemm.Gemm):
+        if not isinstance(c.variant, gemm.Gemm):
             return way == "small_panel" and ways.small_panel(c)
-        return ways.epilogue(way)(c) and (not c.problem.cast or c.way.converts(c.problem) == whole)
+        return ways.epilogue(way)(c) and (not c.problem.cast or c.variant.converts(c.problem) == whole)
 
     with plan.forcing(wanted), emulated(SMALL_HOPPER), poisoned_memory():
         operands = tensors(batch, in_features, features)
@@ -172,7 +175,11 @@ def test_the_product_begins_with_a_part_of_k(
     chunks = 1 if batch == 300 else 2
 
     def wanted(c: Candidate) -> bool:
-        return ways.epilogue(way)(c) and isinstance(c.way, gemm.Gemm) and (not c.problem.cast or c.way.chunks == chunks)
+        return (
+            ways.epilogue(way)(c)
+            and isinstance(c.variant, gemm.Gemm)
+            and (not c.problem.cast or c.variant.chunks == chunks)
+        )
 
     with plan.forcing(wanted), emulated(SMALL_HOPPER), poisoned_memory():
         chosen = check(tensors(batch, 2 * cast.COLUMNS, features), "one_kernel", training, torch.bfloat16, wide)
@@ -232,14 +239,14 @@ def test_the_gram_matrix_of_padded_rows(precision: str, in_features: int) -> Non
 def test_the_product_casts_whole_chunks_of_rows_or_none() -> None:
     for in_features, some in ((4096, True), (4104, False), (1024, False), (1027, False)):
         problem = Problem(4096, in_features, 4096, "bfloat16", "bfloat16", save=True, cast=BOTH)
-        own = [c.way for c in candidates(problem) if isinstance(c.way, gemm.Gemm) and c.refusal is None]
+        own = [c.variant for c in candidates(problem) if isinstance(c.variant, gemm.Gemm) and c.refusal is None]
         assert own and any(way.converts(problem) for way in own) == some
 
 
 def test_copies_are_a_candidate_where_tma_cannot_read_the_rows() -> None:
     for in_features, every in ((2048, {()}), (2056, {()}), (2051, {BOTH})):
         problem = Problem(4096, in_features, 4096, "bfloat16", "bfloat16", "bfloat16", save=True)
-        own = [c for c in candidates(problem) if isinstance(c.way, gemm.Gemm) and c.refusal is None]
+        own = [c for c in candidates(problem) if isinstance(c.variant, gemm.Gemm) and c.refusal is None]
         assert {c.problem.copied for c in own} == every
         assert len({c.name for c in own}) == len(own)
     copied = own[0].plan()

@@ -19,7 +19,7 @@ from support import Chain, arguments, step, stir, twin
 from torch import Tensor
 
 from gemmnorm import linear_scale_batch_norm, plan
-from gemmnorm.plan import library, params
+from gemmnorm.plan import memory_bound, params
 from gemmnorm.runtime import binding, driver
 from gemmnorm.runtime import call as runtime
 
@@ -71,7 +71,7 @@ def test_the_librarys_product(strategy, training):
 
 def test_no_thread_of_a_block_lies_beyond_the_last_feature_where_fewer_would_do():
     for features in (8, 24, 32, 40, 64, 128, 256, 1024):
-        tiling = library.tiling(plan.Problem(1 << 17, 64, features, "bfloat16", chip=plan.chip_for(90)))
+        tiling = memory_bound.tiling(plan.Problem(1 << 17, 64, features, "bfloat16", chip=plan.chip_for(90)))
         assert tiling.threads == 4 or tiling.threads // 2 * tiling.width < features
 
 
@@ -136,7 +136,7 @@ def test_whole_panels_of_more_groups_than_a_block_merges_for_itself(one_tile, fe
 )
 def test_few_tiles_of_a_panel_are_a_cluster(name, batch, features, forced):
     """They run at the same time as it is, and the launch need not be cooperative."""
-    forced(lambda c: c.phase == "backward" or getattr(c.way, "cluster", 1) > 1)
+    forced(lambda c: c.phase == "backward" or getattr(c.variant, "cluster", 1) > 1)
     arithmetic = {"bf16": "native", "tf32": "tf32", "fp32": "float32"}[name]
     dtypes, chip = ["bfloat16" if name == "bf16" else "float32"] * 4, plan.chip_for(90)
     found = plan.make_plan(plan.Problem(batch, 136, features, *dtypes, arithmetic, chip=chip), "one_kernel")
@@ -235,7 +235,7 @@ def test_where_the_gram_matrix_is_inexact_the_product_gives_the_statistics(famil
     ],
 )
 def test_normalised_by_clusters_that_hold_panels(name, batch, features, blocks, options, forced):
-    forced(lambda c: c.phase == "backward" or (ways.in_panels(c) and c.way.cluster == blocks))
+    forced(lambda c: c.phase == "backward" or (ways.in_panels(c) and c.variant.panel.cluster == blocks))
     with runtime.recording() as plans:
         check(SMALL_HOPPER, "cublas_folded_bn", name, batch, 24, features, **options)
     assert [launch.function for launch in plans[0].launches] == ["cluster_normalize"]

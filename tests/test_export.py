@@ -154,7 +154,7 @@ def host_function(source: str, name: str) -> str:
 def large_schedules():
     """Forwards of own products are those of large batches; the others have tests of their own."""
     wanted = ("deferred", "co-resident", "statistics", "evaluate")
-    with plan.forcing(lambda c: c.phase == "backward" or getattr(c.way, "schedule", "") in wanted):
+    with plan.forcing(lambda c: c.phase == "backward" or getattr(c.variant, "schedule", "") in wanted):
         yield
 
 
@@ -203,7 +203,7 @@ def test_one_tile_of_float32_is_a_cluster_for_each_panel_or_a_block(tmp_path, mo
         one = host_function(source, "forward_training_one_tile")
         assert f"{blocks} /* cluster */" in one and "false /* cooperative */" in one
         assert "TFLOAT32" not in one
-        monkeypatch.setattr(small_panels, "SHAPES", ())
+        monkeypatch.setattr(small_panels, "PANELS", ())
         plan.cached_plan.cache_clear()
     plan.cached_plan.cache_clear()
 

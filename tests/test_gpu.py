@@ -169,14 +169,14 @@ def test_statistics_by_the_gram_matrix(family, sizes, forced):
 def test_multiplied_twice(name, sizes):
     if runtime.chip(torch.device("cuda", 0)).arch != 90:
         pytest.skip("not Hopper")
-    with plan.forcing(lambda c: c.phase == "backward" or getattr(c.way, "schedule", "") == "two-pass"):
+    with plan.forcing(lambda c: c.phase == "backward" or getattr(c.variant, "schedule", "") == "two-pass"):
         for bias in (True, False):
             check("gemm_stats_apply", name, *sizes, True, bias=bias, scale_shape=(sizes[-1],), activation=SMOOTH)
 
 
 @pytest.mark.parametrize("name", ["fp32", "amp"])
 def test_one_tile_of_rows_in_several_waves(name):
-    single_tile = plan.forcing(lambda c: c.phase == "backward" or getattr(c.way, "schedule", "") == "single-tile")
+    single_tile = plan.forcing(lambda c: c.phase == "backward" or getattr(c.variant, "schedule", "") == "single-tile")
     with single_tile, runtime.recording() as plans:
         if name == "fp32":
             check("one_kernel", name, 100, 2048, 20480, True, scale_shape=(20480,))
@@ -314,7 +314,7 @@ def test_split_operands_are_never_worse_than_float32(name):
 @pytest.mark.parametrize("batch", [60, 240, 300])
 @pytest.mark.parametrize("strategy", KERNELS)
 def test_constant_column_is_exactly_beta(strategy, batch, monkeypatch):
-    monkeypatch.setattr(small, "SHAPES", ())
+    monkeypatch.setattr(small, "PANELS", ())
     x = torch.ones(batch, 64, device="cuda")
     weight = torch.full((32, 64), 156.25, device="cuda")
     module = model(torch.float32, 64, 32, bias=False)

@@ -32,7 +32,7 @@ def again_by(request):
     """The only tile (rows, columns) of a backward that multiplies again."""
 
     def wanted(c):
-        gemm = getattr(c.way, "gemm", None)
+        gemm = getattr(c.variant, "gemm", None)
         return gemm is None or (gemm.tile.rows, gemm.tile.columns) == request.param
 
     runtime.forget()

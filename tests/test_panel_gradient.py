@@ -76,7 +76,7 @@ def compare_with_float64(strategy: str, batch: int, features: int, dtype: str, a
     ],
 )
 def test_gradients(strategy: str, batch: int, features: int, dtype: str, activation: str | None) -> None:
-    with plan.forcing(lambda c: c.phase == "forward" or c.way.kernel == "cluster_gradient"):
+    with plan.forcing(lambda c: c.phase == "forward" or c.variant.kernel == "cluster_gradient"):
         assert function(strategy, batch, features, dtype) == "cluster_gradient"
         compare_with_float64(strategy, batch, features, dtype, activation)
 
@@ -113,7 +113,8 @@ def test_equal_bits_whatever_the_order_of_events(by: str, request: pytest.Fixtur
 
 def test_where_it_serves() -> None:
     problem = Problem(1024, 64, 64, "bfloat16", "bfloat16", save=True)
-    blocks = {b: {s.cluster for s in gradient.shapes(replace(problem, batch=b))} for b in (256, 1024, 2048, 4096, 4097)}
+    batches = (256, 1024, 2048, 4096, 4097)
+    blocks = {b: {panel.cluster for panel in gradient.cluster_panels(replace(problem, batch=b))} for b in batches}
     assert list(blocks.values()) == [{1, 2, 4, 8}, {2, 4, 8}, {4, 8}, {8}, set()]
     for batch in (4097, 49152):  # more rows than a cluster's shared memory holds, a panel that the L2 does
         turns = gradient.persistent_launch(replace(problem, batch=batch), NOT_SPLIT)
@@ -125,7 +126,7 @@ def test_where_it_serves() -> None:
         replace(problem, chip=plan.chip_for(80)),  # no clusters
         replace(problem, chip=plan.chip_for(120)),  # too little shared memory
     ):
-        assert gradient.persistent_launch(other, NOT_SPLIT) is None and not tuple(gradient.shapes(other))
+        assert gradient.persistent_launch(other, NOT_SPLIT) is None and not tuple(gradient.cluster_panels(other))
 
 
 def test_panels_between_sums_and_gradients() -> None:

@@ -277,7 +277,7 @@ def test_blocks_that_wait_for_each_others_rows_are_launched_together(dtype):
 )
 def test_the_tiles_of_a_panel_are_a_cluster_where_all_clusters_run_at_once(batch, features, cluster):
     problem = Problem(batch, 1024, features, *["bfloat16"] * 4, chip=plan.chip_for(90))
-    with plan.forcing(lambda c: ways.fused_gemm(c) and c.way.cluster > 1):
+    with plan.forcing(lambda c: ways.fused_gemm(c) and c.variant.cluster > 1):
         (launch,) = make_plan(problem, "one_kernel").launches
     assert (launch.cluster, launch.cooperative) == (cluster, cluster == 1)
 

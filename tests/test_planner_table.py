@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gemmnorm import plan
 from gemmnorm.plan import Problem
-from gemmnorm.plan.candidates import Candidate, candidates, variants
+from gemmnorm.plan.candidates import Candidate, candidates, with_other_group_panels
 from gemmnorm.plan.gemm import Gemm
 from gemmnorm.runtime import binding
 
@@ -34,18 +34,21 @@ def problem_of(precision: str, sizes: tuple[int, int, int], training: bool, mult
 
 
 def serving(problem: Problem, phase: str = "forward") -> list[Candidate]:
-    every = candidates(problem, phase) + (variants(problem) if phase == "forward" else ())
+    every = candidates(problem, phase) + (with_other_group_panels(problem) if phase == "forward" else ())
     return [found for found in every if found.refusal is None]
 
 
 def of_these_tiles(found: Candidate) -> bool:
     """A tile of each kind, by rows and by features: test_emulated.py has the others."""
-    return not isinstance(found.way, Gemm) or (found.way.tile.rows, found.way.tile.columns) in ((128, 64), (128, 128))
+    return not isinstance(found.variant, Gemm) or (found.variant.tile.rows, found.variant.tile.columns) in (
+        (128, 64),
+        (128, 128),
+    )
 
 
 def converting(found: Candidate) -> bool:
     """The kernel converts operands itself; the others' kernels are those of operands that need no cast."""
-    return isinstance(found.way, Gemm) and found.way.converts(found.problem)
+    return isinstance(found.variant, Gemm) and found.variant.converts(found.problem)
 
 
 def outputs(found: Candidate, inputs: dict[str, Tensor]) -> list[Tensor]:

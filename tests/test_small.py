@@ -32,8 +32,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Sets the size of the clusters, whatever K and the number of panels."""
 
     def use(blocks: int, columns: int = 32) -> None:
-        found = small.Shape(columns, blocks, STAGES[blocks, columns])
-        monkeypatch.setattr(small, "SHAPES", (found,))
+        found = small.SmallPanel(columns, blocks, STAGES[blocks, columns])
+        monkeypatch.setattr(small, "PANELS", (found,))
         plan.cached_plan.cache_clear()
 
     with plan.forcing(lambda c: ways.small_panel(c) or c.phase == "backward"):
@@ -42,7 +42,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 def fits(blocks: int, batch: int) -> bool:
     """Whether a cluster may have so many blocks for each tile of the batch."""
-    return blocks * -(-batch // small.TILE_ROWS) <= small.CLUSTER
+    return blocks * -(-batch // small.TILE_ROWS) <= small.LARGEST_CLUSTER
 
 
 ALL = ("bf16", "tf32", "fp32")  # float16 is bfloat16's code; the GPU suite has it
@@ -254,7 +254,7 @@ def problem(inner: int = 1024, features: int = 512, **more: object) -> Problem:
 def test_where_it_serves() -> None:
     def blocks(p: Problem) -> set[int]:
         found = (c for c in candidates.candidates(p, "forward") if ways.small_panel(c) and c.refusal is None)
-        return {c.way.blocks for c in found}
+        return {c.variant.blocks for c in found}
 
     assert blocks(problem()) == {1, 2, 4, 8}
     assert blocks(replace(problem(), batch=257)) == {1, 2, 4}
@@ -280,7 +280,8 @@ def test_where_it_serves() -> None:
 @pytest.mark.parametrize("found", STAGES)
 def test_every_size_of_cluster_compiles(cluster: Cluster, found: tuple[int, int]) -> None:
     cluster(*found)
-    for dtype, arithmetic, tiles in (("bfloat16", "native", small.CLUSTER // found[0]), ("float32", "float32", 1)):
+    most = small.LARGEST_CLUSTER // found[0]
+    for dtype, arithmetic, tiles in (("bfloat16", "native", most), ("float32", "float32", 1)):
         p = problem(dtype=dtype, out_dtype=dtype, arithmetic=arithmetic, activation="gelu", save=True)
         p = replace(p, batch=128 * tiles)
         if p.split and found[1] > 32:
@@ -304,7 +305,7 @@ def test_the_planner_takes_it_by_itself() -> None:
 @pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "fp32"])
 @pytest.mark.parametrize("found", STAGES)
 def test_evaluation_on_a_gpu(cluster: Cluster, found: tuple[int, int], name: str) -> None:
-    if name == "fp32" and found[1] > small.SPLIT_COLUMNS:
+    if name == "fp32" and found[1] > small.MOST_SPLIT_COLUMNS:
         pytest.skip("no such shape")
     cluster(*found)
     runtime.forget()

@@ -217,7 +217,9 @@ def test_features_computed_again_have_their_running_statistics_and_gradients(
         scale, gamma = torch.linspace(-1, 2, features).to(dtype), torch.linspace(1, 2, features).to(dtype)
         running = torch.zeros(features, dtype=dtype), torch.ones(features, dtype=dtype)
         counter = torch.tensor(3)
-        by_cublas = plan.forcing(lambda c: c.phase == "forward" or not c.way.split)  # dW of graded x needs float32
+        by_cublas = plan.forcing(
+            lambda c: c.phase == "forward" or not c.variant.split_products
+        )  # dW of graded x needs float32
         with by_cublas, emulated(SMALL_HOPPER), poisoned_memory():
             y = linear_scale_batch_norm(
                 x.to(dtype), w, None, scale, *running, gamma, num_batches_tracked=counter, training=True,

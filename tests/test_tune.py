@@ -26,7 +26,7 @@ from gemmnorm.cli import tune as command
 from gemmnorm.errors import GemmNormWarning
 from gemmnorm.export.method import head
 from gemmnorm.fuse import described
-from gemmnorm.plan import Problem, choice, tables
+from gemmnorm.plan import Problem, choice, cublas, tables
 from gemmnorm.plan.candidates import Candidate
 from gemmnorm.runtime import call as runtime
 from gemmnorm.runtime import measured, sources
@@ -398,7 +398,7 @@ def test_what_runs_in_the_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "model.py").write_text(MODEL)
     double = re.sub(r"(nn\.Linear|nn\.BatchNorm1d)(\(.*\))", r"\1\2.double()", MODEL)
     (tmp_path / "double.py").write_text(double.replace("torch.randn(16, 12)", "torch.randn(16, 12).double()"))
-    with emulated(chip), plan.forcing(lambda c: c.way is None or c.phase == "backward"):
+    with emulated(chip), plan.forcing(lambda c: c.variant == cublas.CublasForward() or c.phase == "backward"):
         assert command.child(str(tmp_path / "model.py"), None, "cpu", False) == ""
         assert [m["row"]["phase"] for m in sent if "row" in m] == ["training", "training, saving", "backward"]
         sent.clear()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from gemmnorm.plan import Problem, panels, small
-from gemmnorm.plan.candidates import Candidate, Gradient
+from gemmnorm.plan import Problem
+from gemmnorm.plan.candidates import Candidate
+from gemmnorm.plan.cublas import CublasForward
 from gemmnorm.plan.gemm import EPILOGUES, Gemm
+from gemmnorm.plan.gradient import Backward
+from gemmnorm.plan.small import SmallPanel
 
 
 def epilogue(name: str | None) -> Callable[[Candidate], bool]:
@@ -15,39 +18,39 @@ def epilogue(name: str | None) -> Callable[[Candidate], bool]:
     wanted = {schedule for schedule, (kind, _) in EPILOGUES.items() if kind == f"{name}Epilogue"}
     if name == "Normalize":
         wanted = {"two-pass"}
-    return lambda c: name is None or (isinstance(c.way, Gemm) and c.way.schedule in wanted)
+    return lambda c: name is None or (isinstance(c.variant, Gemm) and c.variant.schedule in wanted)
 
 
 def in_registers(wanted: bool) -> Callable[[Candidate], bool]:
     """Single waves whose tiles wait there for their panel, or in shared memory."""
     return lambda c: (
-        isinstance(c.way, Gemm)
-        and (c.way.in_registers == wanted or not c.way.tile.waits)
-        and c.way.schedule == "co-resident"
+        isinstance(c.variant, Gemm)
+        and (c.variant.in_registers == wanted or not c.variant.tile.waits)
+        and c.variant.schedule == "co-resident"
     )
 
 
 def by_gram(c: Candidate) -> bool:
     """Statistics from the Gram matrix of x; any backward."""
-    return c.phase == "backward" or getattr(c.way, "schedule", "") == "gram"
+    return c.phase == "backward" or getattr(c.variant, "schedule", "") == "gram"
 
 
 def in_panels(c: Candidate) -> bool:
     """Normalised by clusters that hold panels of columns."""
-    return isinstance(c.way, panels.Shape)
+    return isinstance(c.variant, CublasForward) and c.variant.panel is not None
 
 
 def small_panel(c: Candidate) -> bool:
-    return isinstance(c.way, small.Shape)
+    return isinstance(c.variant, SmallPanel)
 
 
 def fused_gemm(c: Candidate) -> bool:
-    return isinstance(c.way, Gemm)
+    return isinstance(c.variant, Gemm)
 
 
 def split_products(c: Candidate) -> bool:
     """Backwards whose products are of split operands; any forward."""
-    return c.way.split if isinstance(c.way, Gradient) else c.phase == "forward"
+    return c.variant.split_products if isinstance(c.variant, Backward) else c.phase == "forward"
 
 
 def least_converted(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:

@@ -15,7 +15,7 @@ import torch
 from .. import plan
 from ..errors import GemmNormRuntimeError
 from ..plan import Problem, choice, tables
-from ..plan.candidates import Candidate, variants
+from ..plan.candidates import Candidate, with_other_group_panels
 from ..runtime import call, measured
 from . import candidates as timed
 from .candidates import Clock, Run
@@ -44,7 +44,7 @@ def phases(problem: Problem) -> Iterator[tuple[Problem, str]]:
 def listed(problem: Problem, phase: str, strategy: str | None) -> list[Candidate]:
     """All that can serve, the planner's choice first; `cublas_bn` only where it is asked for."""
     ranked = [c for _, c in plan.ranking(problem, phase, strategy, shipped=True) if c.strategy != "cublas_bn"]
-    more = [c for c in variants(problem) if c.refusal is None] if phase == "forward" else []
+    more = [c for c in with_other_group_panels(problem) if c.refusal is None] if phase == "forward" else []
     return list({c.name: c for c in (*ranked, *more)}.values())
 
 

@@ -15,7 +15,8 @@ from .. import plan
 from ..errors import GemmNormValueError
 from ..fuse import Chain
 from ..plan import OWN_GEMM, Extent, Plan, Problem, gradient, small
-from ..plan.candidates import Candidate, Gradient
+from ..plan.candidates import Candidate
+from ..plan.gradient import Backward
 from .host import Case, Site
 
 
@@ -122,7 +123,7 @@ def _backward_cases(problem: Problem, strategy: str) -> tuple[Case, ...]:
         problem = replace(problem, chip=replace(problem.chip, arch=80))
     own = plan.make_plan(problem, strategy, "backward")
     splits = any(launch.function == "split_gemm" for launch in own.launches)
-    general = Candidate(problem, "backward", own.strategy, Gradient("three launches", splits)).plan()
+    general = Candidate(problem, "backward", own.strategy, Backward("three launches", splits)).plan()
     if len(own.launches) == len(general.launches) or own.seconds > PAYS * general.seconds:
         return (Case("", "", {True: general}),)
     rows = gradient.most_rows(own) or problem.batch
@@ -133,7 +134,7 @@ def _few_tiles(problem: Problem) -> tuple[str, str]:
     """`_few_batches` of `small_panel`, whose cluster has all tiles of a batch in training; in evaluation it serves more
     than it is taken for.
     """
-    tiles = small.tiles(problem)
+    tiles = small.row_tiles(problem)
     if tiles == 1 or not problem.training:
         return "_one_tile" if tiles == 1 else "_few_tiles", f"batch <= {small.TILE_ROWS * tiles}"
     return "_few_tiles", f"{Extent(1, small.TILE_ROWS).cpp()} == {tiles}"

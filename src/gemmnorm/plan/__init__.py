@@ -23,10 +23,9 @@ from .choice import (
     why_no_kernels,
 )
 from .comparison import comparison, kept, kept_bytes
-from .library import GROUP_ROWS
 from .problem import C_TYPES, CHIPS, DTYPE_BYTES, Chip, Problem, c_types, chip_for, target, type_members
 from .split import PREPARED, prepare
-from .steps import OWN_GEMM, ROLES, Buffer, Extent, Launch, Map, Plan, Product, Step
+from .steps import GROUP_ROWS, OWN_GEMM, ROLES, Buffer, Extent, Launch, Map, Plan, Product, Step
 
 __all__ = [
     "CAST",

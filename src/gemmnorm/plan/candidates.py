@@ -7,32 +7,28 @@ what is merely slow is a candidate like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from . import cast, cost, cost_twice, gradient, gram, library, panels, small, split
-from .gemm import STAGES, Gemm, Tile, gemm_plan, refusal, swapped
+from . import cast, cost, cost_twice, gradient, gram, memory_bound, small
+from .cublas import CublasForward
+from .gemm import STAGES, Gemm, Tile, refusal, swapped
+from .gradient import Backward
 from .problem import CHIPS, DTYPE_BYTES, Problem
-from .small import clusters_at_once
+from .small import SmallPanel, clusters_at_once
 from .split import ALL_ROWS
 from .steps import Plan
 
-CLUSTER = 4  # blocks at most: of larger ones fewer run at once than there are multiprocessors for
-GROUP = 8  # panels that are worked on together: 4 to 16 differ by some percent, and a small last group costs most
+LARGEST_CLUSTER = 4  # blocks of `fused_gemm`: of larger ones fewer run at once than there are multiprocessors for
+# Panels that are worked on together: 4 to 16 differ by some percent, and a small last group costs most.
+GROUP_PANELS, OTHER_GROUP_PANELS = 8, (4, 6, 12, 16, 24)
 WEIGHT_SHARE = 1 / 8  # of the L2, up to which the weight stays there while x and y go by
-TOGETHER = (4, 6, 12, 16, 24)  # panels that are worked on together, as `variants` has them
 SHARES = (0.0, 0.25, 0.5)  # of the rows that later waves need, converted before as well; or all
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """The choices of a backward: the kernel up to the product's gradient, the shape of its clusters, the products."""
-
-    kernel: str  # "cluster_gradient", "persistent_gradient", "three launches", "multiplied again"
-    split: bool  # the products are of split operands; else by the library
-    shape: panels.Shape | None = None
-    gemm: Gemm | None = None  # that multiplies again
+# The choices of a candidate: how `fused_gemm`, `small_panel`, cuBLAS or a backward go about it. Each class has `words`,
+# for its name, and `plan`.
+Variant = Gemm | SmallPanel | CublasForward | Backward
 
 
 @dataclass(frozen=True)
@@ -41,20 +37,22 @@ class Candidate:
 
     Attributes:
         strategy: of `STRATEGIES`.
-        way: the choices; None for a product by cuBLAS and three launches after it, which leave none.
+        variant: all other choices; None where the strategy cannot serve whatever they are.
         refusal: why it cannot serve, or None.
     """
 
     problem: Problem
     phase: str
     strategy: str
-    way: Gemm | small.Shape | panels.Shape | Gradient | None = None
+    variant: Variant | None = None
     refusal: str | None = None
 
     @property
     def choices(self) -> str:
         """All but the strategy, in a few words."""
-        return " ".join(_words(self.problem, self.way))
+        words = self.variant.words(self.problem) if self.variant else ""
+        copied = f"{' and '.join(self.problem.copied)} copied" if self.problem.copied else ""
+        return f"{words} {copied}".strip()
 
     @property
     def name(self) -> str:
@@ -66,26 +64,26 @@ class Candidate:
         """Its name in a table of measured bests: a backward's holds whatever strategy its forward ran by."""
         return self.choices if self.phase == "backward" else self.name
 
-    def counted(self) -> tuple[Callable[[Mapping[str, Any], cost.Constants], dict[str, Any]], cost.Counted]:
+    def counted(self) -> tuple[cost.Form, cost.Counted]:
         """The form of its terms, and what they multiply."""
-        problem, way = self.problem, self.way
-        if isinstance(way, Gradient) and way.gemm is not None:
-            return cost_twice.again_terms, cost_twice.count_again(problem, way.gemm)
-        if isinstance(way, Gradient) or self.phase == "backward":
-            return cost.backward_terms, cost.count_backward(problem, way)
-        if isinstance(way, Gemm) and way.schedule == "two-pass":
-            return cost_twice.two_pass_terms, cost_twice.count_two_passes(problem, way)
-        if isinstance(way, Gemm) and way.schedule == "gram":
-            return cost_twice.gram_terms, cost_twice.count_gram(problem, way)
-        if isinstance(way, Gemm):
-            return cost.gemm_terms, cost.count_gemm(problem, way)
-        if isinstance(way, panels.Shape):
-            return cost.library_terms, cost.count_library(problem, way)
-        if isinstance(way, small.Shape):
-            blocks = (problem.chip or CHIPS[90]).multiprocessors
-            at_once = clusters_at_once(blocks, way.cluster_size(problem))
-            return cost.small_terms, cost.count_small(problem, way, at_once)
-        return cost.library_terms, cost.count_library(problem)
+        problem = self.problem
+        match self.variant:
+            case Backward(gemm=Gemm() as gemm):
+                return cost_twice.again_terms, cost_twice.count_again(problem, gemm)
+            case Backward() as backward:
+                return cost.backward_terms, cost.count_backward(problem, backward)
+            case Gemm(schedule="two-pass") as gemm:
+                return cost_twice.two_pass_terms, cost_twice.count_two_passes(problem, gemm)
+            case Gemm(schedule="gram") as gemm:
+                return cost_twice.gram_terms, cost_twice.count_gram(problem, gemm)
+            case Gemm() as gemm:
+                return cost.gemm_terms, cost.count_gemm(problem, gemm)
+            case SmallPanel() as panel:
+                return cost.small_terms, cost.count_small(problem, panel)
+            case CublasForward(panel):
+                return cost.cublas_terms, cost.count_cublas(problem, panel)
+            case None:
+                raise AssertionError(self.refusal)
 
     def terms(self) -> dict[str, float]:
         """The parts of the predicted time, µs."""
@@ -99,61 +97,9 @@ class Candidate:
     def plan(self) -> Plan:
         """The plan of these choices, with its predicted time."""
         floor = cost.product_seconds(self.problem) * (2 if self.phase == "backward" else 1)
-        return replace(self._plan(), seconds=self.cost() * 1e-6, floor=floor)
-
-    def _plan(self) -> Plan:
-        assert self.refusal is None
-        problem, strategy, way = self.problem, self.strategy, self.way
-        if isinstance(way, Gradient):
-            return _backward(problem, strategy, way)
-        if isinstance(way, Gemm):
-            return gemm_plan(problem, strategy, way)
-        if isinstance(way, small.Shape):
-            return cast.in_front(lambda p, s: small.small_plan(p, s, way))(problem, strategy)
-        if isinstance(way, panels.Shape):
-            return cast.in_front(lambda p, s: library.forward(p, s, way))(problem, strategy)
-        return cast.in_front(library.forward)(problem, strategy)
-
-
-def _words(problem: Problem, way: Gemm | small.Shape | panels.Shape | Gradient | None) -> Iterator[str]:
-    if isinstance(way, Gradient):
-        yield way.kernel
-        if way.shape:
-            yield way.shape.words()
-        if way.gemm:
-            yield from _words(problem, way.gemm)
-        yield "split products" if way.split else "cuBLAS products"
-    elif isinstance(way, panels.Shape):
-        yield f"in one launch, {way.words()}"
-    elif isinstance(way, small.Shape):
-        yield f"128x{way.columns} by {way.blocks} blocks along K"
-    elif isinstance(way, Gemm):
-        yield f"{way.tile.rows}x{way.tile.columns} {way.schedule}, {way.panels} panels by {way.group_panels}"
-        if way.cluster > 1:
-            yield f"in clusters of {way.cluster}"
-        if way.in_registers:
-            yield "in registers"
-        if way.converts(problem):
-            rows = "x" if way.x_rows == ALL_ROWS else f"x[:{way.x_rows}]"
-            yield f"{rows} w[:{way.weight_rows}] k[:{way.chunks}] converted before"
-    if problem.copied:
-        yield f"{' and '.join(problem.copied)} copied"
-
-
-def _backward(problem: Problem, strategy: str, way: Gradient) -> Plan:
-    if way.kernel == "cluster_gradient":
-        assert way.shape is not None
-        made = gradient.cluster_steps(problem, gradient.cluster_launch(problem, way.split, way.shape))
-    elif way.kernel == "persistent_gradient":
-        launch = gradient.persistent_launch(problem, way.split)
-        assert launch is not None
-        made = gradient.persistent_steps(problem, launch)
-    elif way.gemm is not None:
-        made = gradient.recomputed_product_steps(problem, way.gemm)
-    else:
-        made = gradient.three_launch_steps(problem, way.split)
-    found = gradient.backward_plan(problem, strategy, made)
-    return split.split_backward(problem, found) if way.split else found
+        assert self.variant is not None and self.refusal is None
+        made = self.variant.plan(self.problem, self.strategy)
+        return replace(made, seconds=self.cost() * 1e-6, floor=floor)
 
 
 def candidates(problem: Problem, phase: str = "forward") -> tuple[Candidate, ...]:
@@ -163,41 +109,41 @@ def candidates(problem: Problem, phase: str = "forward") -> tuple[Candidate, ...
     every = cast.with_copies(problem)
     small_panels = (c for p in every for c in _small(p))
     gemms = (c for p in every if not (p.split and p.copied) for c in _gemms(p))  # what is split is read once as it is
-    return (*_library(problem), *small_panels, *gemms)
+    return (*_cublas(problem), *small_panels, *gemms)
 
 
-def variants(problem: Problem) -> tuple[Candidate, ...]:
+def with_other_group_panels(problem: Problem) -> tuple[Candidate, ...]:
     """Candidates with other numbers of panels worked on together: microseconds that only a measurement can tell."""
     return tuple(
-        replace(found, way=replace(found.way, group_panels=count))
+        replace(found, variant=replace(gemm, group_panels=count))
         for found in _gemms(problem)
-        if isinstance(found.way, Gemm) and found.way.schedule != "co-resident" and not found.way.converts(problem)
-        for count in TOGETHER
-        if _several_waves(problem, found.way.tile) and found.way.group_panels != count <= found.way.panels
+        if isinstance(gemm := found.variant, Gemm) and gemm.schedule != "co-resident" and not gemm.converts(problem)
+        for count in OTHER_GROUP_PANELS
+        if _several_waves(problem, gemm.tile) and gemm.group_panels != count <= gemm.panels
     )
 
 
-def _library(problem: Problem) -> Iterator[Candidate]:
+def _cublas(problem: Problem) -> Iterator[Candidate]:
     reason = "the weight is there as split operands only" if problem.prepared else None
     for strategy in ("cublas_folded_bn", "cublas_bn"):
-        yield Candidate(problem, "forward", strategy, refusal=reason)
-    for shape in library.shapes(problem):
-        yield Candidate(problem, "forward", "cublas_folded_bn", shape, reason)
+        yield Candidate(problem, "forward", strategy, CublasForward(), reason)
+    for panel in memory_bound.cluster_panels(problem):
+        yield Candidate(problem, "forward", "cublas_folded_bn", CublasForward(panel), reason)
 
 
 def _small(problem: Problem) -> Iterator[Candidate]:
     """Few tiles of rows, K shared out among the blocks of a cluster."""
     reason = refusal(problem, "one_kernel") or cast.unaligned(problem)
-    if problem.training and small.tiles(problem) > small.CLUSTER:
-        reason = reason or f"small_panel has at most {small.CLUSTER} tiles of {small.TILE_ROWS} rows"
+    if problem.training and small.row_tiles(problem) > small.LARGEST_CLUSTER:
+        reason = reason or f"small_panel has at most {small.LARGEST_CLUSTER} tiles of {small.TILE_ROWS} rows"
     if problem.prepared:
         reason = reason or "small_panel splits operands in another way"
-    for shape in small.SHAPES:
-        wide = problem.split and shape.columns > small.SPLIT_COLUMNS
-        shape_reason = "the fragments of split operands do not fit the registers" if wide else None
-        if shape.cluster_size(problem) > small.CLUSTER:
-            shape_reason = f"a cluster has at most {small.CLUSTER} blocks"
-        yield Candidate(problem, "forward", "one_kernel", shape, reason or shape_reason)
+    for panel in small.PANELS:
+        wide = problem.split and panel.columns > small.MOST_SPLIT_COLUMNS
+        panel_reason = "the fragments of split operands do not fit the registers" if wide else None
+        if panel.cluster_size(problem) > small.LARGEST_CLUSTER:
+            panel_reason = f"a cluster has at most {small.LARGEST_CLUSTER} blocks"
+        yield Candidate(problem, "forward", "one_kernel", panel, reason or panel_reason)
 
 
 def tiles(problem: Problem) -> tuple[Tile, ...]:
@@ -230,9 +176,9 @@ def _gemms(problem: Problem) -> Iterator[Candidate]:
 def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
     """What one tile's way of working can be, with all operands converted before."""
     rows, panels = tile.counts(problem)
-    together, chunks = _together(problem, tile), cast.chunks(problem)
+    together, chunks = _group_panels(problem, tile), cast.chunks(problem)
     everything = Gemm(tile, "", together, panels, weight_rows=problem.out_features, chunks=chunks)
-    by_rows = replace(everything, group_panels=_by_rows(problem, tile))
+    by_rows = replace(everything, group_panels=_panels_by_rows(problem, tile))
     if not problem.training:
         yield replace(by_rows, schedule="evaluate")
     elif strategy == "gemm_stats_apply":
@@ -253,13 +199,13 @@ def _several_waves(problem: Problem, tile: Tile) -> bool:
     return rows * panels > (problem.chip or CHIPS[90]).multiprocessors
 
 
-def _together(problem: Problem, tile: Tile) -> int:
-    """Panels that are worked on together, so that the L2 holds what their tiles share: about `GROUP`, no small rest."""
+def _group_panels(problem: Problem, tile: Tile) -> int:
+    """Panels that are worked on together, so that the L2 holds what their tiles share: no small rest."""
     _, panels = tile.counts(problem)
-    return -(-panels // max(1, round(panels / GROUP)))
+    return -(-panels // max(1, round(panels / GROUP_PANELS)))
 
 
-def _by_rows(problem: Problem, tile: Tile) -> int:
+def _panels_by_rows(problem: Problem, tile: Tile) -> int:
     """The same where no panel has to be complete early: all, if y is larger than the L2 and the weight small beside it.
 
     Device memory takes whole rows of y faster than pieces of 256 bytes whose neighbours nobody writes meanwhile.
@@ -267,7 +213,7 @@ def _by_rows(problem: Problem, tile: Tile) -> int:
     l2 = (problem.chip or CHIPS[90]).l2_bytes
     of_y = problem.batch * problem.out_features * DTYPE_BYTES[problem.out_dtype]
     of_weight = problem.out_features * problem.in_features * DTYPE_BYTES[problem.dtype]
-    return tile.counts(problem)[1] if of_y > l2 and of_weight <= WEIGHT_SHARE * l2 else _together(problem, tile)
+    return tile.counts(problem)[1] if of_y > l2 and of_weight <= WEIGHT_SHARE * l2 else _group_panels(problem, tile)
 
 
 def _dividing(panels: int, most: int) -> int:
@@ -279,7 +225,7 @@ def _co_resident(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
     blocks, tile = (problem.chip or CHIPS[90]).multiprocessors, everything.tile
     rows, panels = tile.counts(problem)
     together = replace(everything, schedule="co-resident")
-    if rows <= CLUSTER and panels <= clusters_at_once(blocks, rows):
+    if rows <= LARGEST_CLUSTER and panels <= clusters_at_once(blocks, rows):
         yield replace(together, cluster=rows, group_panels=1)
     if rows * panels <= blocks:
         yield replace(together, group_panels=_dividing(panels, everything.group_panels))
@@ -295,10 +241,10 @@ def _co_resident(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
 def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
     """All operands converted before the product; or only what its first wave needs, and a share of the rest."""
     yield gemm
-    # The second product of two begins before the first is done, and would read rows that this one has not converted yet.
+    # The second product of two begins before the first is done, and would read rows that are not converted yet.
     if not (problem.split or problem.made) or gemm.schedule in ("single-tile", "gram", "two-pass"):
         return
-    if problem.split and gemm.schedule not in ("deferred", "evaluate"):
+    if problem.split and not gemm.has_conversion(problem):
         return
     if problem.made and problem.in_features % cast.COLUMNS:  # the kernel casts whole chunks
         return
@@ -332,18 +278,18 @@ def _backwards(problem: Problem) -> Iterator[Candidate]:
         yield from _multiplied_again(problem)
         return
     own = "one_kernel" if kernels is None and problem.training else "cublas_folded_bn"
-    splits = (False, True) if problem.split and problem.training and own == "one_kernel" else (False,)
-    for products in splits:
-        shapes = tuple(gradient.shapes(problem))
-        for shape in shapes:
-            yield Candidate(problem, "backward", own, Gradient("cluster_gradient", products, shape))
-        if not shapes:
+    split_products = (False, True) if problem.split and problem.training and own == "one_kernel" else (False,)
+    for split in split_products:
+        panels = tuple(gradient.cluster_panels(problem))
+        for panel in panels:
+            yield Candidate(problem, "backward", own, Backward("cluster_gradient", split, panel))
+        if not panels:
             reason = "no cluster of eight blocks holds the batch, or the mode or the GPU has none"
-            yield Candidate(problem, "backward", own, Gradient("cluster_gradient", products), reason)
-        unit = gradient.persistent_launch(problem, products)
+            yield Candidate(problem, "backward", own, Backward("cluster_gradient", split), reason)
+        unit = gradient.persistent_launch(problem, split)
         reason_unit = None if unit else "a panel does not fit the L2 twice, or the mode or the GPU has no such kernel"
-        yield Candidate(problem, "backward", own, Gradient("persistent_gradient", products), reason_unit)
-        yield Candidate(problem, "backward", own, Gradient("three launches", products))
+        yield Candidate(problem, "backward", own, Backward("persistent_gradient", split), reason_unit)
+        yield Candidate(problem, "backward", own, Backward("three launches", split))
 
 
 def _multiplied_again(problem: Problem) -> Iterator[Candidate]:
@@ -351,8 +297,6 @@ def _multiplied_again(problem: Problem) -> Iterator[Candidate]:
     reason = gradient.refusal_to_recompute(problem)
     for tile in tiles(problem):
         _, across = tile.counts(problem)
-        way = Gemm(tile, "gradient", _by_rows(problem, tile), across, weight_rows=problem.out_features)
+        gemm = Gemm(tile, "gradient", _panels_by_rows(problem, tile), across, weight_rows=problem.out_features)
         passes = None if gradient.brings_gradient(problem, tile) else "y's gradient does not fit the staging buffers"
-        yield Candidate(
-            problem, "backward", "one_kernel", Gradient("multiplied again", False, gemm=way), reason or passes
-        )
+        yield Candidate(problem, "backward", "one_kernel", Backward("multiplied again", gemm=gemm), reason or passes)

@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from .library import ROWS
 from .problem import DTYPE_BYTES, Problem, type_members
 from .split import ALL_ROWS, ROW_BYTES
-from .steps import THREADS, Buffer, Extent, Launch, Plan, Product
+from .steps import ROWS, THREADS, Buffer, Extent, Launch, Plan, Product
 
 OPERANDS = ("x", "weight")
 CAST = ("cast_x", "cast_weight")  # roles of the same, cast or copied
@@ -95,25 +94,18 @@ def cast_rows(problem: Problem, x_rows: int, weight_rows: int, chunk_count: int)
     )
 
 
-def in_front(build: Callable[[Problem, str], Plan]) -> Callable[[Problem, str], Plan]:
-    """`build`, which makes a forward's plan, for problems whose operands are made before all else."""
-
-    def built(problem: Problem, strategy: str) -> Plan:
-        chosen = build(replace(problem, cast=(), copied=()), strategy)
-        if not problem.made:
-            return chosen
-
-        steps = tuple(
-            replace(step, left=operand(problem, step.left), right=operand(problem, step.right))
-            if isinstance(step, Product)
-            else replace(step, maps=tuple(replace(m, tensor=operand(problem, m.tensor)) for m in step.maps))
-            for step in chosen.steps
-        )
-        return with_operands(
-            replace(chosen, problem=problem, steps=steps), ALL_ROWS, problem.out_features, chunks(problem)
-        )
-
-    return built
+def in_front(problem: Problem, build: Callable[[Problem], Plan]) -> Plan:
+    """The plan that `build` makes for operands that need no cast, after the pass that casts or copies all of them."""
+    chosen = build(replace(problem, cast=(), copied=()))
+    if not problem.made:
+        return chosen
+    steps = tuple(
+        replace(step, left=operand(problem, step.left), right=operand(problem, step.right))
+        if isinstance(step, Product)
+        else replace(step, maps=tuple(replace(m, tensor=operand(problem, m.tensor)) for m in step.maps))
+        for step in chosen.steps
+    )
+    return with_operands(replace(chosen, problem=problem, steps=steps), ALL_ROWS, problem.out_features, chunks(problem))
 
 
 def with_operands(chosen: Plan, x_rows: int, weight_rows: int, chunk_count: int) -> Plan:

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from ..errors import GemmNormValueError
 from . import gradient, tables
-from .candidates import Candidate, candidates, variants
+from .candidates import Candidate, candidates, with_other_group_panels
 from .gemm import Gemm, refusal
+from .gradient import Backward
 from .problem import C_TYPES, Chip, Problem
 from .steps import OWN_GEMM, Plan
 
@@ -168,7 +169,7 @@ def _forget() -> None:
 def set_measured_here(chip: Chip, lines: Mapping[tuple[str, ...], str]) -> None:
     """From now on these candidates, by `tables.key_here`, are the choices on `chip`, before those of the files.
 
-    Calls that are prepared already keep theirs until the runtime forgets them.
+    Calls that have a plan keep it until the runtime forgets them.
     """
     tables.here[chip] = dict(lines)
     _forget()
@@ -195,10 +196,12 @@ def ranking(
     if phase == "backward":  # the same for every strategy, but that split operands belong to the own product
         own = strategy in OWN_GEMM
         every = [
-            replace(c, strategy=strategy or c.strategy) for c in every if own or not getattr(c.way, "split", False)
+            replace(c, strategy=strategy or c.strategy)
+            for c in every
+            if own or not (isinstance(c.variant, Backward) and c.variant.split_products)
         ]
     elif strategy == "gemm_stats_apply" and not problem.training:  # without statistics it is `fused_gemm` alone
-        every = [replace(c, strategy=strategy) for c in every if isinstance(c.way, Gemm)]
+        every = [replace(c, strategy=strategy) for c in every if isinstance(c.variant, Gemm)]
     elif strategy is not None:
         every = [c for c in every if c.strategy == strategy]
     if _forced is not None:
@@ -207,8 +210,8 @@ def ranking(
     ranked = sorted(((c.cost(), c) for c in every), key=lambda pair: (pair[1].strategy == "cublas_bn", pair[0]))
     known = _forced is None and tables.measured_best(problem, phase, shipped)
     if known:
-        listed = [c for _, c in ranked] + [c for c in variants(problem) if strategy in (None, c.strategy)]
-        best = [c for c in listed if c.listed == known]
+        more = (c for c in with_other_group_panels(problem) if strategy in (None, c.strategy))
+        best = [c for c in (*(c for _, c in ranked), *more) if c.listed == known]
         ranked = [(c.cost(), c) for c in best] + [pair for pair in ranked if pair[1] not in best]
     return ranked
 

@@ -9,9 +9,8 @@ from . import tables
 from .candidates import candidates
 from .choice import ranking, why_no_kernels
 from .gradient import refusal_to_recompute
-from .library import GROUP_ROWS
 from .problem import DTYPE_BYTES
-from .steps import Plan
+from .steps import GROUP_ROWS, Plan
 
 LEAST = 0.05  # µs of a term that is worth its words
 

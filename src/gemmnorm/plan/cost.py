@@ -8,22 +8,25 @@ but arithmetic. docs/planner.md explains the terms.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from . import cast, small, split, tables
-from .gemm import writes_product
+from .gemm import Gemm, writes_product
+from .gradient import Backward
+from .panels import ClusterPanel
 from .problem import CHIPS, DTYPE_BYTES, Chip, Problem
+from .small import SmallPanel
 from .split import ROW_BYTES
 
 FITTED = CHIPS[90]  # the GPU that the constants are fitted to, an H200
 L2_SHARE = 30e6 / FITTED.l2_bytes  # of an L2, that keeps what all multiprocessors read
 # Tiles and split-K of cuBLAS' kernels, of which the prediction takes the best.
-LIBRARY_TILES = (
+CUBLAS_TILES = (
     (320, 128), (256, 128), (192, 128), (128, 128), (128, 64), (64, 64), (64, 32), (32, 32),
 )  # fmt: skip
-LIBRARY_SPLIT_K = (1, 2, 3, 4, 6, 8, 16, 32)  # parts of K
+CUBLAS_SPLIT_K = (1, 2, 3, 4, 6, 8, 16, 32)  # parts of K
 SHARPNESS = 4  # of `overlapped`
 
 
@@ -40,7 +43,7 @@ class Constants:
     normalize: float = 3.0  # of a launch that normalises panels held by clusters
     normalize_row_ns: float = 30.0  # of 128 bytes of a row that a warp holds, for each panel of its block
     panel_exchange: float = 4.0  # of every further panel of a cluster: its blocks wait for each other
-    # Products by cuBLAS.
+    # Products by cuBLAS, the library.
     library_tensor_ns: float = 0.6  # of a stage of K, for each of a tile's columns in 128 rows
     library_load_ns: float = 0.5  # of a stage of K, for each of a tile's rows and columns
     library_tile: float = 1.5  # of a tile: prologue and epilogue
@@ -97,6 +100,7 @@ class Constants:
 
 
 Counted = dict[str, Any]  # name → number; an array of them where candidates are fitted
+Form = Callable[[Mapping[str, Any], Constants], dict[str, Any]]  # what is counted, constants → the terms
 
 
 def arithmetic_of(problem: Problem) -> str:
@@ -174,9 +178,9 @@ def count_product(problem: Problem, rows: int, columns: int, inner: int) -> Coun
     stage_bytes = 32 if arithmetic_of(problem) == "float32" else ROW_BYTES
     steps = -(-inner * size // stage_bytes)
     options = []
-    for tile in LIBRARY_TILES:
+    for tile in CUBLAS_TILES:
         tiles = -(-rows // tile[0]) * -(-columns // tile[1])
-        for parts in LIBRARY_SPLIT_K:
+        for parts in CUBLAS_SPLIT_K:
             waves = -(-tiles * parts // blocks)
             options += [float(waves), waves * -(-steps // parts) * stage_bytes / ROW_BYTES]
     nbytes = size * (rows * inner + columns * inner + rows * columns)
@@ -208,7 +212,7 @@ def count_split(counted: Counted, rows: int, columns: int) -> None:
     _convert(counted, -(-rows // split.rows_of_block(columns)), 8.0 * rows * columns)
 
 
-def count_library(problem: Problem, shape: Any = None) -> Counted:
+def count_cublas(problem: Problem, panel: ClusterPanel | None) -> Counted:
     """`cublas_folded_bn`: the product, statistics, their merge, normalisation; or all of those by clusters."""
     counted = (
         empty()
@@ -217,8 +221,8 @@ def count_library(problem: Problem, shape: Any = None) -> Counted:
     )
     elements, size = problem.batch * problem.out_features, DTYPE_BYTES[problem.dtype]
     count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
-    if shape is not None:
-        counted |= {"panels": 1.0, **_held(problem, shape)}
+    if panel is not None:
+        counted |= {"panels": 1.0, **_held(problem, panel)}
     elif problem.training:
         _pass(problem, counted, size * elements, size * elements)
         counted["launches"] += 1
@@ -227,7 +231,7 @@ def count_library(problem: Problem, shape: Any = None) -> Counted:
     return counted
 
 
-def count_gemm(problem: Problem, gemm: Any) -> Counted:
+def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` with all that stands before and after it."""
     tile, counted = gemm.tile, empty()
     blocks = (problem.chip or CHIPS[90]).multiprocessors
@@ -242,8 +246,8 @@ def count_gemm(problem: Problem, gemm: Any) -> Counted:
     staged = co_resident and tile.waits and not gemm.in_registers
     # The operands from device memory: x again for every group of panels where the L2 does not keep it.
     of_x, of_weight = problem.batch * problem.in_features * size, problem.out_features * problem.in_features * size
-    groups = -(-panels // gemm.group_panels)
-    again = (groups - 1) * (1 - kept_by_l2(problem, of_x))
+    panel_groups = -(-panels // gemm.group_panels)
+    again = (panel_groups - 1) * (1 - kept_by_l2(problem, of_x))
     traffic = of_x * (1 + again) + of_weight + elements * ((0 if statistics else out_size) + size * stored)
     last = 0.0
     if deferred:  # the product again, once the last tile of its panel is there; of the last group beside nothing
@@ -305,43 +309,45 @@ def misaligned(problem: Problem) -> float:
     return float(not problem.split and row % ROW_BYTES > 0 and not cast.all_padded(problem))
 
 
-def count_small(problem: Problem, shape: Any, at_once: int) -> Counted:
-    """`small_panel`, of which so many clusters run at once."""
+def count_small(problem: Problem, panel: SmallPanel) -> Counted:
+    """`small_panel`."""
     counted, size = empty(), DTYPE_BYTES[problem.dtype]
     count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
-    panels, tiles = -(-problem.out_features // shape.columns), small.tiles(problem)
-    waves = -(-panels * tiles * shape.blocks // (max(at_once, 1) * shape.cluster_size(problem)))
+    panels, tiles = -(-problem.out_features // panel.columns), small.row_tiles(problem)
+    cluster = panel.cluster_size(problem)
+    at_once = small.clusters_at_once((problem.chip or CHIPS[90]).multiprocessors, cluster)
+    waves = -(-panels * tiles * panel.blocks // (max(at_once, 1) * cluster))
     steps = -(-problem.in_features * size // ROW_BYTES)
     rows = min(problem.batch, small.TILE_ROWS)
-    trips = (shape.blocks > 1) + (problem.training and tiles > 1)
+    trips = (panel.blocks > 1) + (problem.training and tiles > 1)
     nbytes = size * problem.in_features * (problem.batch + problem.out_features)
     return counted | {
         "waves": waves,
-        "stages": waves * -(-steps // shape.blocks),
+        "stages": waves * -(-steps // panel.blocks),
         "trained": waves * problem.training,
-        "columns": shape.columns,
-        "alone": float(shape.blocks == 1),
+        "columns": panel.columns,
+        "alone": float(panel.blocks == 1),
         "exchanges": waves * trips,
-        "exchange_blocks": waves * shape.blocks * (shape.blocks > 1),
-        "finished": waves * shape.columns / shape.blocks,
+        "exchange_blocks": waves * panel.blocks * (panel.blocks > 1),
+        "finished": waves * panel.columns / panel.blocks,
         "small_bytes": nbytes,
-        "small_loaded": panels * tiles * size * problem.in_features * (rows + shape.columns),
+        "small_loaded": panels * tiles * size * problem.in_features * (rows + panel.columns),
         "misaligned": misaligned(problem),
     }
 
 
-def _held(problem: Problem, shape: Any) -> Counted:
+def _held(problem: Problem, panel: ClusterPanel) -> Counted:
     """Panels that clusters hold: what a warp works through, in rows of 128 bytes; exchanges between blocks but one."""
-    grid, resident = shape.launched(problem, 2)
-    rounds = -(-(-(-problem.out_features // shape.columns) * shape.cluster) // grid.times)
+    grid, resident = panel.launched(problem, 2)
+    rounds = -(-(-(-problem.out_features // panel.columns) * panel.cluster) // grid.times)
     at_once = min(resident, -(-grid.times // (problem.chip or CHIPS[90]).multiprocessors))
     return {
-        "held_rows": rounds * at_once * shape.rows * shape.lanes / 8,
-        "exchanges": float((rounds - 1) * (shape.cluster > 1)),
+        "held_rows": rounds * at_once * panel.rows * panel.lanes / 8,
+        "exchanges": float((rounds - 1) * (panel.cluster > 1)),
     }
 
 
-def count_backward(problem: Problem, way: Any) -> Counted:
+def count_backward(problem: Problem, backward: Backward) -> Counted:
     """The gradient of the product, and two products."""
     counted, size = empty(), DTYPE_BYTES[problem.dtype]
     b, i, o = problem.batch, problem.in_features, problem.out_features
@@ -349,24 +355,24 @@ def count_backward(problem: Problem, way: Any) -> Counted:
     counted |= {"by_x": count_product(problem, b, i, o), "by_weight": count_product(problem, o, i, b)}
     once = b * o * (size + DTYPE_BYTES[problem.out_dtype])
     held = {"held_rows": 0.0, "exchanges": 0.0}
-    if way.kernel == "cluster_gradient":
-        held = _held(problem, way.shape)
-    elif way.kernel == "persistent_gradient":
+    if backward.panel is not None:
+        held = _held(problem, backward.panel)
+    elif backward.kernel == "persistent_gradient":
         _pass(problem, counted, once, once)
     else:
         _pass(problem, counted, once, once)
         counted["launches"] += 1
         counted["groups"] = -(-b // 64)
-    _pass(problem, counted, once + b * o * size, 1e12 if way.kernel == "cluster_gradient" else once)
-    if way.split:
+    _pass(problem, counted, once + b * o * size, 1e12 if backward.kernel == "cluster_gradient" else once)
+    if backward.split_products:
         _convert(counted, -(-(b + o) // split.rows_of_block(i)), 4.0 * (b + 2 * o) * i)
         count_split(counted, b, i)
         _convert(counted, -(-b // split.rows_of_block(o)), 12.0 * b * o)
     return counted | {
         **held,
-        "turns": float(way.kernel == "persistent_gradient"),
-        "split_products": float(way.split),
-        "cluster": float(way.kernel == "cluster_gradient"),
+        "turns": float(backward.kernel == "persistent_gradient"),
+        "split_products": float(backward.split_products),
+        "cluster": float(backward.kernel == "cluster_gradient"),
         "split_stages": sum(
             -(-(-(-rows // 128) * -(-i // 128)) // blocks) * -(-inner // 64) for rows, inner in ((b, o), (o, b))
         ),
@@ -380,9 +386,9 @@ def product_time(n: Mapping[str, Any], c: Constants) -> Any:
     """Time of a product by cuBLAS: its best tile and split-K, or the bytes moved."""
     best, at = n["vector_bytes"] / c.library_vector / 1e6, iter(n["options"])
     load = c.library_load_ns
-    for rows, columns in LIBRARY_TILES:
+    for rows, columns in CUBLAS_TILES:
         stage = overlapped(c.library_tensor_ns * rows * columns / 128, load * (rows + columns)) / 1e3
-        for parts in LIBRARY_SPLIT_K:
+        for parts in CUBLAS_SPLIT_K:
             waves, stages = next(at), next(at)
             found = waves * c.library_tile + stages * stage
             if parts > 1:
@@ -405,7 +411,7 @@ def pass_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     }
 
 
-def library_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
+def cublas_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     panels = n["panels"] * c.normalize + n["held_rows"] * c.normalize_row_ns / 1e3 + n["exchanges"] * c.panel_exchange
     return {"product": c.first + product_time(n, c), "panels": panels, **pass_terms(n, c)}
 
@@ -450,10 +456,10 @@ def small_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 
 
 def backward_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
-    library = 2 * c.first + product_time(n["by_x"], c) + product_time(n["by_weight"], c)
+    by_cublas = 2 * c.first + product_time(n["by_x"], c) + product_time(n["by_weight"], c)
     split = c.split_products + _throttled(n["split_stages"] * c.split_stage, c)
     return {
-        "products": n["split_products"] * split + (1 - n["split_products"]) * library,
+        "products": n["split_products"] * split + (1 - n["split_products"]) * by_cublas,
         "gradient": n["cluster"] * c.gradient
         + n["held_rows"] * c.gradient_row_ns / 1e3
         + n["exchanges"] * c.panel_exchange

@@ -21,11 +21,11 @@ from .cost import (
     pass_terms,
     product_time,
 )
-from .gemm import bytes_of_x
+from .gemm import Gemm, bytes_of_x
 from .problem import CHIPS, DTYPE_BYTES, Problem
 
 
-def count_two_passes(problem: Problem, gemm: Any) -> Counted:
+def count_two_passes(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` for statistics, their merge, and `fused_gemm` once more, as in evaluation."""
     second = _count_normalize(problem, gemm)
     again = bytes_of_x(problem)
@@ -33,13 +33,13 @@ def count_two_passes(problem: Problem, gemm: Any) -> Counted:
     return {"first": count_gemm(problem, replace(gemm, schedule="exact-statistics")), "second": second}
 
 
-def _count_normalize(problem: Problem, gemm: Any) -> Counted:
+def _count_normalize(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` once the statistics are known."""
     known = replace(problem, training=False, cast=(), copied=())
     return count_gemm(known, replace(gemm, schedule="normalize")) | {"misaligned": misaligned(problem)}
 
 
-def count_gram(problem: Problem, gemm: Any) -> Counted:
+def count_gram(problem: Problem, gemm: Gemm) -> Counted:
     """Statistics by the Gram matrix of x, two launches that find them, and `fused_gemm`."""
     counted, size = empty(), DTYPE_BYTES[problem.dtype]
     count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
@@ -56,7 +56,7 @@ def count_gram(problem: Problem, gemm: Any) -> Counted:
     }
 
 
-def count_again(problem: Problem, gemm: Any) -> Counted:
+def count_again(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` for sums, their merge, and `fused_gemm` for the product's gradient; two products by cuBLAS."""
     b, i, o = problem.batch, problem.in_features, problem.out_features
     out_size, problem = DTYPE_BYTES[problem.out_dtype], replace(problem, cast=())

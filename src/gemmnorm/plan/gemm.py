@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from . import cast, gram, library
-from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
+from . import cast, gram, memory_bound
 from .panels import SHARED
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .split import (
@@ -19,7 +18,20 @@ from .split import (
     split_operands,
     split_rows,
 )
-from .steps import OPERAND_MAPS, Buffer, Extent, Launch, Map, Plan, Step, operand_maps
+from .steps import (
+    GROUP_ROWS,
+    GROUPS,
+    OPERAND_MAPS,
+    ROWS,
+    VECTORS,
+    Buffer,
+    Extent,
+    Launch,
+    Map,
+    Plan,
+    Step,
+    operand_maps,
+)
 
 WIDE, TALL = 128, 256  # columns, or rows, of a tile that is multiplied as W·xᵀ
 # Bytes of an element, its planes, rows and columns of the tile → stages of the ring.
@@ -169,30 +181,53 @@ class Gemm:
     """Every choice of a `fused_gemm` that the problem leaves open.
 
     Attributes:
-        tile: of a block. schedule: a key of `EPILOGUES`; or of `TWICE`: "two-pass" multiplies for the statistics and
-            again for y, "gram" has them from the Gram matrix of x, and the first product only where that is inexact.
+        tile: of a block.
+        schedule: a key of `EPILOGUES`; or of `TWICE`: "two-pass" multiplies for the statistics and again for y, "gram"
+            has them from the Gram matrix of x, and the first product only where that is inexact; or "gradient", for
+            the backward that multiplies again.
         group_panels: panels (columns of tiles) that are worked on together, so that the L2 holds what they share.
         panels: that the grid has blocks for; all of them, or, co-resident, as many as run at once.
         cluster: blocks; the tiles of a panel where those are a cluster.
         in_registers: co-resident tiles wait for their panel in registers, where shared memory has room too.
-        x_rows, weight_rows, chunks: of the operands, that a launch before converts; the kernel converts the others
-            beside its multiplications. Chunks of `cast.COLUMNS` of K.
+        weight_rows, x_rows, chunks: of the operands, that a launch before converts; the kernel converts the others
+            beside its multiplications. All of the weight are `out_features`, all of x `ALL_ROWS`, whatever the batch.
+            Chunks of `cast.COLUMNS` of K.
     """
 
     tile: Tile
     schedule: str
     group_panels: int
     panels: int
+    weight_rows: int
+    x_rows: int = ALL_ROWS
+    chunks: int = 1
     cluster: int = 1
     in_registers: bool = False
-    x_rows: int = ALL_ROWS
-    weight_rows: int = 0
-    chunks: int = 1
+
+    def words(self, problem: Problem) -> str:
+        """In a candidate's name."""
+        found = f"{self.tile.rows}x{self.tile.columns} {self.schedule}, {self.panels} panels by {self.group_panels}"
+        if self.cluster > 1:
+            found += f" in clusters of {self.cluster}"
+        if self.in_registers:
+            found += " in registers"
+        if self.converts(problem):
+            x = "x" if self.x_rows == ALL_ROWS else f"x[:{self.x_rows}]"
+            found += f" {x} w[:{self.weight_rows}] k[:{self.chunks}] converted before"
+        return found
+
+    def plan(self, problem: Problem, strategy: str) -> Plan:
+        """The plan of these choices."""
+        return gemm_plan(problem, strategy, self)
 
     def converts(self, problem: Problem) -> bool:
         """Rows or columns are left to the kernel, whose blocks then wait for each other."""
         rows_left = self.x_rows != ALL_ROWS or self.weight_rows < problem.out_features
         return rows_left or self.chunks < cast.chunks(problem)
+
+    def has_conversion(self, problem: Problem) -> bool:
+        """The kernel has the code that converts operands; where it splits them, even if none are left to it."""
+        return self.schedule in ("deferred", "evaluate") if problem.split else self.converts(problem)
 
     @property
     def merges(self) -> bool:
@@ -200,53 +235,90 @@ class Gemm:
         return self.schedule == "deferred" or (self.schedule == "co-resident" and self.tile.waits)
 
 
-def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Launch:
-    """The launch of `fused_gemm`. `unless_exact`: for statistics, where the Gram matrix of x has not given them."""
-    chip, tile, schedule = problem.chip or CHIPS[90], gemm.tile, gemm.schedule
-    if schedule == "exact-statistics":
-        tile = tile.without_staging()
-    left = gemm.converts(problem)
-    ahead = schedule in ("deferred", "evaluate") if problem.split else left
-    shared = tile.shared + (RING_BYTES if ahead and problem.split else 0)
-    boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
-    boxes_product = boxes if product_has_buffer(problem, schedule) else boxes_y
-    results = (("product", boxes_product), ("y", boxes_y)) if tile.staged else ()  # else from registers to memory
-    stored = tuple(Map(f"map_{name}", name, GROUP_ROWS, columns, exact=True) for name, columns in results)
-    operands = [f"split_{name}" if problem.split else cast.operand(problem, name) for name in cast.OPERANDS]
-    made = _converted_roles(problem, ahead)
-    own = _SPLIT if problem.prepared else tuple(field for field in _SPLIT if field != "weight_checksums")
-    own = own if problem.split else ()
-    absent = tuple(field for field in (*_CONVERTED, *_SPLIT) if field not in (*dict(made), *own))
-    absent += ("num_batches_tracked",) if unless_exact else ("inexact",)  # the launch before has counted
-    conversion = ("SplitConversion" if problem.split else "CastConversion") if ahead else "NoConversion"
-    epilogue, file = EPILOGUES[schedule]
-    parts = [f"gemm/epilogue_{file}.cuh"]
-    parts += [f"gemm/conversion_{'split' if problem.split else 'cast'}.cuh"] if ahead else []
-    parts += ["gemm/mainloop_split.cuh"] if problem.split else []
+def fused_gemm(
+    problem: Problem,
+    gemm: Gemm,
+    entry: str,
+    epilogue: str,
+    conversion: str,
+    *,
+    more_shared: int,
+    operands: tuple[str, str],
+    matrices: tuple[Map, ...],
+    fields: tuple[str, ...],
+    numbers: tuple[tuple[str, int], ...],
+) -> Launch:
+    """What all launches of `fused_gemm` have in common.
+
+    Args:
+        entry: the launch's name; epilogue, conversion: types of the kernel.
+        more_shared: bytes of shared memory beside `Tile.shared`.
+        operands: roles of x and the weight as they are multiplied.
+        matrices: that are read or stored by tiles beside the operands.
+        fields: of `Params`, between the maps and the numbers; numbers: that the plan decides.
+    """
+    tile, shared = gemm.tile, gemm.tile.shared + more_shared
+    operand = "T" if problem.dtype != "float32" else "gemmnorm::fp16x2" if problem.split else "gemmnorm::tf32"
+    numbers += (
+        ("stream_x", int(streams_x(problem, gemm.schedule))),
+        ("keep_product", int(writes_product(problem, gemm.schedule))),
+    )
     return Launch(
-        ENTRIES.get(schedule, "fused_gemm_scale_bn"),
+        entry,
         "gemm/kernel.cuh",
         "fused_gemm",
         (
-            *members(problem, tile, shared),
+            *type_members(problem),
+            ("Operand", operand),
+            ("kTileRows", tile.rows),
+            ("kTileColumns", tile.columns),
+            ("kStages", tile.stages),
+            ("kSharedBytes", shared),
             ("Epilogue<>", f"gemmnorm::{epilogue}"),
             ("Conversion<>", f"gemmnorm::{conversion}"),
             ("Activation", "Activation"),
         ),
-        (*OPERAND_MAPS, *(m.role for m in stored), "stored_product", "y", *VECTORS, "running_mean",
-         "running_var", "inexact" if unless_exact else "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps",
-         "group_mean", "group_m2", "mean", "rstd", "merged_slope", "merged_shift", "counters", *dict(made), *own,
-         "x_rows", "weight_rows", "chunks_converted", "group_panels", "in_registers", "stream_x", "keep_product",
-         "batch", "in_features", "features"),
-        Extent(gemm.panels, tile.rows, chip.multiprocessors),
+        (*OPERAND_MAPS, *(m.role for m in matrices), *fields, *dict(numbers), "batch", "in_features", "features"),
+        Extent(gemm.panels, tile.rows, (problem.chip or CHIPS[90]).multiprocessors),
         block=384,
         resident=1,
         shared=shared,
-        cluster=gemm.cluster,
-        cooperative=left or schedule == "deferred" or (schedule == "co-resident" and gemm.cluster == 1),
-        maps=(
-            *operand_maps(operands[0], operands[1], (tile.rows, tile.columns), tile.k),
-            *stored,
+        maps=(*operand_maps(*operands, (tile.rows, tile.columns), tile.k), *matrices),
+        numbers=numbers,
+    )
+
+
+def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Launch:
+    """A forward's launch. `unless_exact`: for statistics, where the Gram matrix of x has not given them."""
+    schedule, converts = gemm.schedule, gemm.has_conversion(problem)
+    if schedule == "exact-statistics":
+        gemm = replace(gemm, tile=gemm.tile.without_staging())
+    boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
+    boxes_product = boxes if product_has_buffer(problem, schedule) else boxes_y
+    results = (("product", boxes_product), ("y", boxes_y)) if gemm.tile.staged else ()  # else from registers to memory
+    x, weight = (f"split_{name}" if problem.split else cast.operand(problem, name) for name in cast.OPERANDS)
+    made = _converted_roles(problem, converts)
+    own = _SPLIT if problem.prepared else tuple(field for field in _SPLIT if field != "weight_checksums")
+    own = own if problem.split else ()
+    absent = tuple(field for field in (*_CONVERTED, *_SPLIT) if field not in (*dict(made), *own))
+    absent += ("num_batches_tracked",) if unless_exact else ("inexact",)  # the launch before has counted
+    epilogue, file = EPILOGUES[schedule]
+    parts = [f"gemm/epilogue_{file}.cuh"]
+    parts += [f"gemm/conversion_{'split' if problem.split else 'cast'}.cuh"] if converts else []
+    parts += ["gemm/mainloop_split.cuh"] if problem.split else []
+    launch = fused_gemm(
+        problem,
+        gemm,
+        ENTRIES.get(schedule, "fused_gemm_scale_bn"),
+        epilogue,
+        ("SplitConversion" if problem.split else "CastConversion") if converts else "NoConversion",
+        more_shared=RING_BYTES if converts and problem.split else 0,
+        operands=(x, weight),
+        matrices=tuple(Map(f"map_{name}", name, GROUP_ROWS, columns, exact=True) for name, columns in results),
+        fields=(
+            "stored_product", "y", *VECTORS, "running_mean", "running_var",
+            "inexact" if unless_exact else "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps",
+            "group_mean", "group_m2", "mean", "rstd", "merged_slope", "merged_shift", "counters", *dict(made), *own,
         ),
         numbers=(
             ("x_rows", gemm.x_rows),
@@ -254,25 +326,16 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
             ("chunks_converted", gemm.chunks),
             ("group_panels", gemm.group_panels),
             ("in_registers", int(gemm.in_registers)),
-            ("stream_x", int(streams_x(problem, schedule))),
-            ("keep_product", int(writes_product(problem, schedule))),
         ),
+    )  # fmt: skip
+    waits = schedule == "deferred" or (schedule == "co-resident" and gemm.cluster == 1)
+    return replace(
+        launch,
+        cluster=gemm.cluster,
+        cooperative=waits or gemm.converts(problem),
         roles=made,
         absent=absent,
         parts=tuple(parts),
-    )  # fmt: skip
-
-
-def members(problem: Problem, tile: Tile, shared: int) -> tuple[tuple[str, str | int], ...]:
-    """Members of the kernel's `Config`: types, the tile, and bytes of shared memory."""
-    half = problem.dtype != "float32"
-    return (
-        *type_members(problem),
-        ("Operand", "T" if half else "gemmnorm::fp16x2" if problem.split else "gemmnorm::tf32"),
-        ("kTileRows", tile.rows),
-        ("kTileColumns", tile.columns),
-        ("kStages", tile.stages),
-        ("kSharedBytes", shared),
     )
 
 
@@ -281,9 +344,9 @@ def streams_x(problem: Problem, schedule: str) -> bool:
     return schedule != "co-resident" and problem.dtype != "float32" and bytes_of_x(problem) > LARGE_X
 
 
-def _converted_roles(problem: Problem, ahead: bool) -> tuple[tuple[str, str], ...]:
+def _converted_roles(problem: Problem, converts: bool) -> tuple[tuple[str, str], ...]:
     """(field, role) of the rows that the kernel converts to operands itself."""
-    names = [name for name in cast.OPERANDS if problem.split or (ahead and name in problem.made)]
+    names = [name for name in cast.OPERANDS if problem.split or (converts and name in problem.made)]
     source, target = ("", "split_") if problem.split else ("given_", "cast_")
     return tuple(
         pair
@@ -299,7 +362,7 @@ def bytes_of_x(problem: Problem) -> int:
 
 def writes_product(problem: Problem, schedule: str) -> bool:
     """A launch stores every tile of the product: where gradients are wanted, or another launch normalises it."""
-    return schedule == "statistics" or (problem.saves_product and schedule != "exact-statistics")
+    return schedule == "statistics" or (problem.saves_product and schedule not in ("exact-statistics", "gradient"))
 
 
 def product_has_buffer(problem: Problem, schedule: str) -> bool:
@@ -345,9 +408,9 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
         workspace += [Buffer(role, "float32", (features,)) for role in ("weight_amax", "weight_abs_sum")]
         if problem.prepared:
             workspace = [buffer for buffer in workspace if buffer.role not in PREPARED]
-    merge = library.merge(problem, True, gemm.tile.group_rows)
+    merge = memory_bound.merge(problem, True, gemm.tile.group_rows)
     if gemm.schedule == "statistics":
-        steps += (merge, library.normalize(problem, fold=True, offset="group_mean"))
+        steps += (merge, memory_bound.normalize(problem, fold=True, offset="group_mean"))
     elif twice:
         again = replace(
             gemm, schedule="normalize", x_rows=ALL_ROWS, weight_rows=problem.out_features, chunks=cast.chunks(problem)
@@ -366,10 +429,9 @@ def _counters(problem: Problem, gemm: Gemm) -> int:
     """32-bit numbers that the kernel counts with, and those of the features to compute once more."""
     _, panels = gemm.tile.counts(problem)
     of_panels = COUNTERS + 2 * panels
-    ahead = gemm.schedule in ("deferred", "evaluate") if problem.split else gemm.converts(problem)
     if gemm.schedule == "gram":
         return COUNTERS
-    if ahead:
+    if gemm.has_conversion(problem):
         count = of_panels + (panels + BANDS) * cast.chunks(problem)
     else:
         count = of_panels if gemm.schedule in ONE_LAUNCH else 0

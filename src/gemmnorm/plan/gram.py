@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from . import cast
-from .library import VECTORS
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
-from .steps import Buffer, Extent, Launch, Map
+from .steps import VECTORS, Buffer, Extent, Launch, Map
 
 TILE = 128  # rows and columns of a block's part of the matrix; features that it multiplies with so many columns
 WARPS = 8

@@ -16,8 +16,8 @@ SHARED = 227 * 1024  # bytes that a block can have on Hopper
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How a cluster shares out a panel.
+class ClusterPanel:
+    """A panel of columns, and how the blocks of a cluster share it out.
 
     Attributes:
         lanes: of a warp along the features, 16 bytes each; rows: of a warp; cluster: blocks.
@@ -80,15 +80,17 @@ def hopper(problem: Problem) -> Chip | None:
     return chip if chip and chip.arch == 90 and problem.training and whole else None
 
 
-def shapes(problem: Problem, rows: tuple[int, ...], held: int, vectors: int, numbers: int) -> Iterator[Shape]:
+def cluster_panels(
+    problem: Problem, rows: tuple[int, ...], held: int, vectors: int, numbers: int
+) -> Iterator[ClusterPanel]:
     """All that hold the batch: for each number of blocks with the fewest rows, by wide and by narrow panels."""
     if hopper(problem) is None:
         return
     for cluster in CLUSTERS:
         holding = [n for n in rows if n * cluster * WARPS >= problem.batch]
         for lanes in (WIDE, NARROW):
-            shape = Shape(
+            panel = ClusterPanel(
                 lanes, holding[0] if holding else 0, cluster, DTYPE_BYTES[problem.dtype], held, vectors, numbers
             )
-            if holding and shape.shared <= SHARED:
-                yield shape
+            if holding and panel.shared <= SHARED:
+                yield panel

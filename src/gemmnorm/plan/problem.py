@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4}
 C_TYPES = {"float32": "float", "float16": "gemmnorm::half", "bfloat16": "gemmnorm::bfloat16"}
 
+# Activations whose derivative takes few registers of a kernel, or many: what `resident` of a launch allows for.
+FEW_REGISTERS, MANY_REGISTERS = ("identity", "relu", "leaky_relu", "hardtanh"), ("gelu",)
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -107,6 +110,12 @@ class Problem:
     def flops(self) -> float:
         """Floating-point operations of one product."""
         return 2.0 * self.batch * self.in_features * self.out_features
+
+    @property
+    def derivative_registers(self) -> str:
+        """What the activation's derivative takes of a kernel's registers: "few", "some" or "many"."""
+        name = (self.activation or "identity").partition("(")[0]
+        return "few" if name in FEW_REGISTERS else "many" if name in MANY_REGISTERS else "some"
 
     @property
     def split(self) -> bool:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import choice, library
+from . import choice
 from .candidates import Candidate
+from .cublas import CublasForward
 from .gemm import Gemm
+from .gradient import Backward
 from .problem import Problem, type_members
-from .steps import Buffer, Extent, Launch, Plan
+from .steps import ROWS, VECTORS, Buffer, Extent, Launch, Plan
 
 MERGE = "merge_statistics"  # the launch at which a forward is cut
 COLUMNS = 16  # features of a block that merges ranks: on all ranks as many, so that all add up in one order
@@ -25,12 +27,12 @@ CUT = ("gemm_stats_apply", "cublas_folded_bn")  # strategies with such plans
 
 def _cuts(candidate: Candidate) -> bool:
     """Its plan merges statistics of the product in a launch of their own, and has the product, if at all, before."""
-    way = candidate.way
+    variant = candidate.variant
     if candidate.problem.copied:
         return False
-    if candidate.strategy == "gemm_stats_apply" and isinstance(way, Gemm):
-        return way.schedule == "statistics" or (way.schedule == "two-pass" and not candidate.problem.save)
-    return candidate.strategy == "cublas_folded_bn" and way is None
+    if candidate.strategy == "gemm_stats_apply" and isinstance(variant, Gemm):
+        return variant.schedule == "statistics" or (variant.schedule == "two-pass" and not candidate.problem.save)
+    return candidate.strategy == "cublas_folded_bn" and variant == CublasForward()
 
 
 def strategies(problem: Problem) -> tuple[str, ...]:
@@ -53,13 +55,13 @@ def forward(problem: Problem, strategy: str, ranks: int) -> tuple[Plan, Plan, Pl
     ranked = choice.ranking(_not_empty(problem), "forward", strategy)
     chosen = next(c for _, c in ranked if _cuts(c))
     whole = chosen.plan()
-    stored = not isinstance(chosen.way, Gemm) or chosen.way.schedule != "two-pass"
+    stored = not isinstance(chosen.variant, Gemm) or chosen.variant.schedule != "two-pass"
     at = next(i for i, step in enumerate(whole.steps) if getattr(step, "function", "") == MERGE)
     merge = whole.steps[at]
     assert isinstance(merge, Launch)
     features, own = Extent(problem.out_features), whole.keeps_offsets
     known = {buffer.role: buffer for buffer in (*whole.outputs, *whole.workspace)}
-    product = Buffer("product", problem.dtype, (library.ROWS, features))
+    product = Buffer("product", problem.dtype, (ROWS, features))
     local = Buffer("local_statistics", "float32", (Extent(2 * problem.out_features + 1),))
     vectors = [Buffer(role, "float32", (features,)) for role in ("mean", "rstd", "row_count")]
     pack = replace(
@@ -77,7 +79,7 @@ def forward(problem: Problem, strategy: str, ranks: int) -> tuple[Plan, Plan, Pl
         source="memory_bound/ranks.cuh",
         function="merge_ranks",
         config=(*type_members(problem, "LR"), ("kColumns", COLUMNS)),
-        params=("gathered", *library.VECTORS, "running_mean", "running_var", "num_batches_tracked", "momentum", "eps",
+        params=("gathered", *VECTORS, "running_mean", "running_var", "num_batches_tracked", "momentum", "eps",
                 "mean", "rstd", "row_count", "ranks", "batch", "features"),
         grid=Extent(-(-problem.out_features // COLUMNS)),
         numbers=(("ranks", ranks),),
@@ -96,7 +98,7 @@ def forward(problem: Problem, strategy: str, ranks: int) -> tuple[Plan, Plan, Pl
         problem=problem,
         phase="normalize",
         steps=(merge_ranks, *(whole.steps[at + 1 :] if problem.batch else ())),
-        outputs=(Buffer("y", problem.out_dtype, (library.ROWS, features)), *vectors),
+        outputs=(Buffer("y", problem.out_dtype, (ROWS, features)), *vectors),
         workspace=(),
         aliases=() if stored else (("product", "y"),),
         counters=0,
@@ -107,7 +109,7 @@ def forward(problem: Problem, strategy: str, ranks: int) -> tuple[Plan, Plan, Pl
 def backward(problem: Problem, strategy: str) -> tuple[Plan, Plan]:
     """The plans "sums" and "gradient"."""
     ranked = (c for _, c in choice.ranking(problem, "backward", strategy))
-    whole = next(c for c in ranked if c.way.kernel == "three launches" and not c.way.split).plan()  # type: ignore[union-attr]
+    whole = next(c for c in ranked if c.variant == Backward("three launches")).plan()
     sums, merge, *rest = whole.steps
     assert isinstance(merge, Launch)
     merge = replace(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .library import GROUP_ROWS, GROUPS, ROWS, VECTORS
+from . import cast
 from .problem import DTYPE_BYTES, Problem, type_members
 from .split import ROW_BYTES
-from .steps import OPERAND_MAPS, Buffer, Extent, Launch, Plan, operand_maps
+from .steps import GROUP_ROWS, GROUPS, OPERAND_MAPS, ROWS, VECTORS, Buffer, Extent, Launch, Plan, operand_maps
 
 TILE_ROWS = 2 * GROUP_ROWS
 NEIGHBOURS = 18  # multiprocessors among which a cluster of more than two has to find room
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How the kernel cuts up a problem.
+class SmallPanel:
+    """The choices of a `small_panel`: how it cuts up a problem.
 
     Attributes:
         columns: of a panel; blocks: for each tile of its rows, each of which multiplies its part of K.
@@ -26,9 +26,17 @@ class Shape:
     blocks: int
     stages: int
 
+    def words(self, problem: Problem) -> str:
+        """In a candidate's name."""
+        return f"128x{self.columns} by {self.blocks} blocks along K"
+
+    def plan(self, problem: Problem, strategy: str) -> Plan:
+        """The plan of these choices."""
+        return cast.in_front(problem, lambda p: _one_launch(p, strategy, self))
+
     def cluster_size(self, problem: Problem) -> int:
         """Blocks of a cluster: in training it has all tiles of the batch."""
-        return self.blocks * (tiles(problem) if problem.training else 1)
+        return self.blocks * (row_tiles(problem) if problem.training else 1)
 
     def shared(self, thirds: bool, together: int) -> int:
         """sizeof(SmallShared), or more. `thirds`: float32 in three parts; `together`: tiles of a cluster."""
@@ -41,15 +49,15 @@ class Shape:
         return -(-size // 1024) * 1024
 
 
-CLUSTER = 16  # blocks, the most that Hopper runs
-SPLIT_COLUMNS = 32  # of split operands, whose fragments fit the registers
-SHAPES = (
-    Shape(128, 4, 4), Shape(64, 8, 4), Shape(64, 4, 6), Shape(64, 2, 6),
-    Shape(32, 8, 8), Shape(32, 4, 8), Shape(32, 2, 8), Shape(32, 1, 8),
+LARGEST_CLUSTER = 16  # blocks of `small_panel`, the most that Hopper runs
+MOST_SPLIT_COLUMNS = 32  # of a panel of split operands, whose fragments have to fit the registers
+PANELS = (
+    SmallPanel(128, 4, 4), SmallPanel(64, 8, 4), SmallPanel(64, 4, 6), SmallPanel(64, 2, 6),
+    SmallPanel(32, 8, 8), SmallPanel(32, 4, 8), SmallPanel(32, 2, 8), SmallPanel(32, 1, 8),
 )  # fmt: skip
 
 
-def tiles(problem: Problem) -> int:
+def row_tiles(problem: Problem) -> int:
     """Number of tiles of 128 rows in the batch."""
     return -(-problem.batch // TILE_ROWS)
 
@@ -65,11 +73,11 @@ def clusters_at_once(multiprocessors: int, blocks: int) -> int:
     return multiprocessors // NEIGHBOURS * (NEIGHBOURS // blocks)
 
 
-def small_plan(problem: Problem, strategy: str, found: Shape) -> Plan:
-    """The whole chain in one launch."""
+def _one_launch(problem: Problem, strategy: str, panel: SmallPanel) -> Plan:
+    """The whole chain by `small_panel`, of operands that need no cast."""
     size = DTYPE_BYTES[problem.dtype]
-    together = tiles(problem) if problem.training else 1
-    features, shared = Extent(problem.out_features), found.shared(problem.split, together)
+    together = row_tiles(problem) if problem.training else 1
+    features, shared = Extent(problem.out_features), panel.shared(problem.split, together)
     operands = ("x", "weight") if problem.split and not problem.training else ()
     results = ("stored_product", "num_batches_tracked", "group_mean", "mean", "rstd", "counters")
     absent = (*(() if operands else ("x", "weight")), *(() if problem.training else results))
@@ -82,22 +90,22 @@ def small_plan(problem: Problem, strategy: str, found: Shape) -> Plan:
         (
             *type_members(problem),
             ("Operand", half or ("gemmnorm::bf16x3" if problem.split else "gemmnorm::tf32")),
-            ("kColumns", found.columns),
-            ("kStages", found.stages // 2 if problem.split else found.stages),
+            ("kColumns", panel.columns),
+            ("kStages", panel.stages // 2 if problem.split else panel.stages),
             ("kSharedBytes", shared),
-            ("kShares", found.blocks),
+            ("kShares", panel.blocks),
             ("kTiles", together),
             ("kTraining", str(problem.training).lower()),
             ("Activation", "Activation"),
         ),
         (*OPERAND_MAPS, *operands, *(results if problem.training else ()), "y", *VECTORS, "running_mean",
          "running_var", "bn_weight", "bn_bias", "momentum", "eps", "keep_product", "batch", "in_features", "features"),
-        Extent(-(-problem.out_features // found.columns) * found.blocks, TILE_ROWS),
+        Extent(-(-problem.out_features // panel.columns) * panel.blocks, TILE_ROWS),
         block=288,
         resident=1,
         shared=shared,
-        cluster=found.cluster_size(problem),
-        maps=operand_maps("x", "weight", (TILE_ROWS, found.columns), ROW_BYTES // size, problem.split),
+        cluster=panel.cluster_size(problem),
+        maps=operand_maps("x", "weight", (TILE_ROWS, panel.columns), ROW_BYTES // size, problem.split),
         numbers=(("keep_product", int(problem.saves_product)),),
         absent=absent,
     )  # fmt: skip

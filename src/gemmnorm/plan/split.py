@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .library import ROWS, VECTORS
 from .problem import CHIPS, Problem, type_members
-from .steps import THREADS, Buffer, Extent, Launch, Map, Plan
+from .steps import ROWS, THREADS, VECTORS, Buffer, Extent, Launch, Map, Plan
 
 ROW_BYTES = 128  # of K in one pipeline stage
 ALL_ROWS = 2**30  # of x, whatever the batch

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from .problem import Problem
 
 THREADS = 256  # of a block of the memory-bound kernels
-OWN_GEMM = ("gemm_stats_apply", "one_kernel")  # strategies whose product is not the library's
+GROUP_ROWS = 64  # that a row of group_mean and group_m2 stands for, in every strategy
+VECTORS = ("bias", "scale", "scale_stride", "scale_value")  # roles of the bias and the scale
+OWN_GEMM = ("gemm_stats_apply", "one_kernel")  # strategies whose product is not cuBLAS'
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Extent:
         else:
             size = str(self.times + self.plus)
         return f"std::min<int64_t>({size}, {self.limit})" if self.limit else size
+
+
+ROWS = Extent(1, 1)  # of x
+GROUPS = Extent(1, GROUP_ROWS)  # of its rows
 
 
 @dataclass(frozen=True)
@@ -275,7 +281,7 @@ class Plan:
         aliases: role → role whose memory it shares (y over the product where nothing needs it later).
         counters: 32-bit numbers that the launches find zero and leave zero; `amax_state` is the last four.
         seconds: predicted time.
-        floor: the product alone at the rate of the library.
+        floor: the product alone at the rate of cuBLAS.
     """
 
     problem: Problem

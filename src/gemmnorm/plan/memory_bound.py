@@ -1,4 +1,7 @@
-"""Plans around cuBLAS: memory-bound kernels, all but `cluster_normalize` for every GPU from compute capability 8.0."""
+"""Launches that sweep a [B, O] product: its statistics, their merge, the normalisation (kernels/memory_bound/).
+
+All but `cluster_normalize` are for every GPU from compute capability 8.0.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from . import panels
+from .panels import ClusterPanel
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
-from .steps import THREADS, Buffer, Extent, Launch, Plan, Product, Step
+from .steps import GROUP_ROWS, THREADS, VECTORS, Extent, Launch
 
-GROUP_ROWS = 64  # that a row of group_mean and group_m2 stands for, in every strategy
 ROWS_OF_A_WARP = (8, 16, 32, 64, 128)  # in `cluster_normalize`
-ROWS = Extent(1, 1)
-GROUPS = Extent(1, GROUP_ROWS)
-VECTORS = ("bias", "scale", "scale_stride", "scale_value")
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,19 @@ def form(problem: Problem, fold: bool = True) -> str:
     return f"gemmnorm::Form::{name}"
 
 
+def column_statistics(problem: Problem, fold: bool) -> Launch:
+    """Mean and M2 of every group of rows of the product."""
+    t = tiling(problem)
+    return Launch(
+        "fused_gemm_scale_bn_statistics",
+        "memory_bound/statistics.cuh",
+        "column_statistics",
+        (*type_members(problem, "TL"), *t.members, ("kFold", _flag(fold))),
+        ("product", *VECTORS, "group_mean", "group_m2", "num_batches_tracked", "batch", "features"),
+        t.blocks,
+    )
+
+
 def merge(problem: Problem, fold: bool, rows: int = GROUP_ROWS) -> Launch:
     """The merge of all groups, of so many rows, into mean and rstd, and the update of the running statistics."""
     return Launch(
@@ -110,75 +123,24 @@ def normalize(problem: Problem, fold: bool, offset: str) -> Launch:
     )  # fmt: skip
 
 
-def shapes(problem: Problem) -> Iterator[panels.Shape]:
-    """Cluster shapes for `cluster_normalize`, which holds the product."""
+def cluster_panels(problem: Problem) -> Iterator[ClusterPanel]:
+    """Panels for `cluster_normalize`, which holds the product."""
     size = DTYPE_BYTES[problem.dtype]
-    return panels.shapes(problem, ROWS_OF_A_WARP, size, vectors=3, numbers=2 if size == 4 else 1)
+    return panels.cluster_panels(problem, ROWS_OF_A_WARP, size, vectors=3, numbers=2 if size == 4 else 1)
 
 
-def normalize_panels(problem: Problem, shape: panels.Shape) -> Launch:
-    """Statistics and normalisation in one launch: a cluster of this shape for each panel of columns."""
-    grid, resident = shape.launched(problem, 2)
+def normalize_panels(problem: Problem, panel: ClusterPanel) -> Launch:
+    """Statistics and normalisation in one launch: a cluster for each panel of this panel."""
+    grid, resident = panel.launched(problem, 2)
     return Launch(
         "fused_gemm_scale_bn_apply",
         "memory_bound/cluster_normalize.cuh",
         "cluster_normalize",
-        (*type_members(problem), *shape.members, ("Activation", "Activation")),
+        (*type_members(problem), *panel.members, ("Activation", "Activation")),
         ("product", *VECTORS, "running_mean", "running_var", "num_batches_tracked", "bn_weight", "bn_bias", "momentum",
          "eps", "mean", "rstd", "y", "counters", "batch", "features"),
         grid,
         resident=resident,
-        shared=shape.shared,
-        cluster=shape.cluster,
+        shared=panel.shared,
+        cluster=panel.cluster,
     )  # fmt: skip
-
-
-def forward(problem: Problem, strategy: str, shape: panels.Shape | None = None) -> Plan:
-    """GEMM, group statistics, merge, normalise; in evaluation the GEMM and the normalisation alone.
-
-    With `shape`, statistics and normalisation by clusters of that.
-    """
-    t = tiling(problem)
-    fold = strategy == "cublas_folded_bn"
-    features = Extent(problem.out_features)
-    steps: list[Step] = [Product("product", "x", "weight", transpose_right=True)]
-    workspace: list[Buffer] = []
-    if shape is not None:
-        steps.append(normalize_panels(problem, shape))
-    elif problem.training:
-        statistics = Launch(
-            "fused_gemm_scale_bn_statistics",
-            "memory_bound/statistics.cuh",
-            "column_statistics",
-            (*type_members(problem, "TL"), *t.members, ("kFold", _flag(fold))),
-            ("product", *VECTORS, "group_mean", "group_m2", "num_batches_tracked", "batch", "features"),
-            t.blocks,
-        )
-        steps += [statistics, merge(problem, fold)]
-        workspace += [Buffer(role, "float32", (GROUPS, features)) for role in ("group_mean", "group_m2")]
-    if shape is None:
-        steps.append(normalize(problem, fold, "offset"))
-    product = Buffer("product", problem.dtype, (ROWS, features))
-    vectors = [Buffer(role, "float32", (features,)) for role in ("mean", "rstd")]
-    outputs, aliases = [Buffer("y", problem.out_dtype, (ROWS, features))], []
-    if problem.saves_product:
-        outputs.append(product)
-    if problem.save:
-        outputs += vectors
-    elif problem.training:
-        workspace += vectors
-    if not problem.saves_product:
-        if problem.dtype == problem.out_dtype:
-            aliases.append(("product", "y"))
-        else:
-            workspace.append(product)
-    return Plan(
-        problem,
-        "forward",
-        strategy,
-        tuple(steps),
-        tuple(outputs),
-        tuple(workspace),
-        tuple(aliases),
-        counters=int(shape is not None),
-    )
