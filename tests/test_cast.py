@@ -113,7 +113,7 @@ def epilogue(chosen: Plan) -> str:
 def test_the_kernels_cast_as_pytorch_does(
     batch: int, in_features: int, features: int, strategy: str, training: bool, way: str, wide: tuple[str, ...]
 ) -> None:
-    whole = in_features % cast.COLUMNS == 0
+    whole = in_features % cast.COLUMNS == 0 and way != "Normalize"  # whose second product begins early
 
     def wanted(c: Candidate) -> bool:
         if not isinstance(c.variant, gemm.Gemm):
