@@ -386,13 +386,24 @@ struct GroupMerge {
   }
   __device__ __forceinline__ bool inside() const { return j < features; }
 
-  // Calls `add(sum, place, rows)` for every group, then adds up over the lanes, in a fixed order, and hands the sums to all.
-  template <int N, class Add>
-  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kWarps * kColumns] */, const Add& add) const {
-    if (inside()) {
-#pragma unroll 4
-      for (int g = lane; g < groups; g += kLanes)
-        add(sum, mul_wide(g * (ROWS / kGroupRows), features) + j, min(ROWS, batch - g * ROWS));
+  // Calls `add(sum, load(place), rows)` for every group, kAhead of whose numbers are in flight, then adds up over the lanes, in a
+  // fixed order, and hands the sums to all. A thread without a feature or a group reads the last one's.
+  template <int N, class Load, class Add>
+  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kWarps * kColumns] */, const Load& load,
+                                         const Add& add) const {
+    constexpr int kAhead = 8;
+    for (int first = lane; first < groups; first += kLanes * kAhead) {
+      decltype(load(i64{})) loaded[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int group = min(first + i * kLanes, groups - 1);
+        loaded[i] = load(mul_wide(group * (ROWS / kGroupRows), features) + min(j, features - 1));
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int group = first + i * kLanes;
+        if (group < groups) add(sum, loaded[i], min(ROWS, batch - group * ROWS));
+      }
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -487,14 +498,20 @@ __device__ __forceinline__ void finish_feature(const Params& p, int j, const Fea
   from_float((1.0f - m) * f.running_var + m * unbiased, p.running_var[j]);
 }
 
-// The same, with what else it needs read here. num_batches_tracked counts this batch already.
+// What of it no launch of this call writes before its last: read early, it is there when the sums are.
 template <class Params>
-__device__ __forceinline__ void finish_counted(const Params& p, int j, float mean, float variance, float s, float b) {
-  FeatureStatistics f = {mean, variance, s, b};
+__device__ __forceinline__ FeatureStatistics read_feature(const Params& p, int j) {
+  FeatureStatistics f = {};
+  f.scale = scale_of(p.scale, p.scale_stride, p.scale_value, j);
+  f.bias = value_or(p.bias, j, 0.0f);
   f.running_mean = value_or(p.running_mean, j, 0.0f);
   f.running_var = value_or(p.running_var, j, 0.0f);
-  f.batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;
-  finish_feature(p, j, f);
+  return f;
+}
+// The number of batches, where a launch before has counted this one.
+template <class Params>
+__device__ __forceinline__ float counted_batches(const Params& p) {
+  return p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;
 }
 
 // Mean and M2 over all groups of the thread's feature, with whose scale and bias the deviations of z are taken.
@@ -504,14 +521,19 @@ struct MergedGroups {
 
 template <bool FOLD, class Params, class Merge>
 __device__ __forceinline__ MergedGroups merge_groups(const Params& p, const Merge& merge, float s, float b, float* shared) {
-  float mean[1] = {}, m2[1] = {};
-  merge.add_up(mean, shared, [&](float (&sum)[1], i64 at, int rows) { sum[0] += p.group_mean[at] * rows; });
-  mean[0] /= p.batch;
-  merge.add_up(m2, shared, [&](float (&sum)[1], i64 at, int rows) {
-    const float deviation = deviation_from<FOLD>(mean[0], p.group_mean[at], s, b);
-    sum[0] += p.group_m2[at] + deviation * deviation * rows;
-  });
-  return {mean[0], m2[0]};
+  float within[2] = {}, between[1] = {};  // sum  rows*mean and sum M2; sum  rows*deviation^2
+  merge.add_up(within, shared, [&](i64 at) { return make_float2(p.group_mean[at], p.group_m2[at]); },
+               [](float (&sum)[2], float2 of_group, int rows) {
+                 sum[0] += of_group.x * rows;
+                 sum[1] += of_group.y;
+               });
+  const float mean = within[0] / p.batch;
+  merge.add_up(between, shared, [&](i64 at) { return p.group_mean[at]; },  // out of the L1
+               [&](float (&sum)[1], float of_group, int rows) {
+                 const float deviation = deviation_from<FOLD>(mean, of_group, s, b);
+                 sum[0] += deviation * deviation * rows;
+               });
+  return {mean, within[1] + between[0]};
 }
 
 // mean, rstd and running statistics of kColumns features a block, from group_mean and group_m2; behind the Gram matrix of x, of
@@ -522,14 +544,16 @@ __device__ __forceinline__ void merge_statistics(const Params& p) {
   __shared__ float shared[kThreads];
   GroupMerge<Config::kColumns, Config::kRows> merge(p.batch, p.features);
   const int j = merge.j;
-  const float s = merge.inside() ? scale_of(p.scale, p.scale_stride, p.scale_value, j) : 1.0f;
-  const float b = merge.inside() ? value_or(p.bias, j, 0.0f) : 0.0f;
+  FeatureStatistics f = read_feature(p, min(j, p.features - 1));
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
 
-  const MergedGroups of = merge_groups<FOLD>(p, merge, s, b, shared);
+  f.batches = counted_batches(p);
+  const MergedGroups of = merge_groups<FOLD>(p, merge, f.scale, f.bias, shared);
   if (!merge.inside() || merge.lane != 0) return;
-  finish_counted(p, j, of.mean, (FOLD ? s * s * of.m2 : of.m2) / p.batch, s, b);
+  f.mean = of.mean;
+  f.variance = (FOLD ? f.scale * f.scale * of.m2 : of.m2) / p.batch;
+  finish_feature(p, j, f);
 }
 
 // --- common/affine.cuh ---------------------------------------------------------------------------------------------
@@ -806,16 +830,18 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   const GroupMerge<Config::kColumns, Config::kRows> merge(p.batch, p.features);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  const int j = min(merge.j, p.features - 1);
+  const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j), gamma = value_or(p.bn_weight, j, 1.0f), rstd = p.rstd[j];
   float sum[kSums] = {};
-  merge.add_up(sum, shared, [&](float (&sum)[kSums], i64 at, int) {
-    sum[0] += p.group_sum[at];
-    sum[1] += p.group_dot[at];
-    if constexpr (FORM == Form::kRunning) sum[2] += p.group_linear[at];
-  });
+  merge.add_up(sum, shared,
+               [&](i64 at) { return make_float3(p.group_sum[at], p.group_dot[at], FORM == Form::kRunning ? p.group_linear[at] : 0.0f); },
+               [](float (&sum)[kSums], float3 of_group, int) {
+                 sum[0] += of_group.x;
+                 sum[1] += of_group.y;
+                 if constexpr (FORM == Form::kRunning) sum[2] += of_group.z;
+               });
   if (!merge.inside() || merge.lane != 0) return;
-  const int j = merge.j;
-  const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j), gamma = value_or(p.bn_weight, j, 1.0f);
-  const FeatureSums f = {sum[0], sum[1], s, p.rstd[j], gamma};
+  const FeatureSums f = {sum[0], sum[1], s, rstd, gamma};
   if constexpr (kHasField<decltype(&Params::column_exponents)>) p.column_exponents[j] = kLeastExponent;
   if constexpr (FORM == Form::kFolded) {
     store_gradients(p, j, f);

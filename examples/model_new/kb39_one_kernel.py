@@ -646,6 +646,50 @@ __device__ __forceinline__ void split_rows(const Params& p) {
   }
 }
 
+// --- common/feature.cuh --------------------------------------------------------------------------------------------
+// The per-feature vectors of one feature, in registers.
+
+// What the last step reads of one feature.
+struct FeatureValues {
+  float s, b, gamma, shift, running_mean, running_var;
+
+  __device__ __forceinline__ float slope() const { return gamma * s; }  // for rstd = 1
+  // Evaluation: y = phi(x*a + y).
+  __device__ __forceinline__ float2 coefficients(float eps) const {
+    const float r = 1.0f / sqrtf(running_var + eps);
+    return make_float2(slope() * r, shift + gamma * r * (s * b - running_mean));
+  }
+};
+
+template <class V>
+__device__ V pointee(const V*);  // for its type only
+
+// The same as it is in memory. Of several features, load first and convert then: the loads are all in flight at once, because
+// nothing between them branches (a square root does), stores, or waits for a value.
+template <class Params>
+struct RawFeature {
+  template <class Pointer>
+  using Pointee = decltype(pointee(Pointer{}));
+  Pointee<decltype(Params::bias)> bias, scale;
+  Pointee<decltype(Params::bn_weight)> bn_weight, bn_bias;
+  Pointee<decltype(Params::running_mean)> running_mean, running_var;
+
+  template <class V>
+  static __device__ __forceinline__ V element(const V* vector, i64 j) {
+    V v = {};
+    if (vector) v = vector[j];
+    return v;
+  }
+  static __device__ __forceinline__ RawFeature load(const Params& p, int j) {
+    return {element(p.bias, j),    element(p.scale, static_cast<i64>(j) * p.scale_stride), element(p.bn_weight, j),
+            element(p.bn_bias, j), element(p.running_mean, j), element(p.running_var, j)};
+  }
+  __device__ __forceinline__ FeatureValues values(const Params& p) const {
+    return {p.scale ? to_float(scale) : p.scale_value, to_float(bias),         p.bn_weight ? to_float(bn_weight) : 1.0f,
+            to_float(bn_bias),                         to_float(running_mean), to_float(running_var)};
+  }
+};
+
 // --- gemm/tile_scheduler.cuh ---------------------------------------------------------------------------------------
 // The tiles of a product: how a tile is shared out among the consumer warpgroups, and in which order tiles are worked on.
 
@@ -847,13 +891,24 @@ struct GroupMerge {
   }
   __device__ __forceinline__ bool inside() const { return j < features; }
 
-  // Calls `add(sum, place, rows)` for every group, then adds up over the lanes, in a fixed order, and hands the sums to all.
-  template <int N, class Add>
-  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kWarps * kColumns] */, const Add& add) const {
-    if (inside()) {
-#pragma unroll 4
-      for (int g = lane; g < groups; g += kLanes)
-        add(sum, mul_wide(g * (ROWS / kGroupRows), features) + j, min(ROWS, batch - g * ROWS));
+  // Calls `add(sum, load(place), rows)` for every group, kAhead of whose numbers are in flight, then adds up over the lanes, in a
+  // fixed order, and hands the sums to all. A thread without a feature or a group reads the last one's.
+  template <int N, class Load, class Add>
+  __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kWarps * kColumns] */, const Load& load,
+                                         const Add& add) const {
+    constexpr int kAhead = 8;
+    for (int first = lane; first < groups; first += kLanes * kAhead) {
+      decltype(load(i64{})) loaded[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int group = min(first + i * kLanes, groups - 1);
+        loaded[i] = load(mul_wide(group * (ROWS / kGroupRows), features) + min(j, features - 1));
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int group = first + i * kLanes;
+        if (group < groups) add(sum, loaded[i], min(ROWS, batch - group * ROWS));
+      }
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -901,6 +956,22 @@ __device__ __forceinline__ void finish_feature(const Params& p, int j, const Fea
   from_float((1.0f - m) * f.running_var + m * unbiased, p.running_var[j]);
 }
 
+// What of it no launch of this call writes before its last: read early, it is there when the sums are.
+template <class Params>
+__device__ __forceinline__ FeatureStatistics read_feature(const Params& p, int j) {
+  FeatureStatistics f = {};
+  f.scale = scale_of(p.scale, p.scale_stride, p.scale_value, j);
+  f.bias = value_or(p.bias, j, 0.0f);
+  f.running_mean = value_or(p.running_mean, j, 0.0f);
+  f.running_var = value_or(p.running_var, j, 0.0f);
+  return f;
+}
+// The number of batches, where a launch before has counted this one.
+template <class Params>
+__device__ __forceinline__ float counted_batches(const Params& p) {
+  return p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;
+}
+
 // --- gemm/features.cuh ---------------------------------------------------------------------------------------------
 // Everything per feature: the vectors of Params, and what a feature's statistics become.
 
@@ -916,13 +987,14 @@ struct Counters {
   __device__ __forceinline__ u32* end() const { return base + 2 + 2 * panels; }
 };
 
+// A warp has done all it does with the counters, the number of batches included.
+__device__ __forceinline__ void signal_warp_done(u64& warps_done) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_done);
+}
+
 // Places in Params::amax_state behind the two maxima of x: blocks that have read them, and the length of the fallback list.
 constexpr int kReaders = 2, kFlagged = 3;
-
-// What the last step for one feature reads: all loads are in flight at once.
-struct FeatureValues {
-  float s, b, slope /* gamma*s, for rstd = 1 */, shift, running_mean, running_var;
-};
 
 // Partial statistics are of `group_rows` rows each; group_mean and group_m2 have a row for every kGroupRows rows.
 template <class Params>
@@ -933,13 +1005,7 @@ struct Features {
   __device__ __forceinline__ Features(const Params& p_, int group_rows_)
       : p(p_), groups((p_.batch + group_rows_ - 1) / group_rows_), group_rows(group_rows_) {}
 
-  __device__ __forceinline__ float s(int j) const { return scale_of(p.scale, p.scale_stride, p.scale_value, j); }
-  __device__ __forceinline__ float b(int j) const { return value_or(p.bias, j, 0.0f); }
-  __device__ __forceinline__ float gamma(int j) const { return value_or(p.bn_weight, j, 1.0f); }
-  __device__ __forceinline__ float shift(int j) const { return value_or(p.bn_bias, j, 0.0f); }
-  __device__ __forceinline__ FeatureValues values(int j) const {
-    return {s(j), b(j), gamma(j) * s(j), shift(j), value_or(p.running_mean, j, 0.0f), value_or(p.running_var, j, 0.0f)};
-  }
+  __device__ __forceinline__ FeatureValues values(int j) const { return RawFeature<Params>::load(p, j).values(p); }
 
   __device__ __forceinline__ int rows(int group) const {
     const int left = p.batch - group * group_rows;
@@ -952,7 +1018,8 @@ struct Features {
 
   // Standard deviation of the product's column j, by the running statistics.
   __device__ __forceinline__ float running_deviation(int j) const {
-    return s(j) == 0.0f ? 3e38f : sqrtf(to_float(p.running_var[j]) + p.eps) / fabsf(s(j));
+    const FeatureValues v = values(j);
+    return v.s == 0.0f ? 3e38f : sqrtf(v.running_var + p.eps) / fabsf(v.s);
   }
   // Whether split operands were not enough for feature j, whose deviation is given; then it joins the fallback list.
   __device__ __forceinline__ bool add_to_fallback(int j, float deviation) const {
@@ -969,11 +1036,24 @@ struct Features {
     const float variance = v.s * v.s * m2 / p.batch;
     const bool later = add_to_fallback(j, sqrtf(m2 / p.batch));  // the fallback updates the running statistics
     if (p.merged_slope) {
-      p.merged_slope[j] = v.slope * (1.0f / sqrtf(variance + p.eps));  // as a tile that merges itself has it
+      p.merged_slope[j] = v.slope() * (1.0f / sqrtf(variance + p.eps));  // as a tile that merges itself has it
       p.merged_shift[j] = v.shift;
     }
     finish_feature(p, j, {mean, variance, v.s, v.b, v.running_mean, v.running_var, batches, later});
   }
+};
+
+// A warp's share of a tile's COLUMNS features: a lane has every 32nd. It reads the vectors of all before it uses one, so that they
+// are in flight together. Beyond the last feature: the last one.
+template <int COLUMNS>
+struct LaneFeatures {
+  static constexpr int kOwn = COLUMNS / 32;
+  int first, last;
+
+  __device__ __forceinline__ LaneFeatures(Tile tile, int features)
+      : first(tile.n * COLUMNS + threadIdx.x % 32), last(features - 1) {}
+  __device__ __forceinline__ int column(int i) const { return threadIdx.x % 32 + 32 * i; }  // of the tile
+  __device__ __forceinline__ int feature(int i) const { return min(first + 32 * i, last); }
 };
 
 // Mean and M2 of a column, merged from those of its groups by `lanes` neighbouring lanes, each with AHEAD groups in flight.
@@ -1556,12 +1636,6 @@ struct GemmShared {
   u64 warps_done;  // completes when all warps but the producer's are done with the counters
 };
 
-// A warp has done all it does with the counters.
-__device__ __forceinline__ void signal_warp_done(u64& warps_done) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(&warps_done);
-}
-
 // One thread loads the operands of the block's tiles.
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler& scheduler, Shared& shared,
@@ -1668,7 +1742,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   } else {
     setmaxnreg_inc<G::kConsumerRegs>();
     consume_tiles<G>(f, scheduler, counters, shared, warpgroup - 1);
-    if (kResets) signal_warp_done(shared.warps_done);
+    if (kResets && !G::Epilogue::done_early(p)) signal_warp_done(shared.warps_done);
   }
 
   const bool alone = G::Epilogue::counts_alone(p);
@@ -1688,8 +1762,13 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 //                                   accumulators, `end` after the block's last tile
 //   kStatisticsKnown                all statistics are known before the launch
 //   kMergesHere                     those of the batch are merged in this launch, through its counters
+//   kWaitsItself                    Auxiliary waits for the launches before (griddepcontrol), whose results nothing else reads: the
+//                                   main loop of the first tile begins beside them. The call's first launch is no such one, and lets
+//                                   the next begin only when all before the call is complete
 //   kStores                         tiles are stored, and may sweep through the staging buffers
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
+//   done_early(p)                   a consumer signals itself that it is done with the counters, before its last tile is stored,
+//                                   so that they are reset meanwhile
 //
 // Barriers between the consumers and the warp that stores what they stage: `staged` completes when a consumer's staging buffer
 // is written, `unstaged` when it may be written again.
@@ -1714,8 +1793,8 @@ struct TrainingShared : StagingBarriers {
   float mean[G::TN], squares[G::TN], finished_slope[G::TN], finished_shift[G::TN];  // of all rows, for both consumers
 };
 
-// One warp stores what the consumers stage, tile by tile. `describe(t)` says of a tile: whether its product is stored, how the
-// L2 should treat it; `on_staged(t, tile)` runs when the statistics of a consumer's half are in memory, `on_stored(t, tile)` when
+// One warp stores what the consumers stage, tile by tile. `describe(t)` says of a tile whether its product is stored, and how the
+// L2 should treat it; of a stored one `on_staged(t, tile)` runs when the statistics of a consumer's half are in memory, `on_stored(t, tile)` when
 // its product is: each once per consumer, so that a panel is complete at two signals a tile.
 struct StoreDescription {
   bool stores;
@@ -1729,15 +1808,15 @@ __device__ __forceinline__ void store_staged_tiles(const Features<Params>& f, co
   for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
     const Tile tile = scheduler.at(t);
     const StoreDescription d = describe(t);
-    const int passes = d.stores ? G::kStorePasses : 1;
-    for (int i = 0; i < passes; ++i, phase ^= 1) {
+    if (!d.stores) continue;
+    for (int i = 0; i < G::kStorePasses; ++i, phase ^= 1) {
       for (int c = 0; c < 2; ++c) {
         mbarrier_wait(&shared.epilogue.staged[c], phase);
         __syncwarp();  // nobody waits for this phase any more
         if (threadIdx.x % 32 > 0) continue;
         if (i == 0) on_staged(t, tile);
         mbarrier_arrive(&shared.epilogue.unstaged[c]);
-        if (i == passes - 1) on_stored(t, tile);
+        if (i == G::kStorePasses - 1) on_stored(t, tile);
       }
     }
   }
@@ -1772,8 +1851,8 @@ struct TrainingConsumer {
     named_barrier_sync(G::Shape::kSharesFeatures ? kBarrier + consumer : kBarrier, G::AccumulatorTile::kFinishThreads);
   }
 
-  // Partial statistics of the tile's rows, and the product without their mean to the staging buffer, or straight to memory,
-  // where `stores` it. No consumer gets two tiles ahead of the warp that empties its staging buffer.
+  // Partial statistics of the tile's rows; where `stores`, the product without their mean goes to the staging buffer, or straight
+  // to memory. No consumer gets two stored tiles ahead of the warp that empties its staging buffer.
   __device__ __forceinline__ void take_statistics(Tile tile, Accumulators& acc, bool stores) {
     constexpr bool kSharesStaging = STORES_Y && G::kStagedY;
     if (kSharesStaging && thread == 0) tma_store_wait_read();  // y of the tile before
@@ -1785,10 +1864,10 @@ struct TrainingConsumer {
     };
     tile_of_accumulators.template take_squares<KEEPS_PARTIALS, true>(f, shared.epilogue, tile, acc,
                                                                        G::kFitsStaging && stages ? staging() : nullptr);
+    if (!stores) return;
     wait_for_staging();
 #pragma unroll
     for (int i = 0; i < G::kStorePasses; ++i) {
-      if (i > 0 && !stores) break;
       if (i > 0) mbarrier_wait(&shared.epilogue.unstaged[consumer], staging_phase);
       staging_phase ^= 1;
       if (stores)
@@ -1798,19 +1877,28 @@ struct TrainingConsumer {
     }
   }
 
+  // Waits until all tiles of a panel have signalled.
+  __device__ __forceinline__ void wait_for_panel(const Counters& counters, Tile tile) const {
+    if (thread == 0) wait_until(counters.complete(tile.n), 2 * scheduler.tiles_m);
+    sync();
+  }
+
+  // Of a tile of which nothing is stored, the statistics are there: nobody else would signal it.
+  __device__ __forceinline__ void signal_statistics(const Counters& counters, Tile tile) const {
+    sync();
+    if (thread == 0) signal(counters.complete(tile.n), 1);
+  }
+
   __device__ __forceinline__ FeatureValues values(Tile tile) const {
     return f.values(min(tile.n * G::TN + finished(), f.p.features - 1));
   }
 
-  // y of a tile that waited in the accumulators. It merges its panel's partial statistics itself: a merge by others would come
-  // behind all that they have to do before. `stored`: tiles numbered below it leave the accumulators before their panel is merged;
+  // y of a tile that waited in the accumulators for its panel. It merges the panel's partial statistics itself: a merge by others
+  // would come behind all that they have to do before. `stored`: tiles numbered below it leave the accumulators before their panel is merged;
   // with OTHERS_MERGE others merge for them.
   template <bool OTHERS_MERGE>
-  __device__ __forceinline__ void finish_panel_tile(Tile tile, const Accumulators& acc, const FeatureValues& v,
-                                                    const Counters& counters, int stored) {
+  __device__ __forceinline__ void finish_panel_tile(Tile tile, const Accumulators& acc, const FeatureValues& v, int stored) {
     const int j = tile.n * G::TN + finished(), existing = min(j, f.p.features - 1);
-    if (thread == 0) wait_until(counters.complete(tile.n), 2 * scheduler.tiles_m);
-    sync();
     const ColumnStatistics merged = merge_column<8>(f, opaque(thread % kLanes), kLanes, existing);
     const Known known = {merged.mean, 1.0f / sqrtf(v.s * v.s * merged.m2 / f.p.batch + f.p.eps), merged.m2};
     const bool merged_here = !OTHERS_MERGE || !scheduler.begins_before(tile.n, stored);
@@ -1831,7 +1919,7 @@ struct TrainingConsumer {
     s.squares[c] = known.m2;
     if (thread % kLanes == 0) {
       s.mean[c] = known.mean;
-      s.finished_slope[c] = values.slope * known.rstd;
+      s.finished_slope[c] = values.slope() * known.rstd;
       s.finished_shift[c] = values.shift;
     }
     sync_finishers();
@@ -1973,10 +2061,13 @@ struct DeferredEpilogue {
   static constexpr bool kStatisticsKnown = false;
   static constexpr bool kMergesHere = true;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
+  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
   static constexpr int kMergeWidth = 8, kMergeLanes = 32 / kMergeWidth;  // features that a warp merges at a time, lanes of each
   static constexpr int kAhead = 1;  // loads in flight: what registers are left for
   static constexpr int kRowBytesOfTile = G::TN * sizeof(typename G::T);
-  static constexpr int kItemRows = 16384 / kRowBytesOfTile < 64 ? 16384 / kRowBytesOfTile : 64;  // that a warp normalises at a time
+  // That a warp normalises at a time: of one mean, and no more than what others can wait for.
+  static constexpr int kMostRows = 32768 / kRowBytesOfTile;
+  static constexpr int kItemRows = kMostRows < G::Shape::kMeanRows ? kMostRows : G::Shape::kMeanRows;
 
   // Tiles of a number below are stored; the rest, the last of each block, wait in the accumulators.
   __device__ __forceinline__ static int stored_tiles(const TileScheduler& scheduler) {
@@ -2068,9 +2159,13 @@ struct DeferredEpilogue {
     __device__ __forceinline__ void begin(int) {}
     __device__ __forceinline__ void store(int t, Tile tile, typename G::Accumulators& acc) {
       const int stored = stored_tiles(scheduler);
-      const bool finishes = t >= stored;
-      this->take_statistics(tile, acc, !finishes || f.p.keep_product);
-      if (finishes) this->template finish_panel_tile<true>(tile, acc, this->values(tile), counters, stored);
+      const bool finishes = t >= stored, stores = !finishes || f.p.keep_product;
+      this->take_statistics(tile, acc, stores);
+      if (!stores) this->signal_statistics(counters, tile);
+      if (!finishes) return;
+      const FeatureValues v = this->values(tile);
+      this->wait_for_panel(counters, tile);
+      this->template finish_panel_tile<true>(tile, acc, v, stored);
     }
     __device__ __forceinline__ void end() const {
       take_items(f, scheduler, counters);
@@ -2479,8 +2574,8 @@ template <class Config, class Params>
 __device__ __forceinline__ void normalize_column(const Params& p, int j, float* shared /* [kWarps] */) {
   using Activation = typename Config::Activation;
   const Features<Params> f(p, kGroupRows);
-  const float s = f.s(j), b = f.b(j);
-  float centre, r, shift = f.shift(j);
+  const FeatureValues v = f.values(j);
+  float centre, slope, shift = v.shift;
   if (Config::kTraining) {
     float sum = 0.0f;
     for (int row = threadIdx.x; row < p.batch; row += kThreads) sum += load_l2(p.y + static_cast<i64>(row) * p.features + j);
@@ -2490,22 +2585,22 @@ __device__ __forceinline__ void normalize_column(const Params& p, int j, float* 
       const float deviation = load_l2(p.y + static_cast<i64>(row) * p.features + j) - centre;
       sum += deviation * deviation;
     }
-    const float variance = s * s * sum_over<kThreads>(sum, shared) / p.batch;
-    r = 1.0f / sqrtf(variance + p.eps);
+    const float variance = v.s * v.s * sum_over<kThreads>(sum, shared) / p.batch;
+    slope = v.slope() * (1.0f / sqrtf(variance + p.eps));
     if (threadIdx.x == 0) {
-      FeatureStatistics statistics = {centre, variance, s, b};
-      statistics.running_mean = value_or(p.running_mean, j, 0.0f);
-      statistics.running_var = value_or(p.running_var, j, 0.0f);
-      statistics.batches = p.num_batches_tracked ? static_cast<float>(*p.num_batches_tracked) : 0.0f;  // this one counted
+      FeatureStatistics statistics = read_feature(p, j);
+      statistics.mean = centre;
+      statistics.variance = variance;
+      statistics.batches = counted_batches(p);
       finish_feature(p, j, statistics);
     }
     for (int g = threadIdx.x; g < f.groups; g += kThreads) p.group_mean[static_cast<i64>(g) * p.features + j] = 0.0f;
   } else {
-    r = 1.0f / sqrtf(to_float(p.running_var[j]) + p.eps);
-    shift += f.gamma(j) * r * (s * b - to_float(p.running_mean[j]));
+    const float2 of = v.coefficients(p.eps);
+    slope = of.x;
+    shift = of.y;
     centre = 0.0f;
   }
-  const float slope = f.gamma(j) * s * r;
   for (int row = threadIdx.x; row < p.batch; row += kThreads) {
     const i64 at = static_cast<i64>(row) * p.features + j;
     const float a = load_l2(p.y + at);
@@ -2570,17 +2665,21 @@ __device__ __forceinline__ void compute_fallback_features(const Params& p) {
 
 // Likewise, by the running ones. `keeps`: also what the backward reads, mean and 1/sigma.
 template <int COLUMNS, class Params>
-__device__ __forceinline__ void evaluation_coefficients(const Features<Params>& f, int first, bool keeps, float* slope,
+__device__ __forceinline__ void evaluation_coefficients(const Features<Params>& f, Tile tile, bool keeps, float* slope,
                                                         float* shift) {
-#pragma unroll 2
-  for (int c = threadIdx.x % 32; c < COLUMNS; c += 32) {
-    const int j = min(first + c, f.p.features - 1);
-    const float r = 1.0f / sqrtf(to_float(f.p.running_var[j]) + f.p.eps), centre = to_float(f.p.running_mean[j]);
-    slope[c] = f.gamma(j) * f.s(j) * r;
-    shift[c] = f.shift(j) + f.gamma(j) * r * (f.s(j) * f.b(j) - centre);
+  const LaneFeatures<COLUMNS> own(tile, f.p.features);
+  RawFeature<Params> raw[own.kOwn];
+#pragma unroll
+  for (int i = 0; i < own.kOwn; ++i) raw[i] = RawFeature<Params>::load(f.p, own.feature(i));
+#pragma unroll
+  for (int i = 0; i < own.kOwn; ++i) {
+    const FeatureValues v = raw[i].values(f.p);
+    const float2 of = v.coefficients(f.p.eps);
+    slope[own.column(i)] = of.x;
+    shift[own.column(i)] = of.y;
     if (f.p.mean && keeps) {
-      f.p.mean[j] = centre;
-      f.p.rstd[j] = r;
+      f.p.mean[own.feature(i)] = v.running_mean;
+      f.p.rstd[own.feature(i)] = 1.0f / sqrtf(v.running_var + f.p.eps);
     }
   }
 }
@@ -2603,6 +2702,7 @@ struct KnownStatisticsEpilogue {
   static constexpr bool kStatisticsKnown = true;
   static constexpr bool kMergesHere = false;
   __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
+  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>
@@ -2615,7 +2715,7 @@ struct KnownStatisticsEpilogue {
         auto& s = shared.epilogue;
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
-        evaluation_coefficients<G::TN>(f, tile.n * G::TN, tile.m == 0, slope, shift);
+        evaluation_coefficients<G::TN>(f, tile, tile.m == 0, slope, shift);
         mbarrier_arrive(&s.known[state.stage]);
         state.advance();
       }
@@ -2846,15 +2946,17 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   const GroupMerge<Config::kColumns, Config::kRows> merge(p.batch, p.features);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  const int j = min(merge.j, p.features - 1);
+  const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j), gamma = value_or(p.bn_weight, j, 1.0f), rstd = p.rstd[j];
   float sum[kSums] = {};
-  merge.add_up(sum, shared, [&](float (&sum)[kSums], i64 at, int) {
-    sum[0] += p.group_sum[at];
-    sum[1] += p.group_dot[at];
-  });
+  merge.add_up(sum, shared,
+               [&](i64 at) { return make_float3(p.group_sum[at], p.group_dot[at], 0.0f); },
+               [](float (&sum)[kSums], float3 of_group, int) {
+                 sum[0] += of_group.x;
+                 sum[1] += of_group.y;
+               });
   if (!merge.inside() || merge.lane != 0) return;
-  const int j = merge.j;
-  const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j), gamma = value_or(p.bn_weight, j, 1.0f);
-  const FeatureSums f = {sum[0], sum[1], s, p.rstd[j], gamma};
+  const FeatureSums f = {sum[0], sum[1], s, rstd, gamma};
   if constexpr (kHasField<decltype(&Params::column_exponents)>) p.column_exponents[j] = kLeastExponent;
   store_gradients(p, j, f);
   float rows = p.batch;
@@ -3661,9 +3763,9 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.x_exponents = x_exponents;
     p.weight_exponents = weight_exponents; p.split_x = split_x; p.split_weight = split_weight;
     p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
-    p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 1024; p.in_features = 4096;
+    p.amax_state = pointer<unsigned int>(counters) + 226; p.weight_rows = 2560; p.in_features = 4096;
     p.batch = batch;
-    launch(fused_gemm_split_operands, std::min<int64_t>(batch + 1024, 3200), 256, stream, p);
+    launch(fused_gemm_split_operands, std::min<int64_t>(batch + 2560, 11776), 256, stream, p);
   }
   {
     FusedGemmParams p;
@@ -3681,8 +3783,8 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
     p.source_weight = pointer<float>(weight); p.converted_weight = split_weight; p.x_exponents = x_exponents;
     p.weight_exponents = weight_exponents; p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
     p.amax_state = pointer<unsigned int>(counters) + 226; p.fallback_features = fallback_features;
-    p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps; p.x_rows = 2176;
-    p.weight_rows = 1024; p.group_panels = 8; p.stream_x = 0; p.keep_product = save ? 1 : 0; p.batch = batch;
+    p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps; p.x_rows = 9216;
+    p.weight_rows = 2560; p.group_panels = 8; p.stream_x = 0; p.keep_product = save ? 1 : 0; p.batch = batch;
     p.in_features = 4096; p.features = 4096;
     launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(32 * tiles_of_128, multiprocessors()), 384,
                   231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
