@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import plan
 from ..errors import GemmNormWarning
 from ..plan import Chip, Plan, Problem
-from . import binding, driver, measured, prepared
+from . import binding, driver, measured, memory, prepared
 from .arguments import check_arguments
 from .arithmetic import arithmetic
 from .operands import (
@@ -40,7 +40,7 @@ from .operands import (
 )  # fmt: skip
 
 PLAIN = (Tensor, torch.nn.Parameter)
-_NAMES = {dtype: name for name, dtype in binding.DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in memory.DTYPES.items()}
 
 
 @functools.lru_cache(maxsize=64)
@@ -290,9 +290,9 @@ class Call:
     def unpacked(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
         """Product and statistics of what `forward` kept; a product that was not kept has no rows."""
         if self.options.keep_product is False:
-            features, dtype = self.plan.problem.out_features, binding.DTYPES[self.plan.problem.dtype]
+            features, dtype = self.plan.problem.out_features, memory.DTYPES[self.plan.problem.dtype]
             return kept[0].new_empty((0, features), dtype=dtype), kept[0]
-        return binding.unpacked(kept[0], self.plan.problem) if self._packed else kept
+        return memory.unpacked(kept[0], self.plan.problem) if self._packed else kept
 
     def _find_prepared(self, weight: Tensor) -> prepared.PreparedWeight | None:
         """The prepared weight, once its kernels are there too."""
