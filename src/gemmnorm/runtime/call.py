@@ -448,18 +448,14 @@ def prepared_like(make: Any, operands: Operands | Differentiable, *rest: Any) ->
     return found
 
 
-_generation = 0
-
-
-def generation() -> int:
-    """How often everything was forgotten: who keeps a prepared call compares it with the one that it was made in."""
-    return _generation
+# How often everything was forgotten: who keeps a prepared call compares it with the one that it was made in.
+generation = 0
 
 
 def forget() -> None:
     """Forget every prepared call, as where the machine has changed (tests do that)."""
-    global _generation
-    _generation += 1
+    global generation
+    generation += 1
     _calls.clear()
     _latest.clear()
     _resolved.cache_clear()
