@@ -10,6 +10,7 @@ whose collectives do nothing.
 import argparse
 import cProfile
 import pstats
+import struct
 import time
 from contextlib import ExitStack
 from unittest import mock
@@ -31,10 +32,11 @@ CALLS = 40 if GPU else 50  # the driver takes about a thousand launches in fligh
 
 class NoLaunch:
     def __init__(self, launch, problem):
-        pass
+        packing = struct.Struct(plan.params.layout(launch, problem).format)
+        self.pack, self.memory = packing.pack, driver._Memory(packing.size)
 
-    def __call__(self, stream, values):
-        pass
+    def __call__(self, stream, packed):
+        self.memory.params.raw = packed
 
 
 def pretend_hopper(stack):
@@ -44,7 +46,7 @@ def pretend_hopper(stack):
         (driver, "enter", lambda index: None),
         (driver, "empty", torch._C._dynamo.guards._empty_strided_cpu),
         (driver, "stream_handle", lambda index: 0),
-        (driver, "tensor_map", lambda *_: 1),
+        (driver, "tensor_map", lambda *_: bytes(128)),
         (driver, "current_device", lambda: None),
         (torch.cuda, "current_stream", lambda device=None: mock.Mock()),
         (driver, "capturing", lambda: False),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gemmnorm import linear_scale_batch_norm, plan
 from gemmnorm.plan import memory_bound, params
-from gemmnorm.runtime import binding, driver
+from gemmnorm.runtime import binding, driver, memory
 from gemmnorm.runtime import call as runtime
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="no g++"), pytest.mark.usefixtures("no_small_panel")]
@@ -422,6 +422,7 @@ def test_a_stream_lends_its_scratch_to_calls_that_are_not_captured(monkeypatch):
     class Recorder:
         def __init__(self, launch, problem):
             self.place = [f.name for f in params.layout(launch, problem).fields].index("mean")
+            self.pack = lambda *values: values
 
         def __call__(self, stream, values):
             addresses.append(values[self.place])
@@ -446,7 +447,7 @@ def test_a_stream_lends_its_scratch_to_calls_that_are_not_captured(monkeypatch):
     assert len(several.steps) > 1 and len(large.steps) == 1
     with monkeypatch.context() as patched:
         patched.setattr(driver, "Launcher", lambda launch, problem: None)
-        assert not binding.Bound(several)._borrowed and binding.Bound(large)._borrowed <= binding.BORROWED
+        assert not binding.Bound(several)._borrowed and binding.Bound(large)._borrowed <= memory.BORROWED
 
 
 @pytest.mark.parametrize("strategy", ["one_kernel", "cublas_folded_bn"])

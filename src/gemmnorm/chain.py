@@ -30,7 +30,7 @@ from .children import (
     rows_of,
 )
 from .errors import GemmNormRuntimeError, GemmNormWarning
-from .functional import as_factor, as_number, as_vector, call, read_scale, synchronises
+from .functional import as_factor, as_number, call, read_scale, synchronises
 from .op import column_parallel
 from .op.route import UNKNOWN, CachedCall, cached_call, in_a_subgraph, is_exporting, surroundings, why_plain_ops
 from .runtime.arithmetic import convolutions_differ
@@ -126,7 +126,7 @@ class ChainCall:
         if view is None and is_plain_tensor(x) and not torch.compiler.is_compiling():
             state = self._state(x, linear, bn, scale, activation, process_group, keep_product)
             found = self._cached.get(state)
-            if found is not None and found.serves(operands := _operands(x, tensors_of(linear, bn), bn, scale)):
+            if found is not None and found.serves(operands := _operands(x, _kept_tensors(linear, bn), bn, scale)):
                 self.fused += 1
                 return found.run(operands)
         product: Any = product_class(linear)  # None has its reason
@@ -178,15 +178,18 @@ class ChainCall:
             return None
         if type(linear) is not nn.Linear or type(bn) not in _PLAIN_NORMS:
             return None
-        if not (is_untouched(linear) and is_untouched(bn)):
+        norm = bn.__dict__  # read once: an attribute of a module costs more
+        if not (_is_bare(linear.__dict__) and _is_bare(norm)):
             return None
         if isinstance(activation, nn.Module):
             activation = _name_of(activation)
             if activation is None:
                 return None
+        if process_group is None and type(bn) is nn.SyncBatchNorm:
+            process_group = _group_of(bn)
         return (
-            around, x.numel(), bn.training, bn.track_running_stats, bn.momentum, bn.eps, bn.num_features, activation,
-            None if isinstance(scale, Tensor) else scale, keep_product, process_group or _group_of(bn),
+            around, x.numel(), norm["training"], norm["track_running_stats"], norm["momentum"], norm["eps"],
+            norm["num_features"], activation, None if isinstance(scale, Tensor) else scale, keep_product, process_group,
         )  # fmt: skip
 
     def _in_the_way(self, linear: nn.Module, product: type[nn.Module] | None, bn: nn.Module) -> str | None:
@@ -214,11 +217,13 @@ class ChainCall:
 def _operands(x: Tensor, tensors: tuple[Any, ...], bn: Any, scale: Tensor | float | None) -> Operands:
     """x and the modules' `tensors` as a call has them."""
     weight, bias, running_mean, running_var, counter, bn_weight, bn_bias = tensors
-    if not (bn.training and bn.track_running_stats):
+    training = bn.training
+    if not (training and bn.track_running_stats):
         counter = None
-        if bn.training:  # as in nn.BatchNorm1d: the running statistics are left out of it
+        if training:  # as in nn.BatchNorm1d: the running statistics are left out of it
             running_mean = running_var = None
-    return Operands(x, weight, bias, as_vector(scale), running_mean, running_var, counter, bn_weight, bn_bias)
+    factor = scale if isinstance(scale, Tensor) else None
+    return Operands(x, weight, bias, factor, running_mean, running_var, counter, bn_weight, bn_bias)
 
 
 def _options(
@@ -237,18 +242,33 @@ def tensors_of(linear: nn.Linear, bn: nn.BatchNorm1d | nn.SyncBatchNorm) -> tupl
     From where modules keep them, because each attribute takes almost a microsecond. By attribute where one is not kept
     there (a module replicated), and for `torch.compile`.
     """
-    if not torch.compiler.is_compiling():
-        try:
-            parameters, norm, state = linear._parameters, bn._parameters, bn._buffers
-            return (
-                parameters["weight"], parameters["bias"], state["running_mean"], state["running_var"],
-                state["num_batches_tracked"], norm["weight"], norm["bias"],
-            )  # fmt: skip
-        except (AttributeError, KeyError):  # docs/private_api.md
-            pass
-    return (
-        linear.weight, linear.bias, bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.weight, bn.bias,
-    )  # fmt: skip
+    return _by_attribute(linear, bn) if torch.compiler.is_compiling() else _kept_tensors(linear, bn)
+
+
+def _kept_tensors(linear: Any, bn: Any) -> tuple[Any, ...]:
+    try:
+        parameters, norm, state = linear._parameters, bn._parameters, bn._buffers
+        return (
+            parameters["weight"], parameters["bias"], state["running_mean"], state["running_var"],
+            state["num_batches_tracked"], norm["weight"], norm["bias"],
+        )  # fmt: skip
+    except (AttributeError, KeyError):  # docs/private_api.md
+        return _by_attribute(linear, bn)
+
+
+def _by_attribute(linear: Any, bn: Any) -> tuple[Any, ...]:
+    return linear.weight, linear.bias, bn.running_mean, bn.running_var, bn.num_batches_tracked, bn.weight, bn.bias
+
+
+def _is_bare(held: dict[str, Any]) -> bool:
+    """`is_untouched`, of what a module of PyTorch's own classes holds."""
+    return not (
+        held["_forward_hooks"]
+        or held["_forward_pre_hooks"]
+        or held["_backward_hooks"]
+        or held["_backward_pre_hooks"]
+        or "forward" in held
+    )
 
 
 def _group_of(bn: nn.BatchNorm1d | nn.SyncBatchNorm) -> Any:

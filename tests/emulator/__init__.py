@@ -136,6 +136,11 @@ class Launcher:
         self._emulate = _library(_text(launch, problem)).emulate
         self._emulate.restype = ctypes.c_char_p
 
+    @staticmethod
+    def pack(*values: Any) -> tuple[Any, ...]:
+        """They are packed at each launch."""
+        return values
+
     def __call__(self, stream: Any, values: Any) -> None:
         launch = self._launch
         # Static shared memory is one array in the emulator: such kernels run a block at a time.

@@ -50,11 +50,19 @@ class LinearScaleBatchNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call | Operator, operands: Operands, *_: Tensor | None) -> Any:
+    def forward(
+        ctx: Any,
+        call: Call | Operator,
+        operands: Operands,
+        _x: Tensor,
+        _weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        bn_weight: Tensor | None,
+        bn_bias: Tensor | None,
+    ) -> Any:
         y, kept, (x, weight) = call.forward(operands)
-        ctx.save_for_backward(
-            x, weight, operands.bias, operands.scale, operands.bn_weight, operands.bn_bias, *kept[:2]
-        )  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, scale, bn_weight, bn_bias, *kept[:2])
         ctx.call = call
         ctx.set_materialize_grads(False)
         if isinstance(call, Call):

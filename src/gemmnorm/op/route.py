@@ -107,14 +107,19 @@ def cached_call(operands: Operands, options: Options, process_group: Any | None)
 
 def surroundings(x: Tensor) -> tuple[Any, ...] | None:
     """What decides, besides its arguments, how a call goes. None where no kernels serve it or something observes it."""
-    if _runs_plain_ops(x, None) or profiled() or has_modes():
+    if not x.is_cuda and _runs_plain_ops(x, None):
         return None
-    try:
-        if forward_ad._current_level >= 0:
+    try:  # `profiled` and `has_modes`, without calls of functions
+        if (
+            torch.autograd.profiler._is_profiler_enabled
+            or torch._C._len_torch_dispatch_stack()
+            or (torch._C._len_torch_function_stack() and has_function_modes())
+            or forward_ad._current_level >= 0
+        ):
             return None
     except AttributeError:  # private names: docs/private_api.md
         return None
-    return (runtime.generation(), torch.is_grad_enabled(), runtime.unobserved(), *settings())
+    return runtime.generation, torch.is_grad_enabled(), runtime.unobserved(), settings()
 
 
 def profiled() -> bool:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
@@ -19,17 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan import CAST, DTYPE_BYTES, PREPARED, Buffer, Launch, Map, Plan, Problem, Product, params
+from ..plan import PREPARED, Launch, Map, Plan, Problem, params
 from . import driver
+from .memory import BORROWED, Made, Memory, unpacked
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-    "int64": torch.int64,
-    "int32": torch.int32,
-}
 # The tensors that a call hands in, and the numbers, in order.
 INPUTS = {
     "forward": (
@@ -48,14 +40,7 @@ INPUTS = {
     ),
 }  # fmt: skip
 SCALARS = ("scale_stride", "scale_value", "momentum", "eps", "batch", "features", "in_features")
-# What a forward keeps per feature, as rows of one float32 tensor `statistics` [2 or 2 + groups, O]: the mean of the
-# product, 1/sqrt(var + eps), and where the product is stored minus means of groups of rows, those. With statistics over
-# several ranks the number of all rows comes third [3, O], and the groups' means are a tensor of their own.
-_KEPT = ("mean", "rstd", "row_count", "group_mean")
-# Likewise what ranks add up in a backward: `sums` [2, O].
-_SUMMED = ("mean_grad", "slope_grad")
-# Bytes of scratch that a stream keeps for the plans that need no more: an allocation less for each of their calls.
-BORROWED = 1 << 20
+_KEPT_ARGUMENTS = 256  # of a launch, by addresses: about a kilobyte each
 
 
 @dataclass(frozen=True)
@@ -98,23 +83,6 @@ def _make_map(known: dict[int, Any], t: Tensor, described: Map) -> Any:
     return found
 
 
-def _dense(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides of a contiguous tensor."""
-    return shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def _statistics_offset(problem: Problem) -> int:
-    """Where the statistics begin in a `packed` forward's `kept`, behind the product: in bytes."""
-    return -(-problem.batch * problem.out_features * DTYPE_BYTES[problem.dtype] // 256) * 256
-
-
-def unpacked(kept: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Product [B, O] and statistics [2 or 2 + groups, O], as views of what a `packed` forward keeps."""
-    shape, dtype = (problem.batch, problem.out_features), DTYPES[problem.dtype]
-    product = kept[: math.prod(shape) * DTYPE_BYTES[problem.dtype]].view(dtype).view(shape)
-    return product, kept[_statistics_offset(problem) :].view(torch.float32).view(-1, shape[1])
-
-
 def scalars(problem: Problem, scale: Tensor | None, scale_value: float, momentum: float, eps: float) -> tuple[Any, ...]:
     """The numbers of `SCALARS`."""
     stride = 0 if scale is None or scale.numel() < problem.out_features else 1
@@ -122,81 +90,21 @@ def scalars(problem: Problem, scale: Tensor | None, scale_value: float, momentum
     return (stride, *numbers, problem.batch, problem.out_features, problem.in_features)
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """One that a call allocates."""
+class _Packed(dict[Any, Any]):
+    """A launch's packed arguments by what decides them, once that has come twice: some addresses never come again."""
 
-    role: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
+    def __init__(self) -> None:
+        super().__init__()
+        self._once: set[int] = set()
 
-
-class _Memory:
-    """What a plan allocates: its outputs, then what dies with the call; and the roles that are parts of other tensors.
-
-    Attributes:
-        tensors: outputs first, `outputs` of them.
-        parts: role, the tensor that it is part of, byte offset.
-        borrowed: bytes of scratch that the stream keeps for it, or 0.
-    """
-
-    def __init__(self, chosen: Plan, inputs: Sequence[str], packed: bool) -> None:
-        batch, features = chosen.problem.batch, chosen.problem.out_features
-        self.tensors: list[_Tensor] = []
-        self.parts: list[tuple[str, str, int]] = []
-
-        def shape(buffer: Buffer) -> tuple[int, ...]:
-            return tuple(extent.value(batch) for extent in buffer.shape)
-
-        def allocate(buffer: Buffer) -> None:
-            sizes, strides = _dense(shape(buffer))
-            strides = (buffer.pitch, 1) if buffer.pitch else strides
-            self.tensors.append(_Tensor(buffer.role, sizes, strides, DTYPES[buffer.dtype]))
-
-        host, begin = ("kept", _statistics_offset(chosen.problem)) if packed else ("statistics", 0)
-        into, of_features = ("sums", _SUMMED) if chosen.phase == "sums" else (host, _KEPT)
-        if packed:
-            self.parts.append(("product", host, 0))
-        kept = [b for role in of_features for b in chosen.outputs if b.role == role]
-        made = [b for b in chosen.outputs if b.role in CAST]
-        for buffer in chosen.outputs:
-            if buffer not in (*kept, *made) and not (packed and buffer.role == "product"):
-                allocate(buffer)
-        if kept:
-            rows = 0
-            for buffer in kept:
-                self.parts.append((buffer.role, into, begin + 4 * features * rows))
-                rows += math.prod(shape(buffer)) // features
-            whole, dtype = (
-                ((begin + 4 * features * rows,), torch.uint8) if packed else ((rows, features), torch.float32)
-            )
-            self.tensors.append(_Tensor(host if packed else into, *_dense(whole), dtype))
-        for buffer in made:
-            allocate(buffer)
-        self.outputs = len(self.tensors)
-        operands = {
-            role for step in chosen.steps if isinstance(step, Product) for role in (step.out, step.left, step.right)
-        }
-        operands |= {m.tensor for launch in chosen.launches for m in launch.maps}
-        size = 0
-        for buffer in chosen.workspace:
-            elements = math.prod(extent.value(batch) for extent in buffer.stored)
-            bytes_ = -(-elements * DTYPE_BYTES[buffer.dtype] // 256) * 256
-            if buffer.role in operands or bytes_ > BORROWED:
-                allocate(buffer)
-            else:
-                self.parts.append((buffer.role, "scratch", size))
-                size += bytes_
-        # One kernel after the other may use what the stream keeps; several of a plan might have others in between.
-        self.borrowed = size if size <= BORROWED and len(chosen.steps) == 1 else 0
-        if size and not self.borrowed:
-            self.tensors.append(_Tensor("scratch", *_dense((size,)), torch.uint8))
-        third = ("offset",) if chosen.keeps_offsets else ()
-        third = ("row_count",) if "offset" in inputs else third
-        for tensor, roles in ((host, (*_KEPT[:2], *third)), ("sums", _SUMMED)):
-            if tensor in inputs:
-                self.parts += [(role, tensor, begin + 4 * features * row) for row, role in enumerate(roles)]
+    def keep(self, key: Any, packed: Any) -> None:
+        kept: Any = self if (seen := hash(key)) in self._once else self._once
+        if len(kept) >= _KEPT_ARGUMENTS:
+            kept.clear()
+        if kept is self:
+            self[key] = packed
+        else:
+            self._once.add(seen)
 
 
 @dataclass(frozen=True)
@@ -204,28 +112,35 @@ class _Step:
     """A product or a launch, and the memory that only lives around it.
 
     Attributes:
-        born: what is allocated before: place among the tensors, shape, strides, dtype, and (slot, offset) of its parts.
-        maps: slot, that of the matrix's address, the maps by address, how the matrix is found, what the map is like.
-        run: of the tensors for a product; of the stream and the picked arguments for a launch.
-        picked: a launch's arguments, out of the pool; None for a product.
-        needed: the slot that is 0 where nobody wants what the launch makes.
+        run: of the tensors for a product; of the stream and the packed arguments for a launch.
+        born: what is allocated before: place among the tensors, shape, strides, dtype.
         dead: places of the tensors that nobody needs after it.
+        picked: a launch's arguments, out of the pool; None for a product.
+        offsets: which of those are inside of a tensor, and how many bytes.
+        maps: which of those are maps; place of the matrix, maps by address, how it is found, what the map is like.
+        key: what decides a launch's arguments, out of the addresses: those that it uses, and the numbers.
+        packed: the arguments by `key`.
+        needed: the place whose address is 0 where nobody wants what the launch makes.
     """
 
-    born: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, tuple[tuple[int, int], ...]], ...]
-    maps: tuple[tuple[int, int, dict[int, Any], Callable[[Sequence[Any]], Tensor], Map], ...]
-    run: Callable[..., None]
-    picked: Callable[[Sequence[Any]], tuple[Any, ...]] | None
-    needed: int
-    dead: tuple[int, ...]
+    run: Any
+    born: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
+    dead: tuple[int, ...] = ()
+    picked: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
+    offsets: tuple[tuple[int, int], ...] = ()
+    maps: tuple[tuple[int, int, dict[int, Any], Callable[[Sequence[Any]], Tensor], Map], ...] = ()
+    key: Callable[[Sequence[Any]], Any] | None = None
+    packed: _Packed = field(default_factory=_Packed)
+    needed: int = 0  # the first input is always there
 
 
 class Bound:
     """A plan with its kernels loaded; called with the inputs' tensors and the numbers, in their order.
 
-    The pool of arguments is a list: the addresses of `tensors` (inputs, then what is allocated), addresses inside of
-    those, the numbers, the maps, the counters. Each launch picks its arguments out of it. A tensor is allocated before
-    the first step that needs it, and let go after the last: the next may lie in its memory.
+    A call makes a list of the addresses of its tensors: inputs, what is allocated, what the stream lends. They decide
+    the arguments of each launch, which are kept by them: the steps of a training come back to the same addresses. Where
+    they are new, a launch picks its arguments out of a pool: the addresses, the numbers, what the plan decides. A
+    tensor is allocated before the first step that needs it, and let go after the last: the next may lie in its memory.
 
     `packed`: product and statistics are one tensor `kept` (`unpacked`), an allocation less. Only where no library's
     product has to see the product by itself.
@@ -238,61 +153,62 @@ class Bound:
         inputs = INPUTS[chosen.phase] + (PREPARED if chosen.problem.prepared else ())
         if packed and chosen.phase == "backward":
             inputs = (*inputs[:-2], "kept")
-        memory = _Memory(chosen, inputs, packed)
+        memory = Memory(chosen, inputs, packed)
         made = memory.tensors[: memory.outputs]
         self._borrowed, self._inputs, self._made = memory.borrowed, len(inputs), len(memory.tensors)
-        self._places = len(memory.parts)
         self.outputs = tuple(t.role for t in made)
         self.kinds = tuple((t.shape, t.dtype) for t in made)
         names = [*inputs, *(t.role for t in memory.tensors), *(["scratch"] if self._borrowed else [])]
-        slots = {role: i for i, role in enumerate([*names, *(role for role, _, _ in memory.parts), *SCALARS])}
+        parts = memory.parts
+        self._counters = chosen.counters
+        if chosen.counters:
+            names.append("counters")
+            parts.append(("amax_state", "counters", 4 * (chosen.counters - 4)))
+        slots = {role: (i, 0) for i, role in enumerate([*names, *SCALARS])}  # in the pool, and bytes behind that
+        slots |= {role: (names.index(tensor), offset) for role, tensor, offset in parts}
         slots |= {alias: slots[role] for alias, role in chosen.aliases}
         if "product" in slots:
             slots["stored_product"] = slots["product"]
         slots |= {f"given_{name}": slots[name] for name in ("x", "weight") if name in slots}
-        count = len(names) + len(memory.parts) + len(SCALARS)
+        absent = len(names) + len(SCALARS)
         constants: list[Any] = [0]  # the address of what is absent, then the numbers that the plan decides
-        constants += [value for launch in chosen.launches for _, value in launch.numbers]
-        absent, always = count, 0  # where the pool has nothing, and where it always has something: the first input
-        next_number, next_map = count + 1, count + len(constants)
-        self._constants = (*constants, *(0 for launch in chosen.launches for _ in launch.maps))
-        self._counters = chosen.counters
-        if chosen.counters:
-            slots["counters"] = count + len(self._constants)
-            slots["amax_state"] = slots["counters"] + 1
-        parts = [(names.index(tensor), len(names) + i, offset) for i, (_, tensor, offset) in enumerate(memory.parts)]
-        self._parts = tuple(part for part in parts if not len(inputs) <= part[0] < len(inputs) + self._made)
-        owner = {slot: place for place, slot, _ in parts} | {place: place for place in range(len(names))}
+        kept = slots["kept"][0] if packed else None
 
         def find(role: str) -> Callable[[Sequence[Any]], Tensor]:
-            if slots[role] < len(names):
-                return itemgetter(slots[role])
-            return lambda tensors: unpacked(tensors[names.index("kept")], chosen.problem)[0]
+            if slots[role][0] != kept:
+                return itemgetter(slots[role][0])
+            return lambda tensors: unpacked(tensors[kept], chosen.problem)[0]
 
         steps: list[_Step] = []
         used: list[set[int]] = []  # by each step: places of tensors
         for step in chosen.steps:
             if isinstance(step, Launch):
-                own = {role: next_number + i for i, (role, _) in enumerate(step.numbers)}
-                own |= {m.role: next_map + i for i, m in enumerate(step.maps)}
-                next_number, next_map = next_number + len(step.numbers), next_map + len(step.maps)
+                own = {role: (absent + len(constants) + i, 0) for i, (role, _) in enumerate(step.numbers)}
+                constants += [value for _, value in step.numbers]
                 fields = params.layout(step, chosen.problem).fields
-                chosen_slots = [own.get(f.name, slots.get(f.role, absent)) for f in fields]
-                maps: Any = tuple((own[m.role], slots[m.tensor], {}, find(m.tensor), m) for m in step.maps)
-                needed = slots.get(step.only_for, always)
-                launcher = driver.Launcher(step, chosen.problem)
-                steps.append(_Step((), maps, launcher, itemgetter(*chosen_slots), needed, ()))
-                used.append({owner[slot] for slot in (*chosen_slots, needed, *(m[1] for m in maps)) if slot in owner})
+                picked = [own.get(f.name, slots.get(f.role, (absent, 0))) for f in fields]
+                at = {f.name: i for i, f in enumerate(fields)}
+                maps: Any = tuple((at[m.role], slots[m.tensor][0], {}, find(m.tensor), m) for m in step.maps)
+                needed = slots[step.only_for][0] if step.only_for in slots else 0
+                places = {slot for slot, _ in picked if slot < len(names)} | {place for _, place, *_ in maps}
+                launch = _Step(
+                    driver.Launcher(step, chosen.problem),
+                    picked=itemgetter(*(slot for slot, _ in picked)),
+                    offsets=tuple((i, offset) for i, (_, offset) in enumerate(picked) if offset),
+                    maps=maps,
+                    key=itemgetter(*places, len(names)),  # the numbers follow the addresses
+                    needed=needed,
+                )
+                steps.append(launch)
+                used.append({*places, needed})
             else:
-                out, left, right = slots[step.out], slots[step.left], slots[step.right]
-                product = _Product(out, left, right, step.transpose_left, step.transpose_right)
-                steps.append(_Step((), (), product, None, always, ()))
-                used.append({owner[slot] for slot in (out, left, right)})
-        self._steps = tuple(self._with_memory(steps, used, memory.tensors, parts))
+                (out, _), (left, _), (right, _) = slots[step.out], slots[step.left], slots[step.right]
+                steps.append(_Step(_Product(out, left, right, step.transpose_left, step.transpose_right)))
+                used.append({out, left, right})
+        self._constants = tuple(constants)
+        self._steps = tuple(self._with_memory(steps, used, memory.tensors))
 
-    def _with_memory(
-        self, steps: Sequence[_Step], used: Sequence[set[int]], made: Sequence[_Tensor], parts: Sequence[Any]
-    ) -> Iterator[_Step]:
+    def _with_memory(self, steps: Sequence[_Step], used: Sequence[set[int]], made: Sequence[Made]) -> Iterator[_Step]:
         """`steps`, each with what is `made` before and let go after it; what no step uses is made before the first."""
         first, last = {}, {}
         for place in range(self._inputs, self._inputs + len(made)):
@@ -300,9 +216,7 @@ class Bound:
             first[place], last[place] = by[0], by[-1]
         for i, step in enumerate(steps):
             born = tuple(
-                (place, t.shape, t.strides, t.dtype, tuple((slot, offset) for p, slot, offset in parts if p == place))
-                for place, t in enumerate(made, self._inputs)
-                if first[place] == i
+                (place, t.shape, t.strides, t.dtype) for place, t in enumerate(made, self._inputs) if first[place] == i
             )
             outputs = self._inputs + len(self.outputs)
             dead = tuple(place for place, at in last.items() if at == i and place >= outputs)
@@ -338,33 +252,44 @@ class Bound:
         before, tensors = self._inputs, [*inputs, *(None,) * self._made]
         if self._borrowed:  # not by a captured call, which may be replayed beside anything
             tensors.append(empty((self._borrowed,), (1,), torch.uint8) if capturing else scratch(index, handle))
-        pool: list[Any] = [0 if t is None else t.data_ptr() for t in tensors]
-        pool += (0,) * self._places
-        for place, slot, offset in self._parts:
-            pool[slot] = pool[place] + offset
-        pool += scalars
-        pool += self._constants
+        addresses: list[Any] = [0 if t is None else t.data_ptr() for t in tensors]
         if self._counters:
             address, _held = counters(index).take(handle, self._counters, capturing)  # held until the last launch
-            pool += (address, address + 4 * (self._counters - 4))
+            addresses.append(address)
+        addresses.append(scalars)
         end = before + len(self.outputs)
         for step in self._steps:
-            for place, size, strides, dtype, parts in step.born:
+            for place, size, strides, dtype in step.born:
                 if wanted is None or place >= end or wanted[place - before]:
                     made = tensors[place] = empty(size, strides, dtype)
-                    pool[place] = address = made.data_ptr()
+                    addresses[place] = made.data_ptr()
                     del made  # else it would live until the next is there
-                    for slot, offset in parts:
-                        pool[slot] = address + offset
-            if step.picked is None:
+            if step.key is None:
                 step.run(tensors)
-            elif pool[step.needed]:
-                for slot, place, known, find, described in step.maps:
-                    pool[slot] = known.get(pool[place]) or _make_map(known, find(tensors), described)
-                step.run(handle, step.picked(pool))
+            elif addresses[step.needed]:
+                key = step.key(addresses)
+                packed = step.packed.get(key)
+                if packed is None:
+                    packed = self._pack(step, tensors, addresses)
+                    step.packed.keep(key, packed)
+                step.run(handle, packed)
             for place in step.dead:
                 tensors[place] = None
         return tensors[before:end]
+
+    def _pack(self, step: _Step, tensors: Sequence[Tensor | None], addresses: Sequence[Any]) -> Any:
+        """The arguments of a launch whose addresses are new."""
+        *pool, numbers = addresses
+        pool += numbers
+        pool += self._constants
+        assert step.picked is not None
+        values = [*step.picked(pool)]
+        for i, offset in step.offsets:
+            if values[i]:
+                values[i] += offset
+        for i, place, known, find, described in step.maps:
+            values[i] = known.get(pool[place]) or _make_map(known, find(tensors), described)
+        return step.run.pack(*values)
 
 
 @functools.lru_cache(maxsize=4096)

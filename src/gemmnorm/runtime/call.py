@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import plan
 from ..errors import GemmNormWarning
 from ..plan import Chip, Plan, Problem
-from . import binding, driver, measured, prepared
+from . import binding, driver, measured, memory, prepared
 from .arguments import check_arguments
 from .arithmetic import arithmetic
 from .operands import (
@@ -40,7 +40,7 @@ from .operands import (
 )  # fmt: skip
 
 PLAIN = (Tensor, torch.nn.Parameter)
-_NAMES = {dtype: name for name, dtype in binding.DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in memory.DTYPES.items()}
 
 
 @functools.lru_cache(maxsize=64)
@@ -232,6 +232,7 @@ class Call:
         self._scalars = binding.scalars(problem, operands.scale, options.scale_value, options.momentum, options.eps)
         self._training = options.training
         self._mapped = bool(problem.cast) or any(launch.maps for launch in self.plan.launches)
+        self._contiguous = operands.x.is_contiguous() and operands.weight.is_contiguous()  # calls like it have them so
         self._with_prepared = _prepared_plan(self.plan)
         self._bound_prepared: binding.Bound | None = None
         self._as_they_are = all_served_as_they_are(operands)
@@ -246,25 +247,22 @@ class Call:
         """
         if self._cast_before is not None:
             operands = cast_operands(operands, self._cast_before)
-        x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias = operands
-        multiplied = (x, weight)
+        multiplied = x, weight = operands[:2]
         ahead = self._find_prepared(weight) if self._with_prepared is not None else None
         if _recorders:
             record(self.plan if ahead is None else self._with_prepared)
-        if self._mapped:
-            x, weight = dense(x), dense(weight)
+        if self._mapped and not (self._contiguous and (x.data_ptr() | weight.data_ptr()) % 16 == 0):
+            operands = operands._replace(x=dense(x), weight=dense(weight))
         write_back = None
         if not self._as_they_are:
-            served, write_back = as_served(operands._replace(x=x, weight=weight))
-            x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias = served
-        if not self._training:
-            counter = None
-        inputs = (x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias)
+            operands, write_back = as_served(operands)
+        if not self._training and operands.num_batches_tracked is not None:
+            operands = operands._replace(num_batches_tracked=None)
         if ahead is None:
-            outputs = self._bound(inputs, self._scalars)
+            outputs = self._bound(operands, self._scalars)
         else:
             assert self._bound_prepared is not None
-            outputs = self._bound_prepared((*inputs, *ahead.tensors), self._scalars)
+            outputs = self._bound_prepared((*operands, *ahead.tensors), self._scalars)
         if write_back is not None and self._training:
             write_back()
         kept = outputs[1:]
@@ -290,9 +288,9 @@ class Call:
     def unpacked(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
         """Product and statistics of what `forward` kept; a product that was not kept has no rows."""
         if self.options.keep_product is False:
-            features, dtype = self.plan.problem.out_features, binding.DTYPES[self.plan.problem.dtype]
+            features, dtype = self.plan.problem.out_features, memory.DTYPES[self.plan.problem.dtype]
             return kept[0].new_empty((0, features), dtype=dtype), kept[0]
-        return binding.unpacked(kept[0], self.plan.problem) if self._packed else kept
+        return memory.unpacked(kept[0], self.plan.problem) if self._packed else kept
 
     def _find_prepared(self, weight: Tensor) -> prepared.PreparedWeight | None:
         """The prepared weight, once its kernels are there too."""
@@ -450,18 +448,14 @@ def prepared_like(make: Any, operands: Operands | Differentiable, *rest: Any) ->
     return found
 
 
-_generation = 0
-
-
-def generation() -> int:
-    """How often everything was forgotten: who keeps a prepared call compares it with the one that it was made in."""
-    return _generation
+# How often everything was forgotten: who keeps a prepared call compares it with the one that it was made in.
+generation = 0
 
 
 def forget() -> None:
     """Forget every prepared call, as where the machine has changed (tests do that)."""
-    global _generation
-    _generation += 1
+    global generation
+    generation += 1
     _calls.clear()
     _latest.clear()
     _resolved.cache_clear()

@@ -246,19 +246,18 @@ def row_pitch(t: torch.Tensor) -> int:
     return pitch * t.element_size()
 
 
-class Packer(threading.local):
-    """Memory for a kernel's `Params`, one for each thread: `pack` writes it, `address` is the argument array's."""
+class _Memory(threading.local):
+    """Memory for a kernel's `Params`, one for each thread; `address` is that of the array of arguments."""
 
-    def __init__(self, form: str) -> None:
-        packing = struct.Struct(form)
-        memory = ctypes.create_string_buffer(packing.size)
-        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
-        self.pack = functools.partial(packing.pack_into, memory, 0)
+    def __init__(self, size: int) -> None:
+        self.params = ctypes.create_string_buffer(size)
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
         self.address = ctypes.addressof(self._arguments)
 
 
 class Launcher:
-    """A launch bound to its compiled kernel; called with a stream and the values of `Params` in the layout's order.
+    """A launch bound to its compiled kernel; called with a stream and what `pack` makes of the values of `Params`, in
+    the layout's order.
 
     cuda.core compiles and loads the kernel. It launches kernels with scalars only, so a struct goes through
     cuda.bindings' `cuLaunchKernelEx`.
@@ -272,19 +271,20 @@ class Launcher:
         with _lock:
             self._kernel = _kernel(text, launch.entry, problem.chip.arch)
         self._function = cu.CUfunction(int(self._kernel.handle))
-        self._packer = Packer(params.layout(launch, problem).format)
+        packing = struct.Struct(params.layout(launch, problem).format)
+        self.pack, self._memory = packing.pack, _Memory(packing.size)
         self._launch = cu.cuLaunchKernelEx
         self._describe = functools.partial(_configuration, launch, problem)
         self._configurations: dict[int, Any] = {}
         _lift_limits(self._kernel, launch, problem.chip.arch)
 
-    def __call__(self, stream: int, values: Sequence[Any]) -> None:
-        packer = self._packer
-        packer.pack(*values)
+    def __call__(self, stream: int, packed: bytes) -> None:
+        memory = self._memory
+        memory.params.raw = packed
         found = self._configurations.get(stream)
         if found is None:
             found = self._configurations[stream] = self._describe(stream)
-        (result,) = self._launch(found, self._function, packer.address, 0)
+        (result,) = self._launch(found, self._function, memory.address, 0)
         if result:
             raise GemmNormRuntimeError(f"a launch failed: {result}")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import plan
 from ..plan import Problem
 from ..plan import ranks as plans
-from . import binding
+from . import binding, memory
 from .arguments import check_arguments
 from .arithmetic import arithmetic
 from .call import describe, prepared_like, record, remember, remembered, sizes, warn_once
@@ -52,7 +52,7 @@ class Call:
         self._names = self._statistics.outputs if self._statistics else ()
         self._mapped = any(launch.maps for launch in (*statistics.launches, *normalize.launches))
         self._as_they_are = all_served_as_they_are(operands)
-        self._norm_dtype = binding.DTYPES[problem.norm_dtype]
+        self._norm_dtype = memory.DTYPES[problem.norm_dtype]
         self._scalars = binding.scalars(problem, operands.scale, options.scale_value, options.momentum, options.eps)
         if options.save and problem.batch:
             names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)

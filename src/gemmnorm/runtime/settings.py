@@ -28,6 +28,4 @@ def variable(name: str) -> str | None:
 
 def settings() -> tuple[Any, ...]:
     """What `plan.check_strategy` and `plan.check_keep_product` decide by, to be compared with an earlier call's."""
-    return (
-        choice._requested, choice._keep_product, variable("GEMMNORM_STRATEGY"), variable("GEMMNORM_KEEP_PRODUCT"),
-    )  # fmt: skip
+    return choice._requested, choice._keep_product, variable("GEMMNORM_STRATEGY"), variable("GEMMNORM_KEEP_PRODUCT")
