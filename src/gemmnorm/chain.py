@@ -143,9 +143,10 @@ class ChainCall:
                 raise GemmNormRuntimeError(f"process_group: {reason}, and so the statistics are not synchronised")
             return _one_by_one(x, linear, bn, scale, view, activation)
         child, name = (activation, _name_of(activation)) if isinstance(activation, nn.Module) else (None, activation)
-        operands = _operands(x, tensors, bn, scale)
+        rows = x
         if not is_matrix:
-            operands = operands._replace(x=rows_of(x, product), weight=matrix(operands.weight))
+            rows, tensors = rows_of(x, product), (matrix(tensors[0]), *tensors[1:])
+        operands = _operands(rows, tensors, bn, scale)
         options = _options(operands, bn, scale, name, keep_product)
         group = (process_group or _group_of(bn)) if bn.training else None  # as nn.SyncBatchNorm
         found = cached_call(operands, options, group) if state is not None and is_matrix else None
