@@ -68,18 +68,22 @@ struct RecomputedGradient {
         mbarrier_wait(&s.used[state.stage], state.phase);
         float(&numbers)[kNumbers][G::TN] = s.numbers[state.stage];
         const LaneFeatures<G::TN> own(scheduler.at(t), f.p.features);
-        FeatureGradient<Form::kFolded> feature[own.kOwn];
+        constexpr int kTogether = own.kOwn < 2 ? own.kOwn : 2;  // what the registers hold
+#pragma unroll 1
+        for (int first = 0; first < own.kOwn; first += kTogether) {
+          FeatureGradient<Form::kFolded> feature[kTogether];
 #pragma unroll
-        for (int i = 0; i < own.kOwn; ++i) feature[i] = feature_gradient<Form::kFolded, !SUMS>(f.p, own.feature(i));
+          for (int i = 0; i < kTogether; ++i) feature[i] = feature_gradient<Form::kFolded, !SUMS>(f.p, own.feature(first + i));
 #pragma unroll
-        for (int i = 0; i < own.kOwn; ++i) {
-          const int c = own.column(i);
-          numbers[0][c] = feature[i].centre;
-          numbers[1][c] = feature[i].slope;
-          numbers[2][c] = feature[i].shift;
-          if constexpr (!SUMS) {
-            numbers[3][c] = feature[i].mean_grad;
-            numbers[4][c] = feature[i].slope_grad;
+          for (int i = 0; i < kTogether; ++i) {
+            const int c = own.column(first + i);
+            numbers[0][c] = feature[i].centre;
+            numbers[1][c] = feature[i].slope;
+            numbers[2][c] = feature[i].shift;
+            if constexpr (!SUMS) {
+              numbers[3][c] = feature[i].mean_grad;
+              numbers[4][c] = feature[i].slope_grad;
+            }
           }
         }
         mbarrier_arrive(&s.known[state.stage]);
