@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gemmnorm
 from gemmnorm import chain
 from gemmnorm.op import route, sync
+from gemmnorm.runtime import binding
 from gemmnorm.runtime import call as runtime
 
 BATCH, INNER, FEATURES = 6, 4, 8
@@ -241,3 +242,15 @@ def test_nothing_is_kept_on_the_cpu():
     module = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES)
     module(torch.randn(BATCH, INNER))
     assert not module._call._cached
+
+
+def test_packed_arguments_are_kept_once_their_addresses_have_come_twice() -> None:
+    packed = binding._Packed()
+    packed.keep((1, 2), b"a")
+    assert packed.get((1, 2)) is None
+    packed.keep((1, 2), b"a")
+    assert packed[1, 2] == b"a"
+    for address in range(2 * binding._KEPT_ARGUMENTS):
+        for _ in range(2):
+            packed.keep((address, "new"), b"b")
+        assert len(packed) <= binding._KEPT_ARGUMENTS

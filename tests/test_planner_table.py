@@ -129,3 +129,28 @@ def test_candidates_have_names_of_their_own_and_plans_that_are_theirs(precision:
                 name for name, reason in plan.applicable(problem).items() if reason is None and name != "reference"
             } - (set() if training else {"gemm_stats_apply"})
             assert all(len(c.refusal) > 10 for c in candidates(problem) if c.refusal)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "together"),
+    [
+        ((65536, 128, 2048), 16),  # y 268 MB, the weight 0.5 MB: all panels, whole rows of y
+        ((2048, 128, 2048), 8),  # y fits the L2
+        ((16384, 4096, 4096), 8),  # the weight does not stay there
+    ],
+)
+def test_whole_rows_of_y_are_written_where_it_is_larger_than_the_l2(sizes: tuple[int, int, int], together: int) -> None:
+    for training in (True, False):
+        gemms = [c.variant for c in candidates(problem_of("bf16", sizes, training)) if isinstance(c.variant, Gemm)]
+        found = {g.schedule: g.group_panels for g in gemms if (g.tile.rows, g.tile.columns) == (256, 128)}
+        # No panel waits for its statistics in the same launch.
+        assert {found[s] for s in (("statistics", "two-pass") if training else ("evaluate",))} == {together}
+        assert found.get("deferred", 8) == 8
+
+
+def test_two_passes_multiply_operands_that_were_converted_before() -> None:
+    problem = problem_of("amp", (4096, 2048, 4096), True)
+    gemms = [c.variant for c in candidates(problem) if isinstance(c.variant, Gemm)]
+    converting = {g.schedule for g in gemms if g.converts(problem)}
+    assert {"statistics", "deferred"} <= converting  # the kernel can
+    assert not converting & {"two-pass", "gram"}  # the second product begins before the first is done

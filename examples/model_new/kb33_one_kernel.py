@@ -654,7 +654,7 @@ struct FeatureValues {
   float s, b, gamma, shift, running_mean, running_var;
 
   __device__ __forceinline__ float slope() const { return gamma * s; }  // for rstd = 1
-  // Evaluation: y = phi(x*a + y).
+  // Evaluation: phi(c.x*a + c.y) of an element a of the product.
   __device__ __forceinline__ float2 coefficients(float eps) const {
     const float r = 1.0f / sqrtf(running_var + eps);
     return make_float2(slope() * r, shift + gamma * r * (s * b - running_mean));
@@ -664,8 +664,8 @@ struct FeatureValues {
 template <class V>
 __device__ V pointee(const V*);  // for its type only
 
-// The same as it is in memory. Of several features, load first and convert then: the loads are all in flight at once, because
-// nothing between them branches (a square root does), stores, or waits for a value.
+// The same as it is in memory. Of several features, load all before the first is converted: the loads are in flight together as
+// long as nothing between them branches (a square root does), stores, or waits for a value.
 template <class Params>
 struct RawFeature {
   template <class Pointer>
@@ -1762,9 +1762,9 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 //                                   accumulators, `end` after the block's last tile
 //   kStatisticsKnown                all statistics are known before the launch
 //   kMergesHere                     those of the batch are merged in this launch, through its counters
-//   kWaitsItself                    Auxiliary waits for the launches before (griddepcontrol), whose results nothing else reads: the
-//                                   main loop of the first tile begins beside them. The call's first launch is no such one, and lets
-//                                   the next begin only when all before the call is complete
+//   kWaitsItself                    Auxiliary waits for the launches before (griddepcontrol), and nothing else reads what they
+//                                   write: the main loop of the first tile begins beside them. Only behind a GEMM of the same
+//                                   call that waits itself before it lets the next begin: all before the call is then complete
 //   kStores                         tiles are stored, and may sweep through the staging buffers
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
 //   done_early(p)                   a consumer signals itself that it is done with the counters, before its last tile is stored,
@@ -1793,9 +1793,9 @@ struct TrainingShared : StagingBarriers {
   float mean[G::TN], squares[G::TN], finished_slope[G::TN], finished_shift[G::TN];  // of all rows, for both consumers
 };
 
-// One warp stores what the consumers stage, tile by tile. `describe(t)` says of a tile whether its product is stored, and how the
-// L2 should treat it; of a stored one `on_staged(t, tile)` runs when the statistics of a consumer's half are in memory, `on_stored(t, tile)` when
-// its product is: each once per consumer, so that a panel is complete at two signals a tile.
+// One warp stores what the consumers stage, tile by tile. `describe(t)` says of a tile whether its product is stored, and how
+// the L2 should treat it. Of a stored one `on_staged(t, tile)` runs when the statistics of a consumer's half are in memory,
+// `on_stored(t, tile)` when its product is: each once per consumer, so that a panel is complete at two signals a tile.
 struct StoreDescription {
   bool stores;
   u64 policy;
@@ -2950,7 +2950,9 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j), gamma = value_or(p.bn_weight, j, 1.0f), rstd = p.rstd[j];
   float sum[kSums] = {};
   merge.add_up(sum, shared,
-               [&](i64 at) { return make_float3(p.group_sum[at], p.group_dot[at], 0.0f); },
+               [&](i64 at) {
+                 return make_float3(p.group_sum[at], p.group_dot[at], 0.0f);
+               },
                [](float (&sum)[kSums], float3 of_group, int) {
                  sum[0] += of_group.x;
                  sum[1] += of_group.y;

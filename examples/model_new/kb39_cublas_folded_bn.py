@@ -831,7 +831,9 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   const float s = scale_of(p.scale, p.scale_stride, p.scale_value, j), gamma = value_or(p.bn_weight, j, 1.0f), rstd = p.rstd[j];
   float sum[kSums] = {};
   merge.add_up(sum, shared,
-               [&](i64 at) { return make_float3(p.group_sum[at], p.group_dot[at], FORM == Form::kRunning ? p.group_linear[at] : 0.0f); },
+               [&](i64 at) {
+                 return make_float3(p.group_sum[at], p.group_dot[at], FORM == Form::kRunning ? p.group_linear[at] : 0.0f);
+               },
                [](float (&sum)[kSums], float3 of_group, int) {
                  sum[0] += of_group.x;
                  sum[1] += of_group.y;

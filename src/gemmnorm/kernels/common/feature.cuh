@@ -9,7 +9,7 @@ struct FeatureValues {
   float s, b, gamma, shift, running_mean, running_var;
 
   __device__ __forceinline__ float slope() const { return gamma * s; }  // for rstd = 1
-  // Evaluation: y = φ(x·a + y).
+  // Evaluation: φ(c.x·a + c.y) of an element a of the product.
   __device__ __forceinline__ float2 coefficients(float eps) const {
     const float r = 1.0f / sqrtf(running_var + eps);
     return make_float2(slope() * r, shift + gamma * r * (s * b - running_mean));
@@ -19,8 +19,8 @@ struct FeatureValues {
 template <class V>
 __device__ V pointee(const V*);  // for its type only
 
-// The same as it is in memory. Of several features, load first and convert then: the loads are all in flight at once, because
-// nothing between them branches (a square root does), stores, or waits for a value.
+// The same as it is in memory. Of several features, load all before the first is converted: the loads are in flight together as
+// long as nothing between them branches (a square root does), stores, or waits for a value.
 template <class Params>
 struct RawFeature {
   template <class Pointer>

@@ -6,9 +6,9 @@
 //                                   accumulators, `end` after the block's last tile
 //   kStatisticsKnown                all statistics are known before the launch
 //   kMergesHere                     those of the batch are merged in this launch, through its counters
-//   kWaitsItself                    Auxiliary waits for the launches before (griddepcontrol), whose results nothing else reads: the
-//                                   main loop of the first tile begins beside them. The call's first launch is no such one, and lets
-//                                   the next begin only when all before the call is complete
+//   kWaitsItself                    Auxiliary waits for the launches before (griddepcontrol), and nothing else reads what they
+//                                   write: the main loop of the first tile begins beside them. Only behind a GEMM of the same
+//                                   call that waits itself before it lets the next begin: all before the call is then complete
 //   kStores                         tiles are stored, and may pass through the staging buffers
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
 //   done_early(p)                   a consumer signals itself that it is done with the counters, before its last tile is stored,
@@ -42,9 +42,9 @@ struct TrainingShared : StagingBarriers {
   float mean[G::TN], squares[G::TN], finished_slope[G::TN], finished_shift[G::TN];  // of all rows, for both consumers
 };
 
-// One warp stores what the consumers stage, tile by tile. `describe(t)` says of a tile whether its product is stored, and how the
-// L2 should treat it; of a stored one `on_staged(t, tile)` runs when the statistics of a consumer's half are in memory, `on_stored(t, tile)` when
-// its product is: each once per consumer, so that a panel is complete at two signals a tile.
+// One warp stores what the consumers stage, tile by tile. `describe(t)` says of a tile whether its product is stored, and how
+// the L2 should treat it. Of a stored one `on_staged(t, tile)` runs when the statistics of a consumer's half are in memory,
+// `on_stored(t, tile)` when its product is: each once per consumer, so that a panel is complete at two signals a tile.
 struct StoreDescription {
   bool stores;
   u64 policy;
