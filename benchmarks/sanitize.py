@@ -44,6 +44,7 @@ SIZES = {
     "tall": (17000, 64, 520, 132),
     "twice": (1100, 72, 264, 6),  # multiplied
     "gram": (1100, 72, 264, 6),
+    "neighbours": (1100, 72, 520, 6),  # that load x together
     "narrow": (1300, 72, 40, 3),  # tiles whose consumers share out the rows
     "few tiles": (520, 200, 72, 132),  # in a cluster
     "odd rows": (300, 137, 265, 16),  # split operands and copies; and y a feature at a time
@@ -52,6 +53,7 @@ WANTED = {
     "parts of K": lambda c: isinstance(c.variant, Gemm) and c.variant.converts(c.problem),
     "twice": lambda c: getattr(c.variant, "schedule", "") == "two-pass",
     "gram": lambda c: getattr(c.variant, "schedule", "") == "gram",
+    "neighbours": lambda c: c.phase == "backward" or (isinstance(c.variant, Gemm) and c.variant.sharing > 1),
     "narrow": lambda c: c.phase == "backward" or (isinstance(c.variant, Gemm) and c.variant.tile.halves_rows),
     "few tiles": lambda c: c.phase == "backward" or isinstance(c.variant, small.SmallPanel),
     "--without-small": lambda c: not isinstance(c.variant, small.SmallPanel),  # at which synccheck ends the process

@@ -30,6 +30,11 @@ def in_registers(wanted: bool) -> Callable[[Candidate], bool]:
     )
 
 
+def sharing_x(schedule: str) -> Callable[[Candidate], bool]:
+    """Neighbouring blocks load x together."""
+    return lambda c: isinstance(c.variant, Gemm) and c.variant.sharing > 1 and c.variant.schedule == schedule
+
+
 def by_gram(c: Candidate) -> bool:
     """Statistics from the Gram matrix of x; any backward."""
     return c.phase == "backward" or getattr(c.variant, "schedule", "") == "gram"

@@ -735,7 +735,9 @@ struct TileShape {
 };
 
 // A persistent block takes tiles blockIdx.x, blockIdx.x + gridDim.x, ... Their order: `group_panels` panels (columns of tiles)
-// at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2.
+// at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2. Neighbouring
+// blocks that share tiles of x have panels side by side: their number divides both numbers of panels, of which the last may have
+// no feature.
 struct TileScheduler {
   int tiles_m, tiles_n, group_panels;
 
@@ -752,9 +754,10 @@ struct TileScheduler {
   }
 };
 
-template <int TM, int TN, class Params>
+template <int TM, int TN, int SHARING, class Params>
 __device__ __forceinline__ TileScheduler tile_scheduler(const Params& p) {
-  return {(p.batch + TM - 1) / TM, (p.features + TN - 1) / TN, p.group_panels};
+  constexpr int kFeatures = TN * SHARING;
+  return {(p.batch + TM - 1) / TM, (p.features + kFeatures - 1) / kFeatures * SHARING, p.group_panels};
 }
 
 // --- memory_bound/group_tile.cuh -----------------------------------------------------------------------------------
@@ -1364,19 +1367,24 @@ struct ConvertedRows {
 // --- gemm/pipeline.cuh ---------------------------------------------------------------------------------------------
 // The ring of shared-memory stages between the producer thread, which fills it by TMA, and the consumers.
 
-// Barriers of a ring: `full` completes when a stage's bytes have arrived, `empty` when all consumers have read them.
-template <int STAGES>
+// Barriers of a ring: `full` completes when a stage's bytes have arrived, `empty` when all consumers have read them: those of all
+// BLOCKS of a cluster, whose producers write to each other's rings.
+template <int STAGES, int BLOCKS = 1>
 struct Pipeline {
+  static constexpr int kStages = STAGES;
   u64 full[STAGES], empty[STAGES];
 
   __device__ __forceinline__ void init(int consumers) {
     for (int s = 0; s < STAGES; ++s) {
       mbarrier_init(&full[s], 1);
-      mbarrier_init(&empty[s], consumers);
+      mbarrier_init(&empty[s], consumers * BLOCKS);
     }
   }
   // A consumer has read the stage before `stage`, as one thread.
-  __device__ __forceinline__ void release_before(int stage) { mbarrier_arrive(&empty[stage == 0 ? STAGES - 1 : stage - 1]); }
+  __device__ __forceinline__ void release_before(int stage) {
+    u64* barrier = &empty[stage == 0 ? STAGES - 1 : stage - 1];
+    mbarrier_arrive(barrier);
+  }
 };
 
 // Where a thread is in the ring. The producer begins with phase 1: all stages are empty.
@@ -1400,16 +1408,17 @@ struct OperandBox {
   const TensorMap* map;
   int rows;
 };
-template <int ROWS>
+// Where the BLOCKS of a cluster share them out: each one's part. None of a tile beyond the last.
+template <int ROWS, int BLOCKS = 1>
 __device__ __forceinline__ OperandBox operand_box(const TensorMap& map, const TensorMap& last, int first_row, int rows) {
   const int left = rows - first_row;
-  if (left > ROWS) return {&map, ROWS};
-  return {&last, (left + 7) / 8 * 8};
+  if (left > ROWS) return {&map, ROWS / BLOCKS};
+  return {&last, max((left + 8 * BLOCKS - 1) / (8 * BLOCKS) * 8, 0)};
 }
 
 // The producer: as one thread, fills a stage of `bytes` for each k in [begin, end). `load(k, stage, barrier)` asks TMA for it.
-template <int STAGES, class Load>
-__device__ __forceinline__ void produce(Pipeline<STAGES>& ring, PipelineState<STAGES>& state, int begin, int end, u32 bytes,
+template <class Ring, class Load>
+__device__ __forceinline__ void produce(Ring& ring, PipelineState<Ring::kStages>& state, int begin, int end, u32 bytes,
                                         const Load& load) {
   for (int k = begin; k < end; ++k) {
     mbarrier_wait(&ring.empty[state.stage], state.phase);
@@ -1585,6 +1594,7 @@ struct GemmTypes {
   using Activation = typename Config::Activation;
   using Operand = OperandTraits<typename Config::Operand>;
   static constexpr int TM = Config::kTileRows, TN = Config::kTileColumns, kStages = Config::kStages;
+  static constexpr int kSharing = Config::kSharing;  // blocks, neighbours along the features, that load each tile of x together
   using Shape = TileShape<TM, TN>;
   static constexpr int kWidth = Shape::kWidth, kPlanes = Operand::kPlanes;
   static constexpr bool kSplit = kPlanes == 2;
@@ -1632,11 +1642,11 @@ struct GemmShared {
   typename G::Conversion::Shared conversion;
   alignas(16) typename G::Scaling::Shared scaling;  // read two floats at a time
   alignas(16) typename G::Epilogue::Shared epilogue;  // likewise
-  Pipeline<G::kStages> ring;
+  Pipeline<G::kStages, G::kSharing> ring;
   u64 warps_done;  // completes when all warps but the producer's are done with the counters
 };
 
-// One thread loads the operands of the block's tiles.
+// One thread loads the operands of the block's tiles; of x its part, for all blocks that share it.
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler& scheduler, Shared& shared,
                                            const typename G::Conversion& conversion) {
@@ -1645,9 +1655,10 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
 #pragma unroll 1
   for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
     const Tile tile = scheduler.at(t);
-    const OperandBox x = operand_box<G::TM>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
+    const OperandBox x = operand_box<G::TM, G::kSharing>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
+    int own_rows = 0;  // where the block's part of x begins
     const OperandBox weight = operand_box<G::TN>(p.map_weight, p.map_last_weight, tile.n * G::TN, p.features);
-    const int bytes = G::kPlanes * (x.rows + weight.rows) * kRowBytes;
+    const int bytes = G::kPlanes * (G::kSharing * x.rows + weight.rows) * kRowBytes;
     produce(shared.ring, state, 0, G::steps(p), bytes, [&](int k, int stage, u64* full) {
       conversion.wait_for(tile, k);
 #pragma unroll
@@ -1707,7 +1718,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
 
-  const TileScheduler scheduler = tile_scheduler<G::TM, G::TN>(p);
+  const TileScheduler scheduler = tile_scheduler<G::TM, G::TN, G::kSharing>(p);
   const Features<Params> f(p, G::Shape::kMeanRows);
   const Counters counters = {p.counters, scheduler.tiles_n};
   const typename G::Conversion conversion(p, scheduler, counters.end());
@@ -2457,8 +2468,8 @@ struct SplitMainloop {
 
   // `acc` receives the sum in units of the powers of two that the operands were multiplied by; `on_first` runs while the first
   // stage is multiplied.
-  template <int STAGES, class A, class B, class OnFirst>
-  __device__ __forceinline__ static void run(Pipeline<STAGES>& ring, PipelineState<STAGES>& state, int steps, const A& a,
+  template <class Ring, class A, class B, class OnFirst>
+  __device__ __forceinline__ static void run(Ring& ring, PipelineState<Ring::kStages>& state, int steps, const A& a,
                                              const B& b, Accumulators& acc, const OnFirst& on_first) {
     constexpr int kStepA = A_MN ? kMnMajorStep : kKMajorStep, kStepB = B_MN ? kMnMajorStep : kKMajorStep;
     const bool releases = threadIdx.x % 128 == 0;
@@ -3240,6 +3251,7 @@ struct FusedGemmScaleBnConfig {
   static constexpr int kTileRows = 128;
   static constexpr int kTileColumns = 128;
   static constexpr int kStages = 3;
+  static constexpr int kSharing = 1;
   static constexpr int kSharedBytes = 231424;
   template <class... A>
   using Epilogue = gemmnorm::DeferredEpilogue<A...>;
@@ -3299,6 +3311,7 @@ struct FusedGemmScaleBnEvaluateConfig {
   static constexpr int kTileRows = 128;
   static constexpr int kTileColumns = 128;
   static constexpr int kStages = 3;
+  static constexpr int kSharing = 1;
   static constexpr int kSharedBytes = 231424;
   template <class... A>
   using Epilogue = gemmnorm::EvaluateEpilogue<A...>;

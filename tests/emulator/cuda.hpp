@@ -104,6 +104,8 @@ void init_mbarrier(u64* b, unsigned count);
 void arrive_at_mbarrier(u64* b, int expected_bytes);
 void wait_for_mbarrier(u64* b, unsigned parity);
 void load_box(void* to, const void* map, u64* barrier, int x, int y);
+void load_box_remote(void* own, const void* map, u64* barrier, int x, int y, int rank);
+void arrive_remote(u64* barrier, int rank);
 void store_box(const void* map, const void* from, int x, int y);
 void load_bulk(void* to, const void* from, unsigned bytes, u64* barrier);
 void wait_for_stores();

@@ -63,10 +63,13 @@ static MapFields fields(const void* map) {
   return m;
 }
 
-void load_box(void* to, const void* map, u64* barrier, int x, int y) {
+// `landing` runs when the box lands.
+template <class Landing>
+static void load_box(void* to, const void* map, u64* barrier, int x, int y, const Landing& landing) {
   const MapFields m = fields(map);
   if (reinterpret_cast<std::uintptr_t>(to) % 1024) fail("a swizzled box that is not aligned to 1024 bytes");
   machine.pending.push_back([=] {
+    landing();
     for (int r = 0; r < m.box_rows; ++r)
       for (int c = 0; c < m.box_columns; ++c) {
         unsigned char* target = swizzled(static_cast<unsigned char*>(to), r, c * m.size);
@@ -86,6 +89,10 @@ void load_box(void* to, const void* map, u64* barrier, int x, int y) {
     arrivals(barrier).bytes -= m.box_rows * 128;
     arrivals(barrier).check();
   });
+}
+
+void load_box(void* to, const void* map, u64* barrier, int x, int y) {
+  load_box(to, map, barrier, x, y, [] {});
 }
 
 void load_bulk(void* to, const void* from, unsigned bytes, u64* barrier) {
@@ -137,6 +144,16 @@ void store_remote(void* own, float4 v, u64* barrier, int rank) {
     there.check();
   });
 }
+
+void load_box_remote(void* own, const void* map, u64* barrier, int x, int y, int rank) {
+  Cluster* cluster = current->block->cluster.get();
+  ++cluster->stores;
+  load_box(in_cluster(own, rank), map, reinterpret_cast<u64*>(in_cluster(barrier, rank)), x, y, [=] {
+    --cluster->stores;
+    if (!cluster->blocks[rank]->alive) machine.fault = "a load into a block that has left";
+  });
+}
+void arrive_remote(u64* barrier, int rank) { arrive_at_mbarrier(reinterpret_cast<u64*>(in_cluster(barrier, rank)), 0); }
 
 void store_transposed(void* row, const unsigned (&pairs)[4]) {
   const int lane = threadIdx.x % 32;

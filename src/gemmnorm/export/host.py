@@ -394,7 +394,9 @@ class _Body:
         rows, columns = map(self.extent, buffers[role].shape)
         dtype = buffers[role].dtype
         kind = "CU_TENSOR_MAP_DATA_TYPE_" + ("FLOAT32" if found.exact and dtype == "float32" else _MAP_TYPES[dtype])
-        box_rows = f"(({rows} - 1) % {found.rows} + 8) / 8 * 8" if found.last else found.rows
+        eights = 8 * found.shared
+        last = f"(({rows} - 1) % {found.rows} + {eights}) / {eights} * 8"
+        box_rows = last if found.last else found.rows // found.shared
         sizes = [rows, columns, str(box_rows), str(found.columns)]
         sizes += [f"{buffers[role].pitch} /* pitch */"] if buffers[role].pitch else []
         return f"tensor_map({self.argument(role)}, {kind}, {', '.join(sizes)})"

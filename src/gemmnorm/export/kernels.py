@@ -21,7 +21,7 @@ WIDTH = 116
 _KNOWN = {
     Launch: {"entry", "source", "parts", "function", "config", "params", "roles", "absent", "grid", "block", "resident",
              "shared", "cooperative", "least", "cluster", "maps", "numbers", "only_for"},
-    Map: {"role", "tensor", "rows", "columns", "exact", "last"},
+    Map: {"role", "tensor", "rows", "columns", "exact", "last", "shared"},
     Product: {"out", "left", "right", "transpose_left", "transpose_right"},
     Buffer: {"role", "dtype", "shape", "pitch"},
     Plan: {"problem", "phase", "strategy", "steps", "outputs", "workspace", "aliases", "reasons", "counters", "seconds",
@@ -248,7 +248,9 @@ def _gemm_facts(launch: Launch) -> dict[str, bool]:
         "Conversion::kConverts": launch.member("Conversion<>") != "gemmnorm::NoConversion",
         "kStatisticsKnown": launch.member("Epilogue<>") in KNOWN,
     }
+    shares = int(launch.member("kSharing")) > 1
     found = {f"G::{name}": value for name, value in found.items()} | {"kSwapAB": swaps, "kSplit": split}
+    found |= {"G::kShares": shares} if shares else {"G::kShares": False, "BLOCKS > 1": False}
     if staged == staged_y:
         found["STAGED"] = staged
     if size == size_y:

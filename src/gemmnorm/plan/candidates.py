@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from . import cast, cost, cost_twice, gradient, gram, memory_bound, small
 from .cublas import CublasForward
-from .gemm import STAGES, Gemm, Tile, refusal, swapped
+from .gemm import STAGES, WIDE, Gemm, Tile, refusal, swapped
 from .gradient import Backward
 from .problem import CHIPS, DTYPE_BYTES, Problem
 from .small import SmallPanel, clusters_at_once
@@ -23,6 +23,7 @@ LARGEST_CLUSTER = 4  # blocks of `fused_gemm`: of larger ones fewer run at once 
 # Panels that are worked on together: 4 to 16 differ by some percent, and a small last group costs most.
 GROUP_PANELS, OTHER_GROUP_PANELS = 8, (4, 6, 12, 16, 24)
 WEIGHT_SHARE = 1 / 8  # of the L2, up to which the weight stays there while x and y go by
+SHARING = 2  # blocks that load x together
 SHARES = (0.0, 0.25, 0.5)  # of the rows that later waves need, converted before as well; or all
 
 
@@ -169,8 +170,8 @@ def _gemms(problem: Problem) -> Iterator[Candidate]:
             continue
         for tile in tiles(problem):
             for gemm in _schedules(problem, strategy, tile):
-                for converted in _conversions(problem, gemm):
-                    yield Candidate(problem, "forward", strategy, converted)
+                for found in (*_conversions(problem, gemm), *_sharing(problem, gemm)):
+                    yield Candidate(problem, "forward", strategy, found)
 
 
 def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
@@ -236,6 +237,21 @@ def _co_resident(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
         yield several
         if tile.waits:
             yield replace(several, in_registers=True)
+
+
+def _sharing(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
+    """Two neighbours that each load half of a tile of x for both, where a row of a box touches two lines of the L2."""
+    rows, panels = gemm.tile.counts(problem, SHARING)
+    if not cost.misaligned(problem) or gemm.tile.rows < WIDE or gemm.cluster > 1 or gemm.panels == 1:
+        return
+    together = -(-gemm.group_panels // SHARING)  # pairs
+    if gemm.schedule == "co-resident":
+        blocks = (problem.chip or CHIPS[90]).multiprocessors
+        at_once = min(-(-gemm.panels // SHARING), blocks // (rows * SHARING))
+        if at_once == 0:
+            return
+        panels, together = at_once * SHARING, _dividing(at_once, together)
+    yield replace(gemm, panels=panels, group_panels=together * SHARING, sharing=SHARING)
 
 
 def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:

@@ -235,7 +235,7 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` with all that stands before and after it."""
     tile, counted = gemm.tile, empty()
     blocks = (problem.chip or CHIPS[90]).multiprocessors
-    (rows, panels), size = tile.counts(problem), DTYPE_BYTES[problem.dtype]
+    (rows, panels), size = tile.counts(problem, gemm.sharing), DTYPE_BYTES[problem.dtype]
     out_size, elements = DTYPE_BYTES[problem.out_dtype], problem.batch * problem.out_features
     deferred, co_resident = gemm.schedule == "deferred", gemm.schedule == "co-resident"
     statistics = gemm.schedule in ("statistics", "exact-statistics")
@@ -283,7 +283,7 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
         "swapped": float(waves * (tile.rows < 128)),
         "unswapped": float(waves * (not tile.swapped) * problem.training),
         "width": of_tile / 128,
-        "loaded": (tile.rows + tile.columns) * tile.planes,
+        "loaded": (tile.rows / gemm.sharing + tile.columns) * tile.planes,
         "products": 3 if tile.planes == 2 else 1,
         "tile_elements": waves * of_tile,
         "tile_bytes": (1 if staged else waves) * of_tile * ((not statistics) * out_size + size * stored),
@@ -297,7 +297,7 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
         "traffic": traffic,
         "inside_bytes": inside,
         "inside_rows": inside_rows,
-        "misaligned": misaligned(problem),
+        "misaligned": misaligned(problem) * (gemm.sharing == 1),
         "inside": float(inside > 0),
         "split": float(problem.split),
     }

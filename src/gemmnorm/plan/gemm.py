@@ -152,9 +152,10 @@ class Tile:
         """Rows of one partial mean and M2."""
         return self.width if self.swapped else GROUP_ROWS
 
-    def counts(self, problem: Problem) -> tuple[int, int]:
-        """Tiles along the batch and along the features."""
-        return -(-problem.batch // self.rows), -(-problem.out_features // self.columns)
+    def counts(self, problem: Problem, shared_by: int = 1) -> tuple[int, int]:
+        """Tiles along the batch; and along the features, a multiple of `shared_by`."""
+        columns = self.columns * shared_by
+        return -(-problem.batch // self.rows), -(-problem.out_features // columns) * shared_by
 
 
 def refusal(problem: Problem, strategy: str) -> str | None:
@@ -188,6 +189,7 @@ class Gemm:
         group_panels: panels (columns of tiles) that are worked on together, so that the L2 holds what they share.
         panels: that the grid has blocks for; all of them, or, co-resident, as many as run at once.
         cluster: blocks; the tiles of a panel where those are a cluster.
+        sharing: blocks of a cluster, neighbours along the features, that load each tile of x once for all of them.
         in_registers: co-resident tiles wait for their panel in registers, where shared memory has room too.
         weight_rows, x_rows, chunks: of the operands, that a launch before converts; the kernel converts the others
             beside its multiplications. All of the weight are `out_features`, all of x `ALL_ROWS`, whatever the batch.
@@ -202,6 +204,7 @@ class Gemm:
     x_rows: int = ALL_ROWS
     chunks: int = 1
     cluster: int = 1
+    sharing: int = 1
     in_registers: bool = False
 
     def words(self, problem: Problem) -> str:
@@ -209,6 +212,8 @@ class Gemm:
         found = f"{self.tile.rows}x{self.tile.columns} {self.schedule}, {self.panels} panels by {self.group_panels}"
         if self.cluster > 1:
             found += f" in clusters of {self.cluster}"
+        if self.sharing > 1:
+            found += f" sharing x by {self.sharing}"
         if self.in_registers:
             found += " in registers"
         if self.converts(problem):
@@ -273,17 +278,19 @@ def fused_gemm(
             ("kTileRows", tile.rows),
             ("kTileColumns", tile.columns),
             ("kStages", tile.stages),
+            ("kSharing", gemm.sharing),
             ("kSharedBytes", shared),
             ("Epilogue<>", f"gemmnorm::{epilogue}"),
             ("Conversion<>", f"gemmnorm::{conversion}"),
             ("Activation", "Activation"),
         ),
         (*OPERAND_MAPS, *(m.role for m in matrices), *fields, *dict(numbers), "batch", "in_features", "features"),
-        Extent(gemm.panels, tile.rows, (problem.chip or CHIPS[90]).multiprocessors),
+        Extent(gemm.panels, tile.rows, (problem.chip or CHIPS[90]).multiprocessors // gemm.sharing * gemm.sharing),
         block=384,
         resident=1,
         shared=shared,
-        maps=(*operand_maps(*operands, (tile.rows, tile.columns), tile.k), *matrices),
+        cluster=max(gemm.cluster, gemm.sharing),
+        maps=(*operand_maps(*operands, (tile.rows, tile.columns), tile.k, shared=gemm.sharing), *matrices),
         numbers=numbers,
     )
 
@@ -331,7 +338,6 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
     waits = schedule == "deferred" or (schedule == "co-resident" and gemm.cluster == 1)
     return replace(
         launch,
-        cluster=gemm.cluster,
         cooperative=waits or gemm.converts(problem),
         roles=made,
         absent=absent,
@@ -427,7 +433,7 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
 
 def _counters(problem: Problem, gemm: Gemm) -> int:
     """32-bit numbers that the kernel counts with, and those of the features to compute once more."""
-    _, panels = gemm.tile.counts(problem)
+    _, panels = gemm.tile.counts(problem, gemm.sharing)
     of_panels = COUNTERS + 2 * panels
     if gemm.schedule == "gram":
         return COUNTERS

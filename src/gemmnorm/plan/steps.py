@@ -75,7 +75,8 @@ class Map:
     """A TMA descriptor: argument role, the tensor's role, box rows and columns; 128-byte swizzle.
 
     Of float32 it rounds to TF32 on the way in, where the tensor cores would truncate, unless it is `exact`. Rows of a
-    box beyond the matrix are slow: that of the `last` tile has the rows that are left for it, in eights.
+    box beyond the matrix are slow: that of the `last` tile has the rows that are left for it, in eights. Of a tile that
+    several blocks load together (`shared`) each loads as many rows.
     """
 
     role: str
@@ -84,21 +85,28 @@ class Map:
     columns: int
     exact: bool = False
     last: bool = False
+    shared: int = 1
 
     def box(self, rows: int) -> tuple[int, int]:
         """Rows and columns of a box, for a matrix of so many rows."""
-        return ((rows - 1) % self.rows + 8) // 8 * 8 if self.last else self.rows, self.columns
+        of_tile = (rows - 1) % self.rows + 1 if self.last else self.rows
+        return -(-of_tile // (8 * self.shared)) * 8, self.columns
 
 
 OPERAND_MAPS = ("map_x", "map_last_x", "map_weight", "map_last_weight")
 
 
-def operand_maps(x: str, weight: str, tile: tuple[int, int], columns: int, exact: bool = False) -> tuple[Map, ...]:
-    """The maps named in `OPERAND_MAPS`, by the tensors' roles, the rows of each in a tile, and the columns of a box."""
+def operand_maps(
+    x: str, weight: str, tile: tuple[int, int], columns: int, exact: bool = False, shared: int = 1
+) -> tuple[Map, ...]:
+    """The maps named in `OPERAND_MAPS`, by the tensors' roles, the rows of each in a tile, and the columns of a box.
+
+    `shared`: blocks that load a tile of x together.
+    """
     maps: list[Map] = []
-    for name, tensor, rows in (("x", x, tile[0]), ("weight", weight, tile[1])):
-        maps.append(Map(f"map_{name}", tensor, rows, columns, exact))
-        maps.append(Map(f"map_last_{name}", tensor, rows, columns, exact, last=True))
+    for name, tensor, rows, blocks in (("x", x, tile[0], shared), ("weight", weight, tile[1], 1)):
+        maps.append(Map(f"map_{name}", tensor, rows, columns, exact, shared=blocks))
+        maps.append(Map(f"map_last_{name}", tensor, rows, columns, exact, last=True, shared=blocks))
     return tuple(maps)
 
 

@@ -50,8 +50,9 @@ _SMALL = (
     (100, 512, 32), (100, 512, 192), (100, 512, 1024), (100, 512, 8192), (256, 8192, 8192), (512, 8192, 8192),
     (64, 16384, 4096), (100, 16384, 4096), (256, 16384, 4096), (5000, 2048, 8192), (3000, 200, 8192),
 )  # fmt: skip
-# Sizes whose every candidate is compiled, whichever the planner takes: one tile of rows, one wave, many.
-_EVERY_CANDIDATE = ((100, 8192, 8192), (1024, 8192, 8192), (65536, 64, 8192))
+# Sizes whose every candidate is compiled, whichever the planner takes: one tile of rows, one wave, many; rows of x that
+# are no whole lines.
+_EVERY_CANDIDATE = ((100, 8192, 8192), (1024, 8192, 8192), (65536, 64, 8192), (3000, 200, 8192))
 
 
 @dataclass(frozen=True)

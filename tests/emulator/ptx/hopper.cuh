@@ -32,6 +32,10 @@ constexpr u64 kEvictNormal = 0, kEvictFirst = 1, kEvictLast = 2;
 inline void tma_load(void* to, const TensorMap& map, u64* barrier, int x, int y, u64) {
   emulator::load_box(to, &map, barrier, x, y);
 }
+inline void tma_load_multicast(void* to, const TensorMap& map, u64* barrier, int x, int y, u16 mask, u64) {
+  for (int rank = 0; mask >> rank; ++rank)
+    if (mask >> rank & 1) emulator::load_box_remote(to, &map, barrier, x, y, rank);
+}
 inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   emulator::load_bulk(to, from, bytes, barrier);
 }
@@ -50,6 +54,7 @@ void setmaxnreg_inc() {}
 inline int cluster_rank() { return static_cast<int>(blockIdx.x % emulator::here.cluster); }
 inline void cluster_arrive_relaxed() { emulator::arrive_at_cluster(); }
 inline void cluster_wait() { emulator::wait_for_cluster(); }
+inline void mbarrier_arrive_remote(u64* own, int rank) { emulator::arrive_remote(own, rank); }
 inline void st_async_remote(float4* own, float4 v, u64* barrier, int rank) {
   emulator::store_remote(own, v, barrier, rank);
 }

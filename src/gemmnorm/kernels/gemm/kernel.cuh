@@ -27,11 +27,11 @@ struct GemmShared {
   typename G::Conversion::Shared conversion;
   alignas(16) typename G::Scaling::Shared scaling;  // read two floats at a time
   alignas(16) typename G::Epilogue::Shared epilogue;  // likewise
-  Pipeline<G::kStages> ring;
+  Pipeline<G::kStages, G::kSharing> ring;
   u64 warps_done;  // completes when all warps but the producer's are done with the counters
 };
 
-// One thread loads the operands of the block's tiles.
+// One thread loads the operands of the block's tiles; of x its part, for all blocks that share it.
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler& scheduler, Shared& shared,
                                            const typename G::Conversion& conversion) {
@@ -40,15 +40,23 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
 #pragma unroll 1
   for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
     const Tile tile = scheduler.at(t);
-    const OperandBox x = operand_box<G::TM>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
+    const OperandBox x = operand_box<G::TM, G::kSharing>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
+    int own_rows = 0;  // where the block's part of x begins
+    if constexpr (G::kShares) own_rows = cluster_rank() * x.rows;
     const OperandBox weight = operand_box<G::TN>(p.map_weight, p.map_last_weight, tile.n * G::TN, p.features);
-    const int bytes = G::kPlanes * (x.rows + weight.rows) * kRowBytes;
+    const int bytes = G::kPlanes * (G::kSharing * x.rows + weight.rows) * kRowBytes;
     produce(shared.ring, state, 0, G::steps(p), bytes, [&](int k, int stage, u64* full) {
       conversion.wait_for(tile, k);
 #pragma unroll
       for (int plane = 0; plane < G::kPlanes; ++plane) {
         const int column = (k * G::kPlanes + plane) * G::kTileK;
-        tma_load(shared.x[stage][plane], *x.map, full, column, tile.m * G::TM, x_policy);
+        if constexpr (G::kShares) {
+          tma_load_multicast(shared.x[stage][plane] + own_rows * kRowBytes, *x.map, full, column, tile.m * G::TM + own_rows,
+                             (1 << G::kSharing) - 1, x_policy);
+          if (weight.rows == 0) continue;
+        } else {
+          tma_load(shared.x[stage][plane], *x.map, full, column, tile.m * G::TM, x_policy);
+        }
         tma_load(shared.weight[stage][plane], *weight.map, full, column, tile.n * G::TN, kEvictNormal);
       }
     });
@@ -107,7 +115,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
 
-  const TileScheduler scheduler = tile_scheduler<G::TM, G::TN>(p);
+  const TileScheduler scheduler = tile_scheduler<G::TM, G::TN, G::kSharing>(p);
   const Features<Params> f(p, G::Shape::kMeanRows);
   const Counters counters = {p.counters, scheduler.tiles_n};
   const typename G::Conversion conversion(p, scheduler, counters.end());
@@ -126,6 +134,10 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     fence_proxy_async_shared();
   }
   __syncthreads();
+  if constexpr (G::kShares) {  // the others' barriers are there
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
   if (!G::Epilogue::kWaitsItself || G::Conversion::kConverts) {
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
@@ -155,6 +167,11 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   if ((G::Conversion::kConverts || (kResets && !alone)) && threadIdx.x == 0) {
     mbarrier_wait(&shared.warps_done, 0);
     reset_counters(p, counters, counters.end() + conversion.counters(), G::Epilogue::kMergesHere && !alone);
+  }
+  if constexpr (G::kShares) {  // nobody writes to the block any more
+    __syncwarp();
+    cluster_arrive_relaxed();
+    cluster_wait();
   }
 }
 

@@ -10,8 +10,8 @@ template <class Element, int WIDTH>
 struct Mainloop {
   using Accumulators = float[WIDTH / 2];
 
-  template <int STAGES, class A, class B>
-  __device__ __forceinline__ static void run(Pipeline<STAGES>& ring, PipelineState<STAGES>& state, int steps, const A& a,
+  template <class Ring, class A, class B>
+  __device__ __forceinline__ static void run(Ring& ring, PipelineState<Ring::kStages>& state, int steps, const A& a,
                                              const B& b, Accumulators& acc) {
     const bool releases = threadIdx.x % 128 == 0;
     for (int k = 0; k < steps; ++k) {

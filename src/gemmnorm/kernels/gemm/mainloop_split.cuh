@@ -24,8 +24,8 @@ struct SplitMainloop {
 
   // `acc` receives the sum in units of the powers of two that the operands were multiplied by; `on_first` runs while the first
   // stage is multiplied.
-  template <int STAGES, class A, class B, class OnFirst>
-  __device__ __forceinline__ static void run(Pipeline<STAGES>& ring, PipelineState<STAGES>& state, int steps, const A& a,
+  template <class Ring, class A, class B, class OnFirst>
+  __device__ __forceinline__ static void run(Ring& ring, PipelineState<Ring::kStages>& state, int steps, const A& a,
                                              const B& b, Accumulators& acc, const OnFirst& on_first) {
     constexpr int kStepA = A_MN ? kMnMajorStep : kKMajorStep, kStepB = B_MN ? kMnMajorStep : kKMajorStep;
     const bool releases = threadIdx.x % 128 == 0;

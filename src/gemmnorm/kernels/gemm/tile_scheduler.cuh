@@ -49,7 +49,9 @@ struct TileShape {
 };
 
 // A persistent block takes tiles blockIdx.x, blockIdx.x + gridDim.x, … Their order: `group_panels` panels (columns of tiles)
-// at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2.
+// at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2. Neighbouring
+// blocks that share tiles of x have panels side by side: their number divides both numbers of panels, of which the last may have
+// no feature.
 struct TileScheduler {
   int tiles_m, tiles_n, group_panels;
 
@@ -66,9 +68,10 @@ struct TileScheduler {
   }
 };
 
-template <int TM, int TN, class Params>
+template <int TM, int TN, int SHARING, class Params>
 __device__ __forceinline__ TileScheduler tile_scheduler(const Params& p) {
-  return {(p.batch + TM - 1) / TM, (p.features + TN - 1) / TN, p.group_panels};
+  constexpr int kFeatures = TN * SHARING;
+  return {(p.batch + TM - 1) / TM, (p.features + kFeatures - 1) / kFeatures * SHARING, p.group_panels};
 }
 
 }  // namespace gemmnorm

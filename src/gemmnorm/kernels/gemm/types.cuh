@@ -39,6 +39,8 @@ struct GemmTypes {
   using Activation = typename Config::Activation;
   using Operand = OperandTraits<typename Config::Operand>;
   static constexpr int TM = Config::kTileRows, TN = Config::kTileColumns, kStages = Config::kStages;
+  static constexpr int kSharing = Config::kSharing;  // blocks, neighbours along the features, that load each tile of x together
+  static constexpr bool kShares = kSharing > 1;
   using Shape = TileShape<TM, TN>;
   static constexpr int kWidth = Shape::kWidth, kPlanes = Operand::kPlanes;
   static constexpr bool kSplit = kPlanes == 2;

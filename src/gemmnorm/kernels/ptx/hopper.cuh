@@ -110,6 +110,16 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, u64* ba
       "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "l"(policy)
       : "memory");
 }
+// The same into the blocks of the cluster that `mask` names, at this place in the shared memory of each, whose own barrier
+// counts the bytes.
+__device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap& map, u64* barrier, int x, int y, u16 mask,
+                                                   u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(mask), "l"(policy)
+      : "memory");
+}
 // A run of bytes, a multiple of 16, without a map, for the last time: #data-movement-and-conversion-instructions-cp-async-bulk
 __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   asm volatile(
@@ -146,6 +156,15 @@ __device__ __forceinline__ int cluster_rank() {
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Orders nothing but what fence_mbarrier_init covers.
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+// Arrives at the barrier that lies where `own` does in the shared memory of the cluster's block `rank`. Orders no ordinary
+// memory access between blocks: release.cluster would be a fence of the whole GPU, a microsecond.
+__device__ __forceinline__ void mbarrier_arrive_remote(u64* own, int rank) {
+  asm volatile(
+      "{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [a];\n}" ::"r"(shared_address(own)),
+      "r"(rank)
+      : "memory");
+}
 // Writes v to where `own` lies in the shared memory of the cluster's block `rank`, whose barrier counts the 16 bytes when
 // they are there; nobody waits here: #data-movement-and-conversion-instructions-st-async
 __device__ __forceinline__ void st_async_remote(float4* own, float4 v, u64* barrier, int rank) {
