@@ -174,6 +174,25 @@ def test_multiplied_twice(name, sizes):
             check("gemm_stats_apply", name, *sizes, True, bias=bias, scale_shape=(sizes[-1],), activation=SMOOTH)
 
 
+@pytest.mark.parametrize("sizes", [(5300, 1000, 2056), (3001, 72, 392), (1040, 888, 8904), (300, 200, 136)])
+@pytest.mark.parametrize("name", ["bf16", "tf32", "fp16"])
+@pytest.mark.parametrize("schedule", ["evaluate", "statistics", "two-pass", "gram", "co-resident", "deferred"])
+def test_neighbours_load_x_together(schedule, name, sizes, forced):
+    if runtime.chip(torch.device("cuda", 0)).arch != 90 or (schedule, name) == ("gram", "tf32"):
+        pytest.skip("not Hopper, or no such kernel")
+    forced(lambda c: c.phase == "backward" or ways.sharing_x(schedule)(c))
+    strategy = "one_kernel" if schedule in ("evaluate", "co-resident", "deferred") else "gemm_stats_apply"
+    batch, inner, features = sizes
+    sizes = (batch, inner + 4 * (name == "tf32"), features)  # rows of x that are no whole sectors of 32 bytes
+    with runtime.recording() as plans:
+        if schedule == "evaluate":
+            check_without_gradients(name, *sizes, False)
+        else:
+            check(strategy, name, *sizes, True, scale_shape=(sizes[-1],), activation=SMOOTH)
+    own = [launch for found in plans for launch in found.launches if launch.function == "fused_gemm"]
+    assert any(launch.member("kSharing") == 2 for launch in own)
+
+
 @pytest.mark.parametrize("name", ["fp32", "amp"])
 def test_one_tile_of_rows_in_several_waves(name):
     single_tile = plan.forcing(lambda c: c.phase == "backward" or getattr(c.variant, "schedule", "") == "single-tile")

@@ -53,7 +53,7 @@ class Constants:
     # fused_gemm.
     tensor_ns: float = 0.6  # of a stage of K, for each column in 128 rows, where tensor cores are what limits it
     load_ns: float = 0.5  # of a stage of K, for each row and column that is loaded
-    misaligned: float = 0.3  # share by which a stage takes longer, where rows are no multiple of 128 bytes
+    misaligned: float = 0.3  # share by which a stage takes longer, where rows are no whole sectors
     stage_ns: float = 50.0  # of a stage of K, whatever the tile
     prologue: float = 2.0  # launch, barriers, filling of the ring
     tile: float = 0.5  # of every tile, whatever its size
@@ -297,16 +297,10 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
         "traffic": traffic,
         "inside_bytes": inside,
         "inside_rows": inside_rows,
-        "misaligned": misaligned(problem) * (gemm.sharing == 1),
+        "misaligned": gemm.misaligned(problem),
         "inside": float(inside > 0),
         "split": float(problem.split),
     }
-
-
-def misaligned(problem: Problem) -> float:
-    """Whether rows of x or the weight are no whole lines."""
-    row = problem.in_features * DTYPE_BYTES[problem.dtype]
-    return float(not problem.split and row % ROW_BYTES > 0 and not cast.all_padded(problem))
 
 
 def count_small(problem: Problem, panel: SmallPanel) -> Counted:
@@ -332,7 +326,7 @@ def count_small(problem: Problem, panel: SmallPanel) -> Counted:
         "finished": waves * panel.columns / panel.blocks,
         "small_bytes": nbytes,
         "small_loaded": panels * tiles * size * problem.in_features * (rows + panel.columns),
-        "misaligned": misaligned(problem),
+        "misaligned": cast.misaligned(problem),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import gram
+from . import cast, gram
 from .cost import (
     Constants,
     Counted,
@@ -16,7 +16,6 @@ from .cost import (
     empty,
     gemm_terms,
     kept_by_l2,
-    misaligned,
     overlapped,
     pass_terms,
     product_time,
@@ -36,7 +35,7 @@ def count_two_passes(problem: Problem, gemm: Gemm) -> Counted:
 def _count_normalize(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` once the statistics are known."""
     known = replace(problem, training=False, cast=(), copied=())
-    return count_gemm(known, replace(gemm, schedule="normalize")) | {"misaligned": misaligned(problem)}
+    return count_gemm(known, replace(gemm, schedule="normalize")) | {"misaligned": gemm.misaligned(problem)}
 
 
 def count_gram(problem: Problem, gemm: Gemm) -> Counted:

@@ -234,6 +234,10 @@ class Gemm:
         """The kernel has the code that converts operands; where it splits them, even if none are left to it."""
         return self.schedule in ("deferred", "evaluate") if problem.split else self.converts(problem)
 
+    def misaligned(self, problem: Problem) -> float:
+        """Whether partial sectors make loads longer than multiplications: 1 or 0."""
+        return cast.misaligned(problem) * (self.sharing == 1)
+
     @property
     def merges(self) -> bool:
         """A warp merges a panel's statistics for tiles that have left the registers."""

@@ -51,7 +51,7 @@ _SMALL = (
     (64, 16384, 4096), (100, 16384, 4096), (256, 16384, 4096), (5000, 2048, 8192), (3000, 200, 8192),
 )  # fmt: skip
 # Sizes whose every candidate is compiled, whichever the planner takes: one tile of rows, one wave, many; rows of x that
-# are no whole lines.
+# are no whole sectors.
 _EVERY_CANDIDATE = ((100, 8192, 8192), (1024, 8192, 8192), (65536, 64, 8192), (3000, 200, 8192))
 
 
