@@ -240,7 +240,7 @@ def _co_resident(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
 
 
 def _sharing(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
-    """Two neighbours that each load half of a tile of x for both, where a row of a box is no whole sectors of the L2."""
+    """Two neighbours that each load half of a tile of x for both, where rows are no whole sectors of the L2."""
     rows, panels = gemm.tile.counts(problem, SHARING)
     if not cast.misaligned(problem) or gemm.tile.rows < WIDE or gemm.cluster > 1 or gemm.panels == 1:
         return
