@@ -122,6 +122,7 @@ def test_a_file_holds_what_its_plans_reach(tmp_path):
         ("gemm_stats_apply", "bfloat16", 256, 512),
         ("one_kernel", "float32", 64, 512),
         ("one_kernel", "bfloat16", 65536, 512),  # multiplied twice, beside evaluation
+        ("one_kernel", "bfloat16", 8192, 1000),  # x shared by two blocks
     ],
 )
 def test_pruned_and_unpruned_sources_are_the_same_ptx(strategy, dtype, batch, features, tmp_path):
