@@ -140,3 +140,43 @@ def by_identity(self: Any, x: Tensor) -> Tensor:
 def test_a_dtype_compared_by_identity_is_refused() -> None:
     report = gemmnorm.fuse_report(Written(by_identity))
     assert not report.matches and "by identity" in report.refusals[0].reason
+
+
+def described(x: Any) -> str:
+    try:
+        return f"{type(x)} {float(x.sum())}"
+    except ValueError:
+        return "?"
+
+
+def checked(x: Any) -> None:
+    assert x.dim() == 2, described(x)
+
+
+def with_checks(self: Any, x: Tensor) -> Tensor:
+    if x.dim() > 2:
+        raise ValueError(f"{type(x)}: {described(x)}")
+    checked(x)
+    return normed(self, x)
+
+
+def with_a_check_that_is_read(self: Any, x: Tensor) -> Tensor:
+    text = described(x)
+    if x.dim() != 2:
+        raise ValueError(described(x))
+    return normed(self, x) * len(text)
+
+
+def test_what_writes_the_message_of_a_check_may_catch_exceptions(calls: list[Any]) -> None:
+    fused, plain = fused_and_plain(Written(with_checks))
+    assert_same(fused, plain, X)
+    assert len(calls) == 3
+    for x, error in ((CUBE, ValueError), (X[0], AssertionError)):
+        messages = []
+        for model in (fused, plain):
+            with pytest.raises(error) as raised:
+                model(x)
+            messages.append(str(raised.value))
+        assert messages[0] == messages[1]
+    (refused,) = gemmnorm.fuse_report(Written(with_a_check_that_is_read)).refusals
+    assert "catches exceptions" in refused.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import textwrap
 from collections import OrderedDict
@@ -70,6 +71,23 @@ def test_scale_shapes(shape: tuple[int, ...], calls: list[Any]) -> None:
     original = twin(model)
     assert_equal_in_use(gemmnorm.fuse(model), original)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("strategy", [None, "reference"])  # by a strategy that is asked for, the call is kept
+@pytest.mark.parametrize("name", ["parameter", "from the left", "buffer", "torch.mul", "method"])
+def test_a_scale_that_becomes_none_raises_as_in_pytorch(name: str, strategy: str | None, calls: list[Any]) -> None:
+    forward, scale = SCALES[name]
+    original, x = Written(forward), torch.randn(8, FEATURES)
+    fused = gemmnorm.fuse(twin(original))
+    with gemmnorm.set_strategy(strategy):
+        for module in (original, fused, copy.deepcopy(fused)):
+            module(x), module(x)
+            given = getattr(module, scale)
+            setattr(module, scale, None)
+            with pytest.raises(TypeError, match="NoneType"):
+                module(x)
+            setattr(module, scale, given)
+    assert_equal_in_use(fused, original)
 
 
 @pytest.mark.parametrize(("name", "form"), [(n, i) for n, forms in ACTIVATIONS.items() for i in range(len(forms))])

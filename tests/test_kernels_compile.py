@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from gemmnorm import activations, plan
-from gemmnorm.plan import STRATEGIES, Problem, gram, make_plan
+from gemmnorm.plan import STRATEGIES, Problem, gradient, gram, make_plan
 from gemmnorm.runtime import compile_all, driver, sources
 
 pytestmark = pytest.mark.skipif(driver.unavailable() is not None, reason=str(driver.unavailable()))
@@ -53,6 +53,21 @@ def test_the_enumeration_has_every_dtype_activation_and_width():
     assert {c["kThreadsX"] for c in configs} == {4, 8, 16, 32}
     used = {k.problem.activation for k in kernels if k.launch.function == "product_gradient"}
     assert used == {None, *(activations.canonical(row.name) for row in activations.TABLE)}
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu"])
+def test_every_panel_of_a_backward_compiles_without_a_spill(activation):
+    """Also those that the planner does not choose: narrow ones of clusters of four and eight had spilled with ReLU."""
+    problem = next(
+        p
+        for p in compile_all.problems(90, quick=True)
+        if (p.batch, p.out_dtype, p.norm_dtype, p.activation) == (1024, "bfloat16", "bfloat16", activation) and p.save
+    )
+    launches = {k for made in compile_all.plans(problem) for k in made.launches if k.function == "cluster_gradient"}
+    assert launches == {gradient.cluster_launch(problem, False, panel) for panel in gradient.cluster_panels(problem)}
+    assert len(launches) == 6 and {launch.resident for launch in launches} >= {1, 2}
+    for outcome in compile_all.compile_group([compile_all.Kernel(launch, problem, 90) for launch in launches]):
+        assert not outcome.fault, f"{outcome.kernel}: {outcome.fault}"
 
 
 @pytest.mark.parametrize("arch", compile_all.ARCHITECTURES)

@@ -207,6 +207,20 @@ def test_an_activation_is_a_name_or_a_module_and_becomes_one_again(kind):
         ours.bn.reset_running_stats()
 
 
+@pytest.mark.parametrize("strategy", [None, "reference"])
+def test_a_scale_that_becomes_none_is_left_out(strategy):
+    ours, x = LinearScaleBatchNorm1d(6, 4), torch.randn(9, 6)
+    with gemmnorm.set_strategy(strategy):
+        ours(x), ours(x)
+        ours.scale = None
+        ours.bn.reset_running_stats()
+        chain = copy.deepcopy(nn.Sequential(ours.gemm, ours.bn))
+        assert worst(ours(x), chain(x), 1e-6, 1e-6) is None
+    assert torch.equal(ours.bn.running_mean, chain[1].running_mean) and list(ours.state_dict()) == [
+        *(f"gemm.{name}" for name in ours.gemm.state_dict()), *(f"bn.{name}" for name in ours.bn.state_dict())
+    ]  # fmt: skip
+
+
 def test_from_existing_modules_and_back():
     head = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh()).eval()
     ours = LinearScaleBatchNorm1d.from_modules(head[0], head[1], activation=head[2])

@@ -250,6 +250,35 @@ def test_operands_are_split_for_so_many_features_only(beyond):
     assert make_plan(problem).strategy == ("cublas_folded_bn" if beyond else "one_kernel")
 
 
+@pytest.mark.parametrize(
+    ("change", "serves"),
+    [
+        ({}, True),
+        ({"arithmetic": "ieee"}, False),
+        ({"arithmetic": "tf32"}, False),
+        ({"dtype": "bfloat16", "arithmetic": "native", "in_features": 513}, False),
+        ({"training": True}, False),
+        ({"chip": chip_for(80)}, False),
+    ],
+)
+def test_a_weight_that_is_split_ahead_is_for_the_kernel_that_splits_it_so(change, serves):
+    given = Problem(1024, 512, 264, *["float32"] * 4, "float32", training=False, chip=chip_for(90))
+    problem = replace(given, prepared=True, **change)
+    verdicts = plan.applicable(problem)
+    assert verdicts["cublas_bn"] == verdicts["cublas_folded_bn"] == "the weight is there as split operands only"
+    assert (verdicts["one_kernel"] is None) == serves
+    for strategy in (None, *STRATEGIES[:-1]):
+        chosen = make_plan(problem, strategy)
+        assert chosen.strategy == ("one_kernel" if serves else "reference")
+        assert dict(chosen.reasons)["cublas_bn"] == verdicts["cublas_bn"]
+
+
+def test_a_backward_that_no_candidate_serves_says_why():
+    problem = Problem(64, 64, 64, training=False, save=True, keep_product=False)
+    with pytest.raises(gemmnorm.GemmNormError, match=r"cublas_bn: no candidate .* in evaluation the backward reads"):
+        make_plan(problem, "cublas_bn", "backward")
+
+
 def test_output_dtype_is_the_chains():
     half, full = torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2)
     for scale in (None, full, full.bfloat16(), torch.tensor(1.0), full[:1]):

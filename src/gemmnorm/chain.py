@@ -81,14 +81,15 @@ class ChainCall:
 
     Attributes:
         chosen: False where `fuse` was told to leave this chain alone.
+        scaled: the modules' code multiplies by `scale`, whatever that is: None raises what PyTorch raises.
         fused: how many calls ran as one operation.
         unfused: how many ran module by module, by reason.
         compiled: "" until a compiler has traced a call; then "fused", or the reason why its graph holds single ops. Not
             of a call inside another operator's body, as of a checkpoint: nothing may be written from there.
     """
 
-    def __init__(self, chosen: bool = True) -> None:
-        self.chosen = chosen
+    def __init__(self, chosen: bool = True, scaled: bool = False) -> None:
+        self.chosen, self.scaled = chosen, scaled
         self.fused = 0
         self.unfused: Counter[str] = Counter()
         self.compiled = ""
@@ -130,7 +131,7 @@ class ChainCall:
                 self.fused += 1
                 return found.run(operands)
         product: Any = product_class(linear)  # None has its reason
-        reason = self._in_the_way(linear, product, bn)
+        reason = "the scale is None" if scale is None and self.scaled else self._in_the_way(linear, product, bn)
         if reason is None:
             tensors = tensors_of(linear, bn)
             reason = _unfit(x, product, tensors, bn.num_features, scale, ranks)
@@ -141,7 +142,7 @@ class ChainCall:
         if reason is not None:
             if process_group is not None and bn.training and synchronises(process_group):
                 raise GemmNormRuntimeError(f"process_group: {reason}, and so the statistics are not synchronised")
-            return _one_by_one(x, linear, bn, scale, view, activation)
+            return self._one_by_one(x, linear, bn, scale, view, activation)
         child, name = (activation, _name_of(activation)) if isinstance(activation, nn.Module) else (None, activation)
         rows = x
         if not is_matrix:
@@ -211,8 +212,22 @@ class ChainCall:
             if reason in _NOT_THE_USERS:
                 _warn(reason)
 
+    def _one_by_one(
+        self,
+        x: Tensor,
+        linear: nn.Module,
+        bn: nn.Module,
+        scale: Any,
+        view: View | None,
+        activation: nn.Module | str | None,
+    ) -> Tensor:
+        y = linear(x)
+        y = y * scale if self.scaled or scale is not None else y
+        y = bn(y if view is None else view(y))
+        return activation(y) if isinstance(activation, nn.Module) else activations.forward(y, activation)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChainCall, (self.chosen,)  # copies count for themselves
+        return ChainCall, (self.chosen, self.scaled)  # copies count for themselves
 
 
 def _operands(x: Tensor, tensors: tuple[Any, ...], bn: Any, scale: Tensor | float | None) -> Operands:
@@ -277,20 +292,6 @@ def _group_of(bn: nn.BatchNorm1d | nn.SyncBatchNorm) -> Any:
     if not (isinstance(bn, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized()):
         return None
     return bn.process_group or dist.group.WORLD
-
-
-def _one_by_one(
-    x: Tensor,
-    linear: nn.Module,
-    bn: nn.Module,
-    scale: Tensor | float | None,
-    view: View | None,
-    activation: nn.Module | str | None,
-) -> Tensor:
-    y = linear(x)
-    y = y if scale is None else y * scale
-    y = bn(y if view is None else view(y))
-    return activation(y) if isinstance(activation, nn.Module) else activations.forward(y, activation)
 
 
 def _laid_out(y: Tensor, view: View | None, any_strides: bool) -> Tensor:

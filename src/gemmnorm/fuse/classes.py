@@ -139,7 +139,7 @@ class Fusion:
         self.left_out = left_out
         self.calls: list[ChainCall] = []
         if plan is not None:
-            self.calls = [ChainCall(chain.linear not in left_out) for chain in plan.chains]
+            self.calls = [ChainCall(c.linear not in left_out, c.scale is not None) for c in plan.chains]
             self.forward = _forward(plan)
 
     def holds_for(self, owner: nn.Module) -> bool:

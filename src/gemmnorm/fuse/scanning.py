@@ -29,6 +29,7 @@ _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _CONTEXTS = {"no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "saved_tensors_hooks"}
 _CONTEXTS |= {"record_function", "nullcontext", "catch_warnings", "save_on_cpu"}
 _CATCHES = {"CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"}
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _MATCHES = {"MATCH_SEQUENCE", "MATCH_MAPPING", "MATCH_CLASS", "MATCH_KEYS"}
 
 
@@ -140,10 +141,21 @@ class Scan:
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._read(constant, namespace, cells)
+        before = self.lenient
+        try:
+            self._read_instructions(code, namespace, cells)
+        finally:
+            self.lenient = before
+
+    def _read_instructions(
+        self, code: types.CodeType, namespace: dict[str, Any], cells: dict[str, types.CellType]
+    ) -> None:
+        lenient, raising = self.lenient, _raising(code)
         before: list[dis.Instruction] = []
         found: Any = None  # what a name outside of the function, with attributes behind it, stands for
         for instruction, line in _with_lines(code):
             name, value = instruction.opname, instruction.argval
+            self.lenient = lenient or instruction.offset in raising
             if "LOAD" in name and isinstance(value, str):
                 self.loads.setdefault(value, line)
             if name == "IS_OP" or ("JUMP" in name and "NONE" in name):
@@ -232,6 +244,21 @@ def _is_own(module: Any) -> bool:
     """A module of the user's project, and not one that is installed, of which a branch not taken may speak."""
     file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
     return bool(file) and is_of_users(str(file)) and "-packages" not in str(file)
+
+
+def _raising(code: types.CodeType) -> set[int]:
+    """Offsets of what stands before a `raise` without a jump between, as the call that writes its message.
+
+    No recording comes to an end that has run it, and what is called there may do what it likes.
+    """
+    found, stretch = set[int](), list[int]()
+    for instruction in dis.get_instructions(code):
+        stretch = [*([] if instruction.is_jump_target else stretch), instruction.offset]
+        if instruction.opname == "RAISE_VARARGS":
+            found.update(stretch)
+        if instruction.opcode in _JUMPS:
+            stretch = []
+    return found
 
 
 def _with_lines(code: types.CodeType) -> Iterator[tuple[dis.Instruction, int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from . import cast, cost, cost_twice, gradient, gram, memory_bound, small
+from . import cast, cost, cost_twice, cublas, gradient, gram, memory_bound, small
 from .cublas import CublasForward
 from .gemm import STAGES, WIDE, Gemm, Tile, refusal, swapped
 from .gradient import Backward
@@ -125,7 +125,7 @@ def with_other_group_panels(problem: Problem) -> tuple[Candidate, ...]:
 
 
 def _cublas(problem: Problem) -> Iterator[Candidate]:
-    reason = "the weight is there as split operands only" if problem.prepared else None
+    reason = cublas.refusal(problem)
     for strategy in ("cublas_folded_bn", "cublas_bn"):
         yield Candidate(problem, "forward", strategy, CublasForward(), reason)
     for panel in memory_bound.cluster_panels(problem):

@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from ..errors import GemmNormValueError
-from . import gradient, tables
+from ..errors import GemmNormRuntimeError, GemmNormValueError
+from . import cublas, gradient, tables
 from .candidates import Candidate, candidates, with_other_group_panels
 from .gemm import Gemm, refusal
 from .gradient import Backward
@@ -136,8 +136,8 @@ def applicable(problem: Problem) -> dict[str, str | None]:
     """For every strategy None where it can serve the problem, else the reason why not."""
     none_serve = why_no_kernels(problem)
     return {
-        "cublas_bn": none_serve,
-        "cublas_folded_bn": none_serve,
+        "cublas_bn": none_serve or cublas.refusal(problem),
+        "cublas_folded_bn": none_serve or cublas.refusal(problem),
         "gemm_stats_apply": none_serve or refusal(problem, "gemm_stats_apply"),
         "one_kernel": none_serve or refusal(problem, "one_kernel"),
         "reference": None,
@@ -250,6 +250,9 @@ def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forwa
     """The plan for `problem`: that of `strategy` where it applies, else the planner's choice, with the reasons.
 
     A backward's `strategy` is the one that its forward has run by, and says where the product's offset lies.
+
+    Raises:
+        GemmNormRuntimeError: no candidate of the strategy can serve: a backward is to multiply again and cannot.
     """
     verdicts = applicable(problem)
     refused = {name: reason for name, reason in verdicts.items() if reason is not None}
@@ -266,7 +269,11 @@ def make_plan(problem: Problem, strategy: str | None = None, phase: str = "forwa
     reasons = tuple((name, reason) for name, reason in refused.items() if name != chosen)
     if chosen == "reference":
         return Plan(problem, phase, chosen, reasons=reasons)
-    return replace(ranking(problem, phase, chosen)[0][1].plan(), reasons=reasons)
+    serving = ranking(problem, phase, chosen)
+    if not serving:
+        why = dict.fromkeys(c.refusal for c in candidates(problem, phase) if c.refusal is not None)
+        raise GemmNormRuntimeError(f"{chosen}: no candidate can serve this {phase}: {'; '.join(why)}")
+    return replace(serving[0][1].plan(), reasons=reasons)
 
 
 @functools.lru_cache(maxsize=4096)

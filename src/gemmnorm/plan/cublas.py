@@ -10,6 +10,11 @@ from .problem import Problem
 from .steps import GROUPS, ROWS, Buffer, Extent, Plan, Product, Step
 
 
+def refusal(problem: Problem) -> str | None:
+    """Why cuBLAS cannot multiply, or None."""
+    return "the weight is there as split operands only" if problem.prepared else None
+
+
 @dataclass(frozen=True)
 class CublasForward:
     """What follows the product: one launch by clusters that hold such panels; for None, three memory-bound launches."""

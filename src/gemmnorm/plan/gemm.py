@@ -165,6 +165,8 @@ def refusal(problem: Problem, strategy: str) -> str | None:
         return "the kernels use Hopper's instructions (compute capability 9.0)"
     if problem.arithmetic == "ieee":
         return "float32 arithmetic is asked for by name"
+    if problem.prepared and (problem.training or not problem.split):
+        return "a weight is split ahead for evaluation in float32 only"
     if problem.split and problem.out_features >= MOST_SPLIT_FEATURES:
         return "the kernel finds float32 results by 32-bit offsets, which so many features exceed"
     if problem.split and strategy == "gemm_stats_apply":

@@ -294,8 +294,23 @@ class Bound:
 
 @functools.lru_cache(maxsize=4096)
 def bind(chosen: Plan, packed: bool = False) -> Bound:
-    """`chosen` with its kernels compiled and loaded, remembered. Raises what the compiler or the driver raises."""
-    return Bound(chosen, packed)
+    """`chosen` with its kernels compiled and loaded, remembered. Raises what the compiler or the driver raises.
+
+    Kernels do not lie in PyTorch's memory: where none is left for them, PyTorch gives back what it keeps and does not
+    use, and they are loaded once more.
+
+    Raises:
+        torch.cuda.OutOfMemoryError: it does not suffice. That says nothing about the next call, and is not remembered.
+    """
+    try:
+        with driver.memory_errors():
+            return Bound(chosen, packed)
+    except torch.cuda.OutOfMemoryError:
+        if driver.capturing():
+            raise
+    torch.cuda.empty_cache()
+    with driver.memory_errors():
+        return Bound(chosen, packed)
 
 
 class _Lasting(dict[Any, Any]):

@@ -154,7 +154,7 @@ def resolve(problem: Problem, strategy: str | None) -> str:
     """The strategy that will run: the one asked for where it can serve, else the planner's choice.
 
     Compiles what it needs, so that a kernel that does not compile or load on this machine is found out here: then
-    the next strategy takes over, with one warning.
+    the next strategy takes over, with one warning. Not where only memory is lacking: raises what `binding.bind` raises.
     """
     return _resolved(problem, plan.check_strategy(strategy))
 
@@ -169,6 +169,8 @@ def _resolved(problem: Problem, requested: str | None) -> str:
             binding.bind(plan.cached_plan(problem, name, "forward"), False)
             if problem.save:
                 binding.bind(plan.cached_plan(problem, name, "backward"), False)
+        except torch.cuda.OutOfMemoryError:
+            raise
         except Exception as error:
             warn_once(name, error)
             continue
@@ -293,12 +295,14 @@ class Call:
         return memory.unpacked(kept[0], self.plan.problem) if self._packed else kept
 
     def _find_prepared(self, weight: Tensor) -> prepared.PreparedWeight | None:
-        """The prepared weight, once its kernels are there too."""
+        """The prepared weight, once its kernels are there too; there may be memory for them at a later call."""
         found = prepared.find(weight)
         if found is not None and self._bound_prepared is None:
             assert self._with_prepared is not None
             try:
                 self._bound_prepared = binding.bind(self._with_prepared, False)
+            except torch.cuda.OutOfMemoryError:
+                return None
             except Exception as error:
                 self._with_prepared = None
                 warnings.warn(f"prepared weights are not used: {error}", GemmNormWarning, stacklevel=2)

@@ -50,9 +50,11 @@ _SMALL = (
     (100, 512, 32), (100, 512, 192), (100, 512, 1024), (100, 512, 8192), (256, 8192, 8192), (512, 8192, 8192),
     (64, 16384, 4096), (100, 16384, 4096), (256, 16384, 4096), (5000, 2048, 8192), (3000, 200, 8192),
 )  # fmt: skip
-# Sizes whose every candidate is compiled, whichever the planner takes: one tile of rows, one wave, many; rows of x that
-# are no whole sectors.
+# Sizes whose every candidate is compiled, whichever the planner takes: one tile of rows, one wave, many, rows of x that are
+# no whole sectors; and activations for which those of a backward that reads the product are: derivatives of few, some and
+# many registers.
 _EVERY_CANDIDATE = ((100, 8192, 8192), (1024, 8192, 8192), (65536, 64, 8192), (3000, 200, 8192))
+_EVERY_BACKWARD = (None, "relu", "silu", "gelu")
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ def plans(problem: Problem) -> Iterator[Plan]:
     """Those of all strategies that serve the problem, forward and backward, and of what varies a call besides.
 
     Of the candidates that the planner does not choose, those of the forms whose vectors have the product's dtype, or
-    are autocast's: the others differ in the loads of per-feature vectors alone.
+    are autocast's: the others differ in the loads of per-feature vectors alone. Of the activations the identity stands
+    for all, but in a backward that reads the product (`_EVERY_BACKWARD`).
     """
     served = [name for name, refusal in plan.applicable(problem).items() if refusal is None and name != "reference"]
     again = replace(problem, keep_product=False)
@@ -171,9 +174,11 @@ def plans(problem: Problem) -> Iterator[Plan]:
         yield from _synchronised(problem, strategy, "backward")
     sizes = (problem.batch, problem.in_features, problem.out_features)
     vectors_apart = problem.out_dtype == problem.dtype != problem.norm_dtype
-    plain = problem.activation is None and problem.dtype != "float16" and not vectors_apart
-    if plain and sizes in _EVERY_CANDIDATE:
-        every = candidates.candidates(problem) + (candidates.candidates(again, "backward") if backward else ())
+    if sizes in _EVERY_CANDIDATE and problem.dtype != "float16" and not vectors_apart:
+        kept = backward and problem.activation in _EVERY_BACKWARD
+        every = candidates.candidates(problem, "backward") if kept else ()
+        if problem.activation is None:
+            every += candidates.candidates(problem) + (candidates.candidates(again, "backward") if backward else ())
         yield from (c.plan() for c in every if c.refusal is None)
 
 

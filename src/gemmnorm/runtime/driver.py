@@ -17,7 +17,7 @@ import re
 import struct
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -365,6 +365,17 @@ def _empty(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) 
 empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", _empty
 )
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """Inside, what the driver says where a GPU has no memory left is raised as PyTorch's `OutOfMemoryError`."""
+    try:
+        yield
+    except Exception as error:
+        if "CUDA_ERROR_OUT_OF_MEMORY" not in str(error):
+            raise
+        raise torch.cuda.OutOfMemoryError(f"CUDA out of memory, of which a kernel takes some: {error}") from error
 
 
 def outside_pools(device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -157,6 +157,8 @@ def _resolved(problem: Problem, requested: str | None) -> str:
                 parts += plans.backward(problem, name)
             for part in parts:
                 binding.bind(part)
+        except torch.cuda.OutOfMemoryError:
+            raise
         except Exception as error:
             warn_once(name, error)
             continue

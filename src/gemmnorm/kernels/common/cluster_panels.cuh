@@ -86,9 +86,9 @@ struct ClusterPanels {
   // Calls `visit(row, step)` for every row of the panel that the thread has, counted from the warp's first.
   template <class Visit>
   __device__ __forceinline__ void visit_rows(const Visit& visit) const {
-    const int existing = rows_of_thread();
+    const int steps = (rows_of_thread() - lane + kLanes - 1) / kLanes;
 #pragma unroll 2
-    for (int row = lane, step = 0; row < existing; row += kLanes, ++step) visit(row, step);
+    for (int step = 0; step < steps; ++step) visit(step * kLanes + lane, step);
   }
 
   // The warps' partial sums, of number `count` of the launch.
