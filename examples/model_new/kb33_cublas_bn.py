@@ -147,7 +147,8 @@ __device__ __forceinline__ void store_word(void* to, uint4 v) {
 }
 
 // Programmatic dependent launch (sm_90 and later): `griddepcontrol_wait` returns when the kernels before this one on the
-// stream have finished and their writes are visible; `griddepcontrol_launch_dependents` lets the next one start its blocks early.
+// stream have finished and their writes are visible; `griddepcontrol_launch_dependents` lets the next one start its blocks
+// early.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -313,8 +314,8 @@ struct GroupTile {
     }
   }
 
-  // loaded[r] = load_at(place) for AT_ONCE of the thread's rows from `step` on, all in flight. Of a row beyond the group the last
-  // row is loaded: loads under a condition would wait for each other.
+  // loaded[r] = load_at(place) for AT_ONCE of the thread's rows from `step` on, all in flight. Of a row beyond the group the
+  // last row is loaded: loads under a condition would wait for each other.
   template <int AT_ONCE, class Loaded, class Load>
   __device__ __forceinline__ void load_rows(Loaded (&loaded)[AT_ONCE], int step, const Load& load_at) const {
 #pragma unroll
@@ -370,8 +371,8 @@ __device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared 
   for (int i = 0; i < N; ++i) value[i] = shared[i * TX + tx];
 }
 
-// A block that merges the groups of COLUMNS <= 16 features: its other threads, called lanes, share out the groups of a feature. A
-// group is of ROWS rows; there is a row of numbers for every kGroupRows, of which the first of a group counts.
+// A block that merges the groups of COLUMNS <= 16 features: its other threads, called lanes, share out the groups of a feature.
+// A group is of ROWS rows; there is a row of numbers for every kGroupRows, of which the first of a group counts.
 template <int COLUMNS, int ROWS>
 struct GroupMerge {
   static constexpr int kColumns = COLUMNS, kLanes = kThreads / kColumns;
@@ -386,8 +387,8 @@ struct GroupMerge {
   }
   __device__ __forceinline__ bool inside() const { return j < features; }
 
-  // Calls `add(sum, load(place), rows)` for every group, kAhead of whose numbers are in flight, then adds up over the lanes, in a
-  // fixed order, and hands the sums to all. A thread without a feature or a group reads the last one's.
+  // Calls `add(sum, load(place), rows)` for every group, kAhead of whose numbers are in flight, then adds up over the lanes,
+  // in a fixed order, and hands the sums to all. A thread without a feature or a group reads the last one's.
   template <int N, class Load, class Add>
   __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kWarps * kColumns] */, const Load& load,
                                          const Add& add) const {
@@ -820,8 +821,8 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   if (FORM == Form::kRunning) store<float, N>(p.group_linear + group_row, linear);
 }
 
-// The gradients of kColumns features' parameters a block, and in training the two numbers per feature that the last kernel needs:
-// with statistics over several ranks this one's share of them.
+// The gradients of kColumns features' parameters a block, and in training the two numbers per feature that the last kernel
+// needs: with statistics over several ranks this one's share of them.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_gradients(const Params& p) {
   constexpr Form FORM = Config::kForm;
@@ -859,7 +860,8 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   }
 }
 
-// da, in the product's type; for split operands its columns' exponents too. From the last rows on, which gradient_sums read last.
+// da, in the product's type; for split operands its columns' exponents too. From the last rows on, which gradient_sums read
+// last.
 template <class Config, class Params>
 __device__ __forceinline__ void product_gradient(const Params& p) {
   using T = typename Config::T;

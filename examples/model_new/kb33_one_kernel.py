@@ -167,7 +167,8 @@ __device__ __forceinline__ void store_word(void* to, uint4 v) {
 }
 
 // Programmatic dependent launch (sm_90 and later): `griddepcontrol_wait` returns when the kernels before this one on the
-// stream have finished and their writes are visible; `griddepcontrol_launch_dependents` lets the next one start its blocks early.
+// stream have finished and their writes are visible; `griddepcontrol_launch_dependents` lets the next one start its blocks
+// early.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -736,8 +737,8 @@ struct TileShape {
 
 // A persistent block takes tiles blockIdx.x, blockIdx.x + gridDim.x, ... Their order: `group_panels` panels (columns of tiles)
 // at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2. Neighbouring
-// blocks that share tiles of x have panels side by side: their number divides both numbers of panels, of which the last may have
-// no feature.
+// blocks that share tiles of x have panels side by side: their number divides both numbers of panels, of which the last may
+// have no feature.
 struct TileScheduler {
   int tiles_m, tiles_n, group_panels;
 
@@ -821,8 +822,8 @@ struct GroupTile {
     }
   }
 
-  // loaded[r] = load_at(place) for AT_ONCE of the thread's rows from `step` on, all in flight. Of a row beyond the group the last
-  // row is loaded: loads under a condition would wait for each other.
+  // loaded[r] = load_at(place) for AT_ONCE of the thread's rows from `step` on, all in flight. Of a row beyond the group the
+  // last row is loaded: loads under a condition would wait for each other.
   template <int AT_ONCE, class Loaded, class Load>
   __device__ __forceinline__ void load_rows(Loaded (&loaded)[AT_ONCE], int step, const Load& load_at) const {
 #pragma unroll
@@ -878,8 +879,8 @@ __device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared 
   for (int i = 0; i < N; ++i) value[i] = shared[i * TX + tx];
 }
 
-// A block that merges the groups of COLUMNS <= 16 features: its other threads, called lanes, share out the groups of a feature. A
-// group is of ROWS rows; there is a row of numbers for every kGroupRows, of which the first of a group counts.
+// A block that merges the groups of COLUMNS <= 16 features: its other threads, called lanes, share out the groups of a feature.
+// A group is of ROWS rows; there is a row of numbers for every kGroupRows, of which the first of a group counts.
 template <int COLUMNS, int ROWS>
 struct GroupMerge {
   static constexpr int kColumns = COLUMNS, kLanes = kThreads / kColumns;
@@ -894,8 +895,8 @@ struct GroupMerge {
   }
   __device__ __forceinline__ bool inside() const { return j < features; }
 
-  // Calls `add(sum, load(place), rows)` for every group, kAhead of whose numbers are in flight, then adds up over the lanes, in a
-  // fixed order, and hands the sums to all. A thread without a feature or a group reads the last one's.
+  // Calls `add(sum, load(place), rows)` for every group, kAhead of whose numbers are in flight, then adds up over the lanes,
+  // in a fixed order, and hands the sums to all. A thread without a feature or a group reads the last one's.
   template <int N, class Load, class Add>
   __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kWarps * kColumns] */, const Load& load,
                                          const Add& add) const {
@@ -1046,8 +1047,8 @@ struct Features {
   }
 };
 
-// A warp's share of a tile's COLUMNS features: a lane has every 32nd. It reads the vectors of all before it uses one, so that they
-// are in flight together. Beyond the last feature: the last one.
+// A warp's share of a tile's COLUMNS features: a lane has every 32nd. It reads the vectors of all before it uses one, so that
+// they are in flight together. Beyond the last feature: the last one.
 template <int COLUMNS>
 struct LaneFeatures {
   static constexpr int kOwn = COLUMNS / 32;
@@ -1109,8 +1110,8 @@ __device__ __forceinline__ ColumnStatistics merge_column(const Features<Params>&
 
 constexpr int kPartBytes = 64 * kRowBytes;  // of a box that TMA stores
 
-// Results of one row for `column` and the next, straight to global memory. ANY: there may be an odd number of columns, and a row
-// begins in the middle of a pair.
+// Results of one row for `column` and the next, straight to global memory. ANY: there may be an odd number of columns, and a
+// row begins in the middle of a pair.
 template <bool ANY, class Y>
 __device__ __forceinline__ void store_pair(Y* to, float2 v, int column, int columns) {
   if (ANY && columns % 2) {
@@ -1144,7 +1145,8 @@ struct AccumulatorSwapAB {
   float mean[2], slope[2], shift[2];
 
   __device__ __forceinline__ explicit AccumulatorSwapAB(int consumer_)
-      : consumer(consumer_), lane(threadIdx.x % 32), feature(Shape::first_feature({0, 0}, consumer_) + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
+      : consumer(consumer_), lane(threadIdx.x % 32),
+        feature(Shape::first_feature({0, 0}, consumer_) + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
 
   __device__ __forceinline__ int first_row(Tile tile) const { return Shape::first_row(tile, consumer); }
   // Where the lane begins to stage: the 16 bytes of one of 16 rows that it names for its warp, or a float of its own. Warps 0
@@ -1367,8 +1369,8 @@ struct ConvertedRows {
 // --- gemm/pipeline.cuh ---------------------------------------------------------------------------------------------
 // The ring of shared-memory stages between the producer thread, which fills it by TMA, and the consumers.
 
-// Barriers of a ring: `full` completes when a stage's bytes have arrived, `empty` when all consumers have read them: those of all
-// BLOCKS of a cluster, whose producers write to each other's rings.
+// Barriers of a ring: `full` completes when a stage's bytes have arrived, `empty` when all consumers have read them: those of
+// all BLOCKS of a cluster, whose producers write to each other's rings.
 template <int STAGES, int BLOCKS = 1>
 struct Pipeline {
   static constexpr int kStages = STAGES;
@@ -1403,7 +1405,8 @@ struct PipelineState {
 };
 
 // What TMA loads of a tile's rows of an operand: all ROWS of them, or of the last tile those that exist, in eights, by a map of
-// its own. Rows of a box beyond the matrix would be filled with zeros, slowly. What a stage holds in their place nobody may read.
+// its own. Rows of a box beyond the matrix would be filled with zeros, slowly. What a stage holds in their place nobody may
+// read.
 struct OperandBox {
   const TensorMap* map;
   int rows;
@@ -1430,7 +1433,8 @@ __device__ __forceinline__ void produce(Ring& ring, PipelineState<Ring::kStages>
 
 // --- ptx/wgmma.cuh -------------------------------------------------------------------------------------------------
 // Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] * B[N, 32 bytes]^T, both operands in shared
-// memory, swizzled by 128 bytes, K-major or, where they are of two bytes, MN-major. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
+// memory, swizzled by 128 bytes, K-major or, where they are of two bytes, MN-major. PTX ISA:
+// #asynchronous-warpgroup-level-matrix-instructions
 
 // Shared-memory descriptor of a K-major tile whose rows are 128 bytes, 128-byte swizzle, groups of 8 rows 1024 bytes apart.
 __device__ __forceinline__ u64 k_major_descriptor(const void* tile) {
@@ -1862,8 +1866,8 @@ struct TrainingConsumer {
     named_barrier_sync(G::Shape::kSharesFeatures ? kBarrier + consumer : kBarrier, G::AccumulatorTile::kFinishThreads);
   }
 
-  // Partial statistics of the tile's rows; where `stores`, the product without their mean goes to the staging buffer, or straight
-  // to memory. No consumer gets two stored tiles ahead of the warp that empties its staging buffer.
+  // Partial statistics of the tile's rows; where `stores`, the product without their mean goes to the staging buffer, or
+  // straight to memory. No consumer gets two stored tiles ahead of the warp that empties its staging buffer.
   __device__ __forceinline__ void take_statistics(Tile tile, Accumulators& acc, bool stores) {
     constexpr bool kSharesStaging = STORES_Y && G::kStagedY;
     if (kSharesStaging && thread == 0) tma_store_wait_read();  // y of the tile before
@@ -1904,9 +1908,9 @@ struct TrainingConsumer {
     return f.values(min(tile.n * G::TN + finished(), f.p.features - 1));
   }
 
-  // y of a tile that waited in the accumulators for its panel. It merges the panel's partial statistics itself: a merge by others
-  // would come behind all that they have to do before. `stored`: tiles numbered below it leave the accumulators before their panel is merged;
-  // with OTHERS_MERGE others merge for them.
+  // y of a tile that waited in the accumulators for its panel. It merges the panel's partial statistics itself: a merge by
+  // others would come behind all that they have to do before. `stored`: tiles numbered below it leave the accumulators before
+  // their panel is merged; with OTHERS_MERGE others merge for them.
   template <bool OTHERS_MERGE>
   __device__ __forceinline__ void finish_panel_tile(Tile tile, const Accumulators& acc, const FeatureValues& v, int stored) {
     const int j = tile.n * G::TN + finished(), existing = min(j, f.p.features - 1);
@@ -2062,8 +2066,8 @@ __device__ __forceinline__ void normalize_stored_singly(const Features<Params>& 
 //
 // Serves any batch of several tiles; taken where that is predicted cheaper than to wait on the chip. Warp 1 stores what the
 // consumers stage and signals complete tiles. Warps 2 and 3, and the consumers after their last tile, take work items in order
-// from an atomic counter: first the merges of a group of panels, then the rows of its stored tiles. An item waits only for tiles
-// that come before it, and all blocks run at once: the launch is cooperative.
+// from an atomic counter: first the merges of a group of panels, then the rows of its stored tiles. An item waits only for
+// tiles that come before it, and all blocks run at once: the launch is cooperative.
 
 template <class G, class Params>
 struct DeferredEpilogue {
@@ -2187,8 +2191,8 @@ struct DeferredEpilogue {
 
 // --- gemm/conversion_split.cuh -------------------------------------------------------------------------------------
 // Operand conversion beside the main loop for float32: rows are split into two float16 (arithmetic in
-// common/fp16x2.cuh). A warp brings rows into shared memory by bulk copies of whole words, kPieces ahead. Of a weight that was split
-// long before (`prepare`) every row is read all the same, and compared with what was split.
+// common/fp16x2.cuh). A warp brings rows into shared memory by bulk copies of whole words, kPieces ahead. Of a weight that was
+// split long before (`prepare`) every row is read all the same, and compared with what was split.
 
 constexpr int kPieceColumns = 1024;  // of a row, in one bulk copy
 constexpr int kPieces = 3;           // in flight, for each warp
@@ -2510,8 +2514,8 @@ struct SplitMainloop {
 // where the list is empty.
 //
 // A feature is listed where its statistics are finished, or in evaluation where its row of the weight is split
-// (Features::add_to_fallback). Blocks share out tiles of 128 rows by 64 listed features; y holds the product until the last tile
-// of 64 features is there, whose block then normalises them (last-arriver reduction). The planner takes it behind every
+// (Features::add_to_fallback). Blocks share out tiles of 128 rows by 64 listed features; y holds the product until the last
+// tile of 64 features is there, whose block then normalises them (last-arriver reduction). The planner takes it behind every
 // fused GEMM of split operands.
 
 // A tile of the product; K in steps of 16, one word of 16 bytes to a thread.
@@ -2758,7 +2762,8 @@ struct KnownStatisticsEpilogue {
         if (i == G::kStorePassesY - 1) mbarrier_arrive(&shared.epilogue.used[buffer]);
       });
     }
-    // A tile of the product or of y to memory, as V: `write` puts a store sweep of it into the staging buffer, or straight to memory.
+    // A tile of the product or of y to memory, as V: `write` puts a store sweep of it into the staging buffer, or straight to
+    // memory.
     template <bool OF_PRODUCT, class V, bool STAGED, int PASSES, class Write>
     __device__ __forceinline__ void store_passes(Tile tile, const Write& write) const {
 #pragma unroll
@@ -2948,8 +2953,8 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   store<float, N>(p.group_dot + group_row, dot);
 }
 
-// The gradients of kColumns features' parameters a block, and in training the two numbers per feature that the last kernel needs:
-// with statistics over several ranks this one's share of them.
+// The gradients of kColumns features' parameters a block, and in training the two numbers per feature that the last kernel
+// needs: with statistics over several ranks this one's share of them.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_gradients(const Params& p) {
   constexpr int kSums = 2;
@@ -2978,7 +2983,8 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   p.slope_grad[j] = f.slope_grad(rows);
 }
 
-// da, in the product's type; for split operands its columns' exponents too. From the last rows on, which gradient_sums read last.
+// da, in the product's type; for split operands its columns' exponents too. From the last rows on, which gradient_sums read
+// last.
 template <class Config, class Params>
 __device__ __forceinline__ void product_gradient(const Params& p) {
   using T = typename Config::T;

@@ -50,8 +50,8 @@ __device__ __forceinline__ void gradient_sums(const Params& p) {
   if (FORM == Form::kRunning) store<float, N>(p.group_linear + group_row, linear);
 }
 
-// The gradients of kColumns features' parameters a block, and in training the two numbers per feature that the last kernel needs:
-// with statistics over several ranks this one's share of them.
+// The gradients of kColumns features' parameters a block, and in training the two numbers per feature that the last kernel
+// needs: with statistics over several ranks this one's share of them.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_gradients(const Params& p) {
   constexpr Form FORM = Config::kForm;
@@ -89,7 +89,8 @@ __device__ __forceinline__ void merge_gradients(const Params& p) {
   }
 }
 
-// da, in the product's type; for split operands its columns' exponents too. From the last rows on, which gradient_sums read last.
+// da, in the product's type; for split operands its columns' exponents too. From the last rows on, which gradient_sums read
+// last.
 template <class Config, class Params>
 __device__ __forceinline__ void product_gradient(const Params& p) {
   using T = typename Config::T;

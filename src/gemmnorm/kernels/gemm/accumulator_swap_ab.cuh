@@ -25,7 +25,8 @@ struct AccumulatorSwapAB {
   float mean[2], slope[2], shift[2];
 
   __device__ __forceinline__ explicit AccumulatorSwapAB(int consumer_)
-      : consumer(consumer_), lane(threadIdx.x % 32), feature(Shape::first_feature({0, 0}, consumer_) + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
+      : consumer(consumer_), lane(threadIdx.x % 32),
+        feature(Shape::first_feature({0, 0}, consumer_) + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
 
   __device__ __forceinline__ int first_row(Tile tile) const { return Shape::first_row(tile, consumer); }
   // Where the lane begins to stage: the 16 bytes of one of 16 rows that it names for its warp, or a float of its own. Warps 0

@@ -1,6 +1,6 @@
 // Operand conversion beside the main loop for float32: rows are split into two float16 (arithmetic in
-// common/fp16x2.cuh). A warp brings rows into shared memory by bulk copies of whole words, kPieces ahead. Of a weight that was split
-// long before (`prepare`) every row is read all the same, and compared with what was split.
+// common/fp16x2.cuh). A warp brings rows into shared memory by bulk copies of whole words, kPieces ahead. Of a weight that was
+// split long before (`prepare`) every row is read all the same, and compared with what was split.
 #pragma once
 #include "gemm/conversion.cuh"
 #include "gemm/features.cuh"

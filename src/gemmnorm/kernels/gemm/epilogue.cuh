@@ -103,8 +103,8 @@ struct TrainingConsumer {
     named_barrier_sync(G::Shape::kSharesFeatures ? kBarrier + consumer : kBarrier, G::AccumulatorTile::kFinishThreads);
   }
 
-  // Partial statistics of the tile's rows; where `stores`, the product without their mean goes to the staging buffer, or straight
-  // to memory. No consumer gets two stored tiles ahead of the warp that empties its staging buffer.
+  // Partial statistics of the tile's rows; where `stores`, the product without their mean goes to the staging buffer, or
+  // straight to memory. No consumer gets two stored tiles ahead of the warp that empties its staging buffer.
   __device__ __forceinline__ void take_statistics(Tile tile, Accumulators& acc, bool stores) {
     constexpr bool kSharesStaging = STORES_Y && G::kStagedY;
     if (kSharesStaging && thread == 0) tma_store_wait_read();  // y of the tile before
@@ -147,9 +147,9 @@ struct TrainingConsumer {
     return f.values(min(tile.n * G::TN + finished(), f.p.features - 1));
   }
 
-  // y of a tile that waited in the accumulators for its panel. It merges the panel's partial statistics itself: a merge by others
-  // would come behind all that they have to do before. `stored`: tiles numbered below it leave the accumulators before their panel is merged;
-  // with OTHERS_MERGE others merge for them.
+  // y of a tile that waited in the accumulators for its panel. It merges the panel's partial statistics itself: a merge by
+  // others would come behind all that they have to do before. `stored`: tiles numbered below it leave the accumulators before
+  // their panel is merged; with OTHERS_MERGE others merge for them.
   template <bool OTHERS_MERGE>
   __device__ __forceinline__ void finish_panel_tile(Tile tile, const Accumulators& acc, const FeatureValues& v, int stored) {
     const int j = tile.n * G::TN + finished(), existing = min(j, f.p.features - 1);

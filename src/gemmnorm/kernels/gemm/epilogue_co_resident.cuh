@@ -5,8 +5,8 @@
 // waits for the statistics of its panel: the last of a block in the accumulators; the others in the staging buffer, where the
 // tile fits it, while the next is multiplied. Blocks wait for each other: the launch is cooperative, or a cluster has all tiles
 // of a panel.
-// Warp 1 merges its block's share of a panel's statistics, for staged tiles. Warps 2 and 3 serve a consumer each: of what it has
-// staged they store the product, where it is kept, signal the partial statistics, and normalise it.
+// Warp 1 merges its block's share of a panel's statistics, for staged tiles. Warps 2 and 3 serve a consumer each: of what it
+// has staged they store the product, where it is kept, signal the partial statistics, and normalise it.
 #pragma once
 #include "gemm/epilogue.cuh"
 #include "gemm/normalize_tile.cuh"

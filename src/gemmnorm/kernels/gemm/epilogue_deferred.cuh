@@ -3,8 +3,8 @@
 //
 // Serves any batch of several tiles; taken where that is predicted cheaper than to wait on the chip. Warp 1 stores what the
 // consumers stage and signals complete tiles. Warps 2 and 3, and the consumers after their last tile, take work items in order
-// from an atomic counter: first the merges of a group of panels, then the rows of its stored tiles. An item waits only for tiles
-// that come before it, and all blocks run at once: the launch is cooperative.
+// from an atomic counter: first the merges of a group of panels, then the rows of its stored tiles. An item waits only for
+// tiles that come before it, and all blocks run at once: the launch is cooperative.
 #pragma once
 #include "gemm/epilogue.cuh"
 #include "gemm/normalize_tile.cuh"

@@ -12,8 +12,8 @@
 
 namespace gemmnorm {
 
-// One warp: a tile's coefficients, by the batch's statistics. The mean stays apart, so that nothing is left of a constant column. Where the product is kept, it
-// lacks the mean in all groups of the tile's ROWS.
+// One warp: a tile's coefficients, by the batch's statistics. The mean stays apart, so that nothing is left of a constant
+// column. Where the product is kept, it lacks the mean in all groups of the tile's ROWS.
 template <int ROWS, int COLUMNS, class Params>
 __device__ __forceinline__ void batch_coefficients(const Features<Params>& f, Tile tile, float* slope, float* shift,
                                                    float* mean) {
@@ -136,7 +136,8 @@ struct KnownStatisticsEpilogue {
         if (i == G::kStorePassesY - 1) mbarrier_arrive(&shared.epilogue.used[buffer]);
       });
     }
-    // A tile of the product or of y to memory, as V: `write` puts a store pass of it into the staging buffer, or straight to memory.
+    // A tile of the product or of y to memory, as V: `write` puts a store pass of it into the staging buffer, or straight to
+    // memory.
     template <bool OF_PRODUCT, class V, bool STAGED, int PASSES, class Write>
     __device__ __forceinline__ void store_passes(Tile tile, const Write& write) const {
 #pragma unroll

@@ -5,8 +5,8 @@
 //   GradientEpilogue       da, to grad_product
 //
 // Taken in training without a kept product; the planner weighs that where `keep_product` is "auto". Warps 1 and 2 serve a
-// consumer each: they bring y's gradient to its staging buffer in parts of 64 × 64, as many ahead as fit it, and store da, which
-// takes a part's place. Warp 3 computes the next tile's coefficients while the current one is multiplied.
+// consumer each: they bring y's gradient to its staging buffer in parts of 64 × 64, as many ahead as fit it, and store da,
+// which takes a part's place. Warp 3 computes the next tile's coefficients while the current one is multiplied.
 #pragma once
 #include "backward/formulas.cuh"
 #include "gemm/features.cuh"

@@ -2,8 +2,8 @@
 // where the list is empty.
 //
 // A feature is listed where its statistics are finished, or in evaluation where its row of the weight is split
-// (Features::add_to_fallback). Blocks share out tiles of 128 rows by 64 listed features; y holds the product until the last tile
-// of 64 features is there, whose block then normalises them (last-arriver reduction). The planner takes it behind every
+// (Features::add_to_fallback). Blocks share out tiles of 128 rows by 64 listed features; y holds the product until the last
+// tile of 64 features is there, whose block then normalises them (last-arriver reduction). The planner takes it behind every
 // fused GEMM of split operands.
 #pragma once
 #include "gemm/features.cuh"

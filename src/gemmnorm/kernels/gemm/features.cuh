@@ -76,8 +76,8 @@ struct Features {
   }
 };
 
-// A warp's share of a tile's COLUMNS features: a lane has every 32nd. It reads the vectors of all before it uses one, so that they
-// are in flight together. Beyond the last feature: the last one.
+// A warp's share of a tile's COLUMNS features: a lane has every 32nd. It reads the vectors of all before it uses one, so that
+// they are in flight together. Beyond the last feature: the last one.
 template <int COLUMNS>
 struct LaneFeatures {
   static constexpr int kOwn = COLUMNS / 32;

@@ -4,8 +4,8 @@
 
 namespace gemmnorm {
 
-// Barriers of a ring: `full` completes when a stage's bytes have arrived, `empty` when all consumers have read them: those of all
-// BLOCKS of a cluster, whose producers write to each other's rings.
+// Barriers of a ring: `full` completes when a stage's bytes have arrived, `empty` when all consumers have read them: those of
+// all BLOCKS of a cluster, whose producers write to each other's rings.
 template <int STAGES, int BLOCKS = 1>
 struct Pipeline {
   static constexpr int kStages = STAGES;
@@ -45,7 +45,8 @@ struct PipelineState {
 };
 
 // What TMA loads of a tile's rows of an operand: all ROWS of them, or of the last tile those that exist, in eights, by a map of
-// its own. Rows of a box beyond the matrix would be filled with zeros, slowly. What a stage holds in their place nobody may read.
+// its own. Rows of a box beyond the matrix would be filled with zeros, slowly. What a stage holds in their place nobody may
+// read.
 struct OperandBox {
   const TensorMap* map;
   int rows;

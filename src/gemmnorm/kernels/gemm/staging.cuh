@@ -58,8 +58,8 @@ __device__ __forceinline__ void store_staged(const TensorMap& map, const unsigne
   tma_store_commit();
 }
 
-// Results of one row for `column` and the next, straight to global memory. ANY: there may be an odd number of columns, and a row
-// begins in the middle of a pair.
+// Results of one row for `column` and the next, straight to global memory. ANY: there may be an odd number of columns, and a
+// row begins in the middle of a pair.
 template <bool ANY, class Y>
 __device__ __forceinline__ void store_pair(Y* to, float2 v, int column, int columns) {
   if (ANY && columns % 2) {

@@ -50,8 +50,8 @@ struct TileShape {
 
 // A persistent block takes tiles blockIdx.x, blockIdx.x + gridDim.x, … Their order: `group_panels` panels (columns of tiles)
 // at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2. Neighbouring
-// blocks that share tiles of x have panels side by side: their number divides both numbers of panels, of which the last may have
-// no feature.
+// blocks that share tiles of x have panels side by side: their number divides both numbers of panels, of which the last may
+// have no feature.
 struct TileScheduler {
   int tiles_m, tiles_n, group_panels;
 

@@ -1,9 +1,9 @@
 // Operands into padded rows: of float32 that autocast wants in half precision, rounded to nearest, or as they are.
 //
-// A block converts neighbouring rows of x or of the weight, or their beginnings: as many as leave each thread up to eight words of
-// four elements. The weight's rows come in descending order and x's last: what the GEMM reads first is then still in the L2. The
-// planner takes it before every GEMM under autocast, and where TMA cannot read rows as they are: for all of the operands or for
-// what the GEMM does not convert itself while it runs.
+// A block converts neighbouring rows of x or of the weight, or their beginnings: as many as leave each thread up to eight
+// words of four elements. The weight's rows come in descending order and x's last: what the GEMM reads first is then still in
+// the L2. The planner takes it before every GEMM under autocast, and where TMA cannot read rows as they are: for all of the
+// operands or for what the GEMM does not convert itself while it runs.
 #pragma once
 #include "common/common.cuh"
 
@@ -27,8 +27,8 @@ __device__ __forceinline__ Vec<T, 4> converted(const Vec<S, 4>& v) {
   return found;
 }
 
-// Four elements of a row from c on; beyond its end any of its elements. ALIGNED: `columns` is a multiple of 4, and the row begins
-// at a whole word; else elements are loaded one by one.
+// Four elements of a row from c on; beyond its end any of its elements. ALIGNED: `columns` is a multiple of 4, and the row
+// begins at a whole word; else elements are loaded one by one.
 template <bool ALIGNED, class S>
 __device__ __forceinline__ Vec<S, 4> load_word(const S* row, int c, int columns) {
   if constexpr (ALIGNED) return load<S, 4>(row + min(c, columns - 4));

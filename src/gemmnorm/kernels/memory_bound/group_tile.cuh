@@ -62,8 +62,8 @@ struct GroupTile {
     }
   }
 
-  // loaded[r] = load_at(place) for AT_ONCE of the thread's rows from `step` on, all in flight. Of a row beyond the group the last
-  // row is loaded: loads under a condition would wait for each other.
+  // loaded[r] = load_at(place) for AT_ONCE of the thread's rows from `step` on, all in flight. Of a row beyond the group the
+  // last row is loaded: loads under a condition would wait for each other.
   template <int AT_ONCE, class Loaded, class Load>
   __device__ __forceinline__ void load_rows(Loaded (&loaded)[AT_ONCE], int step, const Load& load_at) const {
 #pragma unroll
@@ -119,8 +119,8 @@ __device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared 
   for (int i = 0; i < N; ++i) value[i] = shared[i * TX + tx];
 }
 
-// A block that merges the groups of COLUMNS ≤ 16 features: its other threads, called lanes, share out the groups of a feature. A
-// group is of ROWS rows; there is a row of numbers for every kGroupRows, of which the first of a group counts.
+// A block that merges the groups of COLUMNS ≤ 16 features: its other threads, called lanes, share out the groups of a feature.
+// A group is of ROWS rows; there is a row of numbers for every kGroupRows, of which the first of a group counts.
 template <int COLUMNS, int ROWS>
 struct GroupMerge {
   static constexpr int kColumns = COLUMNS, kLanes = kThreads / kColumns;
@@ -135,8 +135,8 @@ struct GroupMerge {
   }
   __device__ __forceinline__ bool inside() const { return j < features; }
 
-  // Calls `add(sum, load(place), rows)` for every group, kAhead of whose numbers are in flight, then adds up over the lanes, in a
-  // fixed order, and hands the sums to all. A thread without a feature or a group reads the last one's.
+  // Calls `add(sum, load(place), rows)` for every group, kAhead of whose numbers are in flight, then adds up over the lanes,
+  // in a fixed order, and hands the sums to all. A thread without a feature or a group reads the last one's.
   template <int N, class Load, class Add>
   __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kWarps · kColumns] */, const Load& load,
                                          const Add& add) const {

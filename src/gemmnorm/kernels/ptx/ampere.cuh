@@ -119,7 +119,8 @@ __device__ __forceinline__ void cp_async_16(void* to_shared, const void* from) {
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Programmatic dependent launch (sm_90 and later): `griddepcontrol_wait` returns when the kernels before this one on the
-// stream have finished and their writes are visible; `griddepcontrol_launch_dependents` lets the next one start its blocks early.
+// stream have finished and their writes are visible; `griddepcontrol_launch_dependents` lets the next one start its blocks
+// early.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

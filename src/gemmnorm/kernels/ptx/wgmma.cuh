@@ -1,5 +1,6 @@
 // Warpgroup matrix multiply-accumulate (sm_90a): D[64, N] += A[64, 32 bytes] · B[N, 32 bytes]ᵀ, both operands in shared
-// memory, swizzled by 128 bytes, K-major or, where they are of two bytes, MN-major. PTX ISA: #asynchronous-warpgroup-level-matrix-instructions
+// memory, swizzled by 128 bytes, K-major or, where they are of two bytes, MN-major. PTX ISA:
+// #asynchronous-warpgroup-level-matrix-instructions
 #pragma once
 #include "ptx/hopper.cuh"
 

@@ -1,4 +1,5 @@
-// After the exchange: every thread of the finishing warps has whole sums of its rows and columns. Statistics, y and the product.
+// After the exchange: every thread of the finishing warps has whole sums of its rows and columns. Statistics, y and the
+// product.
 #pragma once
 #include "gemm/staging.cuh"
 #include "small/mainloop_bf16x3.cuh"
@@ -175,8 +176,8 @@ __device__ __forceinline__ void count_batch(const Params& p) {
   }
 }
 
-// What the producer warp does after its loads, in training: a lane finishes a feature, the left or the right one of a unit. Sums
-// of the tile go to all blocks that finish the feature in another; what is kept of it comes from the first tile's block.
+// What the producer warp does after its loads, in training: a lane finishes a feature, the left or the right one of a unit.
+// Sums of the tile go to all blocks that finish the feature in another; what is kept of it comes from the first tile's block.
 template <class G, class Params, class Shared>
 __device__ __forceinline__ void finish_statistics(const Params& p, Shared& shared, int tile, int share_of_k, int first_column) {
   using S = typename G::S;

@@ -1,5 +1,5 @@
-// Small batches, the whole chain in one launch (sm_90a): in training a cluster of blocks owns a panel of features. It has so many
-// blocks for each tile of 128 rows, which share out K; in evaluation every tile of a panel has a cluster of its own.
+// Small batches, the whole chain in one launch (sm_90a): in training a cluster of blocks owns a panel of features. It has so
+// many blocks for each tile of 128 rows, which share out K; in evaluation every tile of a panel has a cluster of its own.
 //
 //   warp 8          one thread: TMA loads; then, in training, the whole warp finishes the features' statistics
 //   warps 0 to 7    two consumer warpgroups: the block's part of K for all rows of its tile and all features of the panel; then
@@ -57,8 +57,8 @@ struct SmallShared : WeightPartsIf<G::BN, G::kSplit> {
   u64 arrived;  // all partial sums
 };
 
-// Hands the accumulators to the blocks that finish them, of the cluster's blocks `first` and those after it. A block begins with
-// the one after it and ends with itself, so that not all send to one.
+// Hands the accumulators to the blocks that finish them, of the cluster's blocks `first` and those after it. A block begins
+// with the one after it and ends with itself, so that not all send to one.
 template <class G, class Shared>
 __device__ __forceinline__ void exchange_partial_sums(Shared& shared, int first, int rank, const float (&acc)[G::BN / 2]) {
   using S = typename G::S;

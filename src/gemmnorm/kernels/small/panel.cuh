@@ -7,8 +7,8 @@ namespace gemmnorm {
 
 constexpr int kTileRows = 2 * kGroupRows;
 
-// How the blocks of a cluster share out a panel of BN columns. The unit is what wgmma leaves in a thread of 8 columns, a float4: columns c and c + 1 of rows
-// r and r + 8.
+// How the blocks of a cluster share out a panel of BN columns. The unit is what wgmma leaves in a thread of 8 columns, a
+// float4: columns c and c + 1 of rows r and r + 8.
 template <int BN, int SPLITS>
 struct PanelShare {
   static constexpr int kColumns = BN / SPLITS;                     // that a block finishes
@@ -48,8 +48,8 @@ struct ColumnSums {
   __device__ __forceinline__ void take_all(float4 v) { offset = v.x, sum = v.y, squares = v.z; }
 };
 
-// Where the batch has several tiles: what each says of its rows, (centre, Σ of deviations from it, Σ of their squares), and what
-// follows for all rows, ColumnSums' (offset, sum, squares); of both sums that are taken.
+// Where the batch has several tiles: what each says of its rows, (centre, Σ of deviations from it, Σ of their squares), and
+// what follows for all rows, ColumnSums' (offset, sum, squares); of both sums that are taken.
 template <int TILES, int COLUMNS>
 struct TileSums {
   float4 of[2][TILES][COLUMNS], all[2][COLUMNS];
