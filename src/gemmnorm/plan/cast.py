@@ -15,6 +15,7 @@ CAST = ("cast_x", "cast_weight")  # roles of the same, cast or copied
 COLUMNS = 2048  # of K, that are converted at a time
 WORDS = 8  # of four elements, that a thread of the pass has in flight
 LINE_THREADS = 8  # that read a line of 128 bytes
+SECTOR_BYTES = 32  # that the L2 and device memory move at a time
 
 
 def operand(problem: Problem, name: str) -> str:
@@ -25,6 +26,12 @@ def operand(problem: Problem, name: str) -> str:
 def all_padded(problem: Problem) -> bool:
     """All rows that are multiplied begin at whole lines, because both operands are made here."""
     return len(problem.made) == len(OPERANDS)
+
+
+def misaligned(problem: Problem) -> float:
+    """Whether rows that are multiplied, as they are in memory, are no whole sectors: 1 or 0."""
+    row = problem.in_features * DTYPE_BYTES[problem.dtype]
+    return float(not problem.split and row % SECTOR_BYTES > 0 and not all_padded(problem))
 
 
 def unaligned(problem: Problem) -> str | None:
