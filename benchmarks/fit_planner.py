@@ -7,8 +7,9 @@
 `--results benchmarks/results/candidates-h100.json.gz` judges the H200's tables on another GPU; with `--fit` also what
 constants fitted to that GPU would predict.
 
-Levenberg-Marquardt on the logarithms of the constants; an error is the logarithm of predicted over measured time, and
-counts the less the slower a candidate is than the fastest of its problem. A third of the problems is held out.
+Levenberg-Marquardt on the logarithms of the constants. An error is the logarithm of predicted over measured time; it
+counts the less the slower a candidate is than the fastest of its problem, and once more less the mean error of its
+problem, since a choice depends on that alone. A third of the problems is held out.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from gemmnorm.plan.problem import Problem
 RESULTS = Path(__file__).parent / "results" / "candidates-h200.json.gz"
 REGRET = 1.01  # of a held problem, from where the table has its measured best
 GEMM = "GEMM"  # the product alone, in a row of times
+COMPARED = 8.0  # weight of an error less the mean of its problem's
 
 
 @dataclass(frozen=True)
@@ -113,15 +115,17 @@ def merged(same: Sequence[Row]) -> Row:
 
 @dataclass
 class Batch:
-    """Candidates whose terms are of one form, as arrays."""
+    """Candidates whose terms are of one form, as arrays: the problem's number, and how close to its fastest."""
 
     form: Any
     counted: dict[str, Any]
     us: np.ndarray
     weight: np.ndarray
+    problem: np.ndarray
+    near: np.ndarray
 
     def errors(self, c: cost.Constants) -> np.ndarray:
-        return self.weight * np.log(sum(self.form(self.counted, c).values()) / self.us)
+        return np.log(sum(self.form(self.counted, c).values()) / self.us)
 
 
 def _stacked(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -140,26 +144,34 @@ def _bare(counted: dict[str, Any], c: cost.Constants) -> dict[str, Any]:
     return {"product": c.first + cost.product_time(counted, c)}
 
 
+def _bare_backward(counted: dict[str, Any], c: cost.Constants) -> dict[str, Any]:
+    return {"products": cost.products_time(counted, c)}
+
+
 def batches(chosen: Iterable[Row]) -> dict[str, list[Batch]]:
     """By arithmetic."""
-    lists: dict[tuple[str, Any], list[tuple[dict[str, Any], float, float]]] = defaultdict(list)
-    for row in chosen:
-        arithmetic = cost.arithmetic_of(row.problem)
+    lists: dict[tuple[str, Any], list[tuple[dict[str, Any], float, float, int, float]]] = defaultdict(list)
+    for number, row in enumerate(chosen):
+        p, arithmetic = row.problem, cost.arithmetic_of(row.problem)
         for candidate in row.candidates():
             slower = row.us[candidate.name] / row.best
             if slower < 2.5:
                 form, counted = candidate.counted()
-                lists[arithmetic, form].append((counted, row.us[candidate.name], 0.1 + math.exp(-4 * (slower - 1))))
+                near = math.exp(-4 * (slower - 1))
+                lists[arithmetic, form].append((counted, row.us[candidate.name], 0.1 + near, number, near))
         if row.phase == "forward":
-            p = row.problem
             counted = cost.count_product(p, p.batch, p.out_features, p.in_features)
-            lists[arithmetic, _bare].append((counted, row.bare, 0.5))
+            lists[arithmetic, _bare].append((counted, row.bare, 0.5, number, 0.0))
+        else:
+            counted = cost.count_products(replace(p, grad_dtypes=()))
+            lists[arithmetic, _bare_backward].append((counted, row.bare, 0.5, number, 0.0))
     found = defaultdict(list)
     for (arithmetic, form), items in lists.items():
-        counted, us, weight = zip(*items, strict=True)
+        counted, us, weight, number, near = zip(*items, strict=True)
         # So that the many candidates of one kernel do not outweigh the few of another.
         scale = np.sqrt(np.array(weight) * min(1.0, 4000 / len(items)))
-        found[arithmetic].append(Batch(form, _stacked(counted), np.array(us), scale))
+        columns = (np.array(column) for column in (us, scale, number, near))
+        found[arithmetic].append(Batch(form, _stacked(counted), *columns))
     return found
 
 
@@ -168,12 +180,17 @@ def fit(of: Sequence[Batch], start: cost.Constants, rounds: int = 40) -> cost.Co
     names = list(asdict(start))
     centre = np.log([getattr(start, name) for name in names])
     at, damping = centre.copy(), 1e-2
+    weight, problem, near = (np.concatenate([getattr(b, name) for b in of]) for name in ("weight", "problem", "near"))
+    total = np.maximum(np.bincount(problem, near), 1e-9)
 
     def constants(logs: np.ndarray) -> cost.Constants:
         return cost.Constants(**dict(zip(names, np.exp(np.clip(logs, centre - 4, centre + 4)).tolist(), strict=True)))
 
     def errors(logs: np.ndarray) -> np.ndarray:
-        found = np.concatenate([batch.errors(constants(logs)) for batch in of])
+        c = constants(logs)
+        each = np.concatenate([batch.errors(c) for batch in of])
+        mean = np.bincount(problem, near * each) / total
+        found = np.concatenate([weight * each, np.sqrt(COMPARED * near) * (each - mean[problem])])
         bounded = np.sign(found) * np.sqrt(np.minimum(found**2, 0.3 * np.abs(found)))  # outliers count less
         return np.concatenate([bounded, 0.3 * (logs - centre)])
 

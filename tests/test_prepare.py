@@ -99,7 +99,7 @@ def test_a_convolution_over_single_positions(change: str) -> None:
 
 
 def test_a_weight_that_the_planner_would_not_split_is_not_kept() -> None:
-    few, many = nn.Linear(64, 256).weight, nn.Linear(512, 512).weight
+    few, many = nn.Linear(96, 256).weight, nn.Linear(512, 512).weight
     with emulated(plan.chip_for(90)), gemmnorm.set_strategy(None):
         assert not runtime.prepare_weight(few)  # no batch makes it worth while
         assert runtime.prepare_weight(many)

@@ -55,9 +55,9 @@ def row_of(problem: Problem, line: str | None, phase: str = "forward", **more: A
 
 
 def second(problem: Problem, phase: str = "forward") -> Candidate:
-    """Another candidate than the planner's choice, of another name."""
+    """Another candidate of the planner's choice's strategy, of another name."""
     (_, first), *others = plan.ranking(problem, phase)
-    return next(c for _, c in others if c.choices != first.choices and c.strategy != "cublas_bn")
+    return next(c for _, c in others if c.choices != first.choices and c.strategy == first.strategy)
 
 
 # --- the planner ------------------------------------------------------------------------------------------------------

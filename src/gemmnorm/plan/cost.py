@@ -48,7 +48,9 @@ class Constants:
     library_load_ns: float = 0.5  # of a stage of K, for each of a tile's rows and columns
     library_tile: float = 1.5  # of a tile: prologue and epilogue
     library_split_k: float = 1.0  # of sums over parts of K
-    library_vector: float = 3.0  # TB/s of the weight, times the square of its rows, without tensor cores
+    library_vector: float = 3.0  # TB/s of the weight, where x is one row
+    library_vector_ns: float = 15.0  # of 128 bytes of that row
+    library_transposed: float = 0.3  # share by which a stage takes longer, where the operands do not lie along K
     sustained: float = 0.1  # the share by which long products run slower (power)
     # fused_gemm.
     tensor_ns: float = 0.6  # of a stage of K, for each column in 128 rows, where tensor cores are what limits it
@@ -61,11 +63,10 @@ class Constants:
     statistics: float = 0.5  # of a tile in training, here and in small_panel
     statistics_ns: float = 0.05  # of an element in training
     swapped: float = 0.5  # of a tile of 64 rows, which is multiplied as W·xᵀ and turned on its way out
-    unswapped: float = (
-        1.0  # of a tile of fewer than 128 features in training: its sums over rows pass through shared memory
-    )
+    unswapped: float = 1.0  # of a tile of fewer than 128 features in training: its sums pass through shared memory
     staged_ns: float = 0.2  # of an element that waits in shared memory, and leaves during the next tile's main loop
     store_ns: float = 0.1  # of a byte of a tile that is stored
+    partial_store: float = 1.0  # share by which that takes longer, where rows are no whole sectors
     normalize_ns: float = 0.1  # of an element that is normalised out of the L2
     registers_ns: float = 0.1  # of a byte of a tile that is stored from registers rather than shared memory
     wait: float = 1.5  # of a wave for a panel's statistics, between any blocks
@@ -171,8 +172,8 @@ def empty() -> Counted:
     }
 
 
-def count_product(problem: Problem, rows: int, columns: int, inner: int) -> Counted:
-    """A product by cuBLAS: for each tile and number of parts of K, waves and stages."""
+def count_product(problem: Problem, rows: int, columns: int, inner: int, out_dtype: str = "") -> Counted:
+    """A product by cuBLAS: for each tile and number of parts of K, waves and stages. `out_dtype`: if another one."""
     blocks, size = (problem.chip or CHIPS[90]).multiprocessors, DTYPE_BYTES[problem.dtype]
     # Steps of K without tensor cores: 32 bytes predict cuBLAS' times best, its kernels were not looked at.
     stage_bytes = 32 if arithmetic_of(problem) == "float32" else ROW_BYTES
@@ -183,12 +184,25 @@ def count_product(problem: Problem, rows: int, columns: int, inner: int) -> Coun
         for parts in CUBLAS_SPLIT_K:
             waves = -(-tiles * parts // blocks)
             options += [float(waves), waves * -(-steps // parts) * stage_bytes / ROW_BYTES]
-    nbytes = size * (rows * inner + columns * inner + rows * columns)
+    nbytes = size * (rows * inner + columns * inner) + DTYPE_BYTES[out_dtype or problem.dtype] * rows * columns
     return {
         "options": tuple(options),
+        "transposed": 0.0,
         "product_bytes": nbytes,
         "result_bytes": 4.0 * rows * columns,
-        "vector_bytes": 1.0 * size * inner * rows * rows * columns,
+        "vector_bytes": 1.0 * size * inner * columns if rows == 1 else 1e15,  # else it is not one: never the best
+        "vector_stages": float(-(-inner * size // ROW_BYTES)),
+    }
+
+
+def count_products(problem: Problem) -> Counted:
+    """The products of a backward. Their operands do not lie along K, as `wgmma` asks of TF32 and not of 16 bits."""
+    b, i, o = problem.batch, problem.in_features, problem.out_features
+    of_x, of_weight = problem.grad_dtypes or (problem.dtype, problem.dtype)
+    transposed = {"transposed": float(arithmetic_of(problem) == "tf32")}
+    return {
+        "by_x": count_product(problem, b, i, o, of_x) | transposed,
+        "by_weight": count_product(problem, o, i, b, of_weight) | transposed,
     }
 
 
@@ -298,6 +312,7 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
         "inside_bytes": inside,
         "inside_rows": inside_rows,
         "misaligned": gemm.misaligned(problem),
+        "partial": float(problem.out_features * out_size % cast.SECTOR_BYTES > 0),
         "inside": float(inside > 0),
         "split": float(problem.split),
     }
@@ -346,7 +361,7 @@ def count_backward(problem: Problem, backward: Backward) -> Counted:
     counted, size = empty(), DTYPE_BYTES[problem.dtype]
     b, i, o = problem.batch, problem.in_features, problem.out_features
     blocks = (problem.chip or CHIPS[90]).multiprocessors
-    counted |= {"by_x": count_product(problem, b, i, o), "by_weight": count_product(problem, o, i, b)}
+    counted |= count_products(problem)
     once = b * o * (size + DTYPE_BYTES[problem.out_dtype])
     held = {"held_rows": 0.0, "exchanges": 0.0}
     if backward.panel is not None:
@@ -378,10 +393,11 @@ def count_backward(problem: Problem, backward: Backward) -> Counted:
 
 def product_time(n: Mapping[str, Any], c: Constants) -> Any:
     """Time of a product by cuBLAS: its best tile and split-K, or the bytes moved."""
-    best, at = n["vector_bytes"] / c.library_vector / 1e6, iter(n["options"])
-    load = c.library_load_ns
+    best = n["vector_bytes"] / c.library_vector / 1e6 + n["vector_stages"] * c.library_vector_ns / 1e3
+    at, load = iter(n["options"]), c.library_load_ns
     for rows, columns in CUBLAS_TILES:
         stage = overlapped(c.library_tensor_ns * rows * columns / 128, load * (rows + columns)) / 1e3
+        stage = stage * (1 + c.library_transposed * n["transposed"])
         for parts in CUBLAS_SPLIT_K:
             waves, stages = next(at), next(at)
             found = waves * c.library_tile + stages * stage
@@ -389,6 +405,11 @@ def product_time(n: Mapping[str, Any], c: Constants) -> Any:
                 found = found + c.library_split_k + parts * n["result_bytes"] / c.l2_bandwidth / 1e6
             best = _smaller(best, found)
     return overlapped(_throttled(best, c), n["product_bytes"] / c.bandwidth / 1e6)
+
+
+def products_time(n: Mapping[str, Any], c: Constants) -> Any:
+    """Time of a backward's products."""
+    return 2 * c.first + product_time(n["by_x"], c) + product_time(n["by_weight"], c)
 
 
 def _throttled(time: Any, c: Constants) -> Any:
@@ -418,17 +439,16 @@ def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     main = overlapped(main, n["staged"] * c.staged_ns / 1e3)
     main = overlapped(main, n["normalized"] * c.normalize_ns / 1e3)
     leaving = n["register_bytes"] * c.registers_ns + n["statistics"] * c.statistics_ns
-    leaving = leaving + n["tile_elements"] * c.epilogue_ns + n["tile_bytes"] * c.store_ns
-    beyond = overlapped(main, n["traffic"] / c.bandwidth / 1e6) - main
+    leaving = leaving + n["tile_elements"] * c.epilogue_ns
+    leaving = leaving + n["tile_bytes"] * c.store_ns * (1 + c.partial_store * n["partial"])
+    epilogue = leaving / 1e3 + n["waves"] * c.tile + n["swapped"] * c.swapped
+    epilogue = epilogue + n["unswapped"] * c.unswapped + n["trained"] * c.statistics
+    beyond = overlapped(main + epilogue, n["traffic"] / c.bandwidth / 1e6) - main - epilogue
     return {
         "prologue": c.first + c.prologue,
         "main loop": main,
         "memory": beyond,
-        "epilogue": leaving / 1e3
-        + n["waves"] * c.tile
-        + n["swapped"] * c.swapped
-        + n["unswapped"] * c.unswapped
-        + n["trained"] * c.statistics,
+        "epilogue": epilogue,
         "wait": n["grid_waits"] * c.wait + n["cluster_waits"] * c.cluster_wait + n["row_tiles"] * c.row_tile_ns / 1e3,
         "last panel": n["deferred"] * c.tail + n["last_bytes"] / c.l2_bandwidth / 1e6,
         "conversion inside": n["inside"] * c.begin_inside,
@@ -450,10 +470,9 @@ def small_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 
 
 def backward_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
-    by_cublas = 2 * c.first + product_time(n["by_x"], c) + product_time(n["by_weight"], c)
     split = c.split_products + _throttled(n["split_stages"] * c.split_stage, c)
     return {
-        "products": n["split_products"] * split + (1 - n["split_products"]) * by_cublas,
+        "products": n["split_products"] * split + (1 - n["split_products"]) * products_time(n, c),
         "gradient": n["cluster"] * c.gradient
         + n["held_rows"] * c.gradient_row_ns / 1e3
         + n["exchanges"] * c.panel_exchange

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import gram
+from . import cast, gram
 from .cost import (
     Constants,
     Counted,
     count_cast,
     count_gemm,
-    count_product,
+    count_products,
     empty,
     gemm_terms,
     kept_by_l2,
     overlapped,
     pass_terms,
-    product_time,
+    products_time,
 )
 from .gemm import Gemm, bytes_of_x
 from .problem import CHIPS, DTYPE_BYTES, Problem
@@ -57,19 +57,17 @@ def count_gram(problem: Problem, gemm: Gemm) -> Counted:
 
 def count_again(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` for sums, their merge, and `fused_gemm` for the product's gradient; two products by cuBLAS."""
-    b, i, o = problem.batch, problem.in_features, problem.out_features
     out_size, problem = DTYPE_BYTES[problem.out_dtype], replace(problem, cast=())
     sums = count_gemm(problem, replace(gemm, schedule="exact-statistics"))
     # It writes the product's gradient as an evaluation writes y.
     known = replace(problem, training=False, out_dtype=problem.dtype)
     gradient = count_gemm(known, replace(gemm, schedule="normalize"))
-    grad_y = b * o * out_size
+    grad_y = problem.batch * problem.out_features * out_size
     for n in (sums, gradient):  # y's gradient comes while a tile is multiplied
         n["traffic"] += grad_y
     again = bytes_of_x(problem) + grad_y
     gradient["traffic"] -= again * kept_by_l2(problem, again)
-    products = {"by_x": count_product(problem, b, i, o), "by_weight": count_product(problem, o, i, b)}
-    return {"first": sums, "second": gradient, **products}
+    return {"first": sums, "second": gradient, **count_products(problem)}
 
 
 # --- what it takes ---------------------------------------------------------------------------------------------------
@@ -94,5 +92,4 @@ def gram_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 
 
 def again_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
-    products = 2 * c.first + product_time(n["by_x"], c) + product_time(n["by_weight"], c)
-    return {"products": products, **two_pass_terms(n, c)}
+    return {"products": products_time(n, c), **two_pass_terms(n, c)}

@@ -33,7 +33,7 @@ CHIPS = {
     arch: Chip(arch, multiprocessors, bandwidth, l2_mib << 20)
     for arch, multiprocessors, bandwidth, l2_mib in (
         (80, 108, 2.04, 40), (86, 82, 0.94, 6), (89, 128, 1.01, 72),
-        (90, 132, 4.92, 60), (100, 148, 8.0, 126), (120, 170, 1.79, 96),
+        (90, 132, 4.81, 60), (100, 148, 8.0, 126), (120, 170, 1.79, 96),
     )
 }  # fmt: skip
 
