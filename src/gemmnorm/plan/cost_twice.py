@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import cast, gram
+from . import gram
 from .cost import (
     Constants,
     Counted,
