@@ -25,6 +25,10 @@ class Differentiable(NamedTuple):
     bn_bias: Tensor | None
 
 
+# What autograd kept for a backward: `Differentiable`, then what the forward gave. Who gets such a list empties it.
+Saved = list[Tensor | None]
+
+
 class Operands(NamedTuple):
     """The tensors of a call, in the one order that the operator, the binding and the kernels share.
 
