@@ -113,8 +113,8 @@ class _Step:
 
     Attributes:
         run: of the tensors for a product; of the stream and the packed arguments for a launch.
-        only_for: of a launch, which output: left out, with what is allocated before, where nobody wants that.
-        born: what is allocated before: place among the tensors, shape, strides, dtype.
+        only_for: of a launch, which output: left out where nobody wants that.
+        born: what is allocated before: place among the tensors, the output that it is or is for, shape, strides, dtype.
         dead: places of the tensors that nobody needs after it.
         picked: a launch's arguments, out of the pool; None for a product.
         offsets: which of those are inside of a tensor, and how many bytes.
@@ -125,7 +125,7 @@ class _Step:
 
     run: Any
     only_for: int | None = None
-    born: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
+    born: tuple[tuple[int, int | None, tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
     dead: tuple[int, ...] = ()
     picked: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
     offsets: tuple[tuple[int, int], ...] = ()
@@ -213,14 +213,15 @@ class Bound:
         """`steps`, each with what is `made` before and let go after it; what no step uses is made before the first."""
         first, last = {}, {}
         for place in range(self._inputs + len(made)):
-            by = [i for i, places in enumerate(used) if place in places]
-            whom = [steps[i].only_for for i in by]
-            assert place < self._inputs or whom[:1] == [None] or len({*whom}) <= 1, "left out, and read by who is not"
-            first[place], last[place] = (by[0], by[-1]) if by else (0, 0)
-        outputs = range(self._inputs, self._inputs + len(self.outputs))
+            by = [i for i, places in enumerate(used) if place in places] or [0]
+            first[place], last[place] = by[0], by[-1]
+        output = {role: i for i, role in enumerate(self.outputs)}
+        outputs = range(self._inputs, self._inputs + len(output))
         for i, step in enumerate(steps):
             born = tuple(
-                (place, t.shape, t.strides, t.dtype) for place, t in enumerate(made, self._inputs) if first[place] == i
+                (place, output.get(t.only_for or t.role), t.shape, t.strides, t.dtype)
+                for place, t in enumerate(made, self._inputs)
+                if first[place] == i
             )
             dead = tuple(place for place, at in last.items() if at == i and place not in outputs)
             yield replace(step, born=born, dead=dead)
@@ -259,14 +260,13 @@ class Bound:
             address, _held = counters(index).take(handle, self._counters, capturing)  # held until the last launch
             addresses.append(address)
         addresses.append(scalars)
-        end = before + len(self.outputs)
         for step in self._steps:
+            for place, whose, size, strides, dtype in step.born:
+                if wanted is None or whose is None or wanted[whose]:
+                    made = tensors[place] = empty(size, strides, dtype)
+                    addresses[place] = made.data_ptr()
+                    del made  # else it would live until the next is there
             if wanted is None or step.only_for is None or wanted[step.only_for]:
-                for place, size, strides, dtype in step.born:
-                    if wanted is None or place >= end or wanted[place - before]:
-                        made = tensors[place] = empty(size, strides, dtype)
-                        addresses[place] = made.data_ptr()
-                        del made  # else it would live until the next is there
                 if step.key is None:
                     step.run(tensors)
                 else:
@@ -278,7 +278,7 @@ class Bound:
                     step.run(handle, packed)
             for place in step.dead:
                 tensors[place] = None
-        return tensors[before:end]
+        return tensors[before : before + len(self.outputs)]
 
     def _pack(self, step: _Step, tensors: Sequence[Tensor | None], addresses: Sequence[Any]) -> Any:
         """The arguments of a launch whose addresses are new."""
