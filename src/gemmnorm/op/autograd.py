@@ -33,7 +33,7 @@ class Operator:
         x, weight = (copy if copy.dim() == 2 else t for copy, t in zip(kept[2:], operands[:2], strict=True))
         return y, kept, (x, weight)
 
-    def backward(self, needs: list[bool], grad: Tensor, saved: Saved) -> Gradients:
+    def backward(self, needs: tuple[bool, ...], grad: Tensor, saved: Saved) -> Gradients:
         """Gradients of what is differentiable, None where `needs` is False."""
         found = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default(
             grad, *saved, *self.options, *self.dtypes, needs
@@ -75,7 +75,7 @@ class LinearScaleBatchNorm(torch.autograd.Function):
         if grad is None:
             return (None,) * 8
         call: Call | Operator = ctx.call
-        needs = list(ctx.needs_input_grad[2:])
+        needs = ctx.needs_input_grad[2:]
         saved: Saved = [*ctx.saved_tensors]
         if isinstance(call, Call) and torch.compiler.is_compiling():  # compiled autograd has to see the operator
             saved[6:], call = call.unpacked(saved[6:]), Operator(call.options, call.dtypes)

@@ -156,7 +156,8 @@ class Bound:
             inputs = (*inputs[:-2], "kept")
         memory = Memory(chosen, inputs, packed)
         made = memory.tensors[: memory.outputs]
-        self._borrowed, self._inputs, self._unmade = memory.borrowed, len(inputs), (None,) * len(memory.tensors)
+        self._borrowed, self._inputs, made_later = memory.borrowed, len(inputs), len(memory.tensors)
+        self._unmade, self._nowhere = (None,) * made_later, (0,) * made_later
         self.outputs = tuple(t.role for t in made)
         self.kinds = tuple((t.shape, t.dtype) for t in made)
         names = [*inputs, *(t.role for t in memory.tensors), *(["scratch"] if self._borrowed else [])]
@@ -252,10 +253,13 @@ class Bound:
         capturing: bool,
     ) -> list[Tensor | None]:
         empty, before = driver.empty, self._inputs
-        tensors += self._unmade
-        if self._borrowed:  # not by a captured call, which may be replayed beside anything
-            tensors.append(empty((self._borrowed,), (1,), torch.uint8) if capturing else scratch(index, handle))
         addresses: list[Any] = [0 if t is None else t.data_ptr() for t in tensors]
+        tensors += self._unmade
+        addresses += self._nowhere
+        if self._borrowed:  # not by a captured call, which may be replayed beside anything
+            lent = empty((self._borrowed,), (1,), torch.uint8) if capturing else scratch(index, handle)
+            tensors.append(lent)
+            addresses.append(lent.data_ptr())
         if self._counters:
             address, _held = counters(index).take(handle, self._counters, capturing)  # held until the last launch
             addresses.append(address)

@@ -28,12 +28,12 @@ from .operands import (
     Operands,
     Options,
     Saved,
+    Shapes,
     all_served_as_they_are,
     as_served,
     cast_operands,
     dense,
     first,
-    in_the_shapes_of,
     kind,
     multiplied_dtype,
     unified,
@@ -278,7 +278,7 @@ class Call:
         """y alone."""
         return self.forward(operands)[0]
 
-    def backward(self, needs: list[bool], grad: Tensor, saved: Saved) -> Sequence[Tensor | None]:
+    def backward(self, needs: tuple[bool, ...], grad: Tensor, saved: Saved) -> Sequence[Tensor | None]:
         """Gradients of what is differentiable, None where `needs` is False; of x and weight in their own dtypes."""
         if self._backward is None:
             self._backward = BackwardCall(Differentiable(*saved[:6]), self.options, self.dtypes, self._packed)
@@ -331,13 +331,13 @@ class BackwardCall:
         self._scalars = binding.scalars(problem, scale, options.scale_value, 0.0, options.eps)
         self._mapped = any("x" in launch.params or launch.maps for launch in chosen.launches)
         self._as_they_are = all_served_as_they_are(forward)
-        given = zip(operands[2:], self._bound.kinds[2:], strict=True)
-        self._in_shape = all(t is None or (tuple(t.shape), t.dtype) == kind for t, kind in given)
+        self._in_shapes = Shapes((None, None, *operands[2:]), self._bound.kinds)
 
-    def run(self, needs: list[bool], grad: Tensor, saved: Saved) -> Sequence[Tensor | None]:
-        """Gradients of what is differentiable, None where `needs` is False. `saved` ends with the statistics."""
-        wanted = tuple(need and t is not None for need, t in zip(needs, saved, strict=False))
-        given = saved[2:6]
+    def run(self, needs: tuple[bool, ...], grad: Tensor, saved: Saved) -> Sequence[Tensor | None]:
+        """Gradients of what is differentiable, None where `needs` is False, as it is of what is absent.
+
+        `saved` ends with the statistics.
+        """
         if not self._as_they_are:
             saved[2:4] = vectors(saved[2], saved[3], grad.device)
             saved[4:6] = unified(saved[4], saved[5])
@@ -346,8 +346,7 @@ class BackwardCall:
         if self._multiplies_again:
             saved[6:] = (None, saved[-1])
         saved.insert(0, dense(grad))
-        grads = self._bound(saved, self._scalars, wanted)
-        return grads if self._in_shape else [*grads[:2], *in_the_shapes_of(given, grads[2:])]
+        return self._in_shapes(self._bound(saved, self._scalars, needs))
 
 
 # --- the cache of prepared calls --------------------------------------------------------------------------------------

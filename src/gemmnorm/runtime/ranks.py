@@ -27,10 +27,10 @@ from .operands import (
     Operands,
     Options,
     Saved,
+    Shapes,
     all_served_as_they_are,
     as_served,
     dense,
-    in_the_shapes_of,
     vectors,
 )
 
@@ -59,6 +59,7 @@ class Call:
             names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
             problem = replace(problem, grad_dtypes=names)
             self._sums, self._gradient = map(binding.bind, plans.backward(problem, options.strategy))
+            self._in_shapes = Shapes(operands.differentiable[2:], self._sums.kinds[:4])
 
     def statistics(self, operands: Operands) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The product [B, O], where it is stored; where minus means of groups of rows, those [groups, O]; and this
@@ -114,7 +115,7 @@ class Call:
         wanted = tuple(need and t is not None for need, t in zip(needs[2:], operands[2:], strict=True))
         *found, sums = self._sums([dense(grad), *kept, *self._vectors(operands)], self._scalars, (*wanted, True))
         assert sums is not None
-        return in_the_shapes_of(operands[2:], found), sums
+        return self._in_shapes(found), sums
 
     def gradient(
         self,
