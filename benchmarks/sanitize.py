@@ -83,7 +83,7 @@ def turns() -> None:
         x, weight = (torch.randn(n, 24, device="cuda", dtype=t) for n in (batch, features))
         scalars = binding.scalars(problem, vectors[1], 1.0, 0.1, 1e-5)
         for _ in range(2):
-            run((grad_y, x, weight, *vectors, None if again else product, statistics), scalars)
+            run([grad_y, x, weight, *vectors, None if again else product, statistics], scalars)
         torch.cuda.synchronize()
         print(", ".join(names[:2]), *(launch.function for launch in chosen.launches), flush=True)
 

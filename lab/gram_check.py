@@ -69,8 +69,8 @@ def check(sizes, kind, dtype="bfloat16", tile=(256, 128)):
     torch.full((1 << 28,), float("nan"), device="cuda")
     want, eager, mean, var = exact(given, torch.bfloat16)
     run = binding.Bound(gram.plan())
-    outs = dict(zip(run.outputs, run(args, scalars)))
-    again = dict(zip(run.outputs, run(args, scalars)))
+    outs = dict(zip(run.outputs, run([*args], scalars)))
+    again = dict(zip(run.outputs, run([*args], scalars)))
     y, kept, product = outs["y"], outs["statistics"], outs["product"]
     same = torch.equal(y, again["y"]) and torch.equal(product, again["product"])
     error = lambda t: float((t.double() - want).norm(dim=0).div(want.norm(dim=0) + 1e-9).max())  # noqa: E731
@@ -95,11 +95,11 @@ def times(sizes, save):
     calls = {"GEMM": lambda: torch.mm(x, w.t(), out=out)}
     for c in [*gram, *others]:
         run = binding.Bound(c.plan())
-        calls[f"{c.name} [{c.cost():.1f}]"] = lambda run=run: run(args, scalars)
+        calls[f"{c.name} [{c.cost():.1f}]"] = lambda run=run: run([*args], scalars)
     best = gram[0].plan()
     for i, name in enumerate(("gram alone", "first pass alone", "merge alone", "normalize alone")):
         run = binding.Bound(replace(best, steps=(best.steps[i],)))
-        calls[name] = lambda run=run: run(args, scalars)
+        calls[name] = lambda run=run: run([*args], scalars)
     for call in calls.values():
         call()
     torch.cuda.synchronize()

@@ -49,7 +49,7 @@ def measure(text):
                 continue
             run = binding.Bound(replace(made, steps=(launch,)))
             name = f"{launch.function}{'' if training else ' in evaluation'} {activation or ''}".strip()
-            calls[name] = lambda run=run, inputs=inputs, scalars=scalars: run(inputs, scalars)
+            calls[name] = lambda run=run, inputs=inputs, scalars=scalars: run([*inputs], scalars)
             trips[name] = TRIPS[launch.function]
             calls[name]()
     torch.cuda.synchronize()

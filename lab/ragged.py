@@ -40,7 +40,7 @@ def main() -> None:
             calls = {"GEMM": lambda: torch.mm(x, weight.t(), out=out)}
             for c in chosen:
                 run = binding.Bound(c.plan())
-                calls[f"{c.name} [{c.cost():.1f}]"] = lambda run=run: run(args, scalars)
+                calls[f"{c.name} [{c.cost():.1f}]"] = lambda run=run: run([*args], scalars)
             for call in calls.values():
                 call()
             torch.cuda.synchronize()

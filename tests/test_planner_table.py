@@ -54,7 +54,7 @@ def converting(found: Candidate) -> bool:
 def outputs(found: Candidate, inputs: dict[str, Tensor]) -> list[Tensor]:
     """Of a fresh binding: what the call hands back, and the running statistics."""
     running = {role: inputs[role].clone() for role in ("running_mean", "running_var") if role in inputs}
-    given = tuple((inputs | running).get(role) for role in binding.INPUTS[found.phase])
+    given = [(inputs | running).get(role) for role in binding.INPUTS[found.phase]]
     scalars = binding.scalars(found.problem, inputs["scale"], 1.0, 0.1, 1e-5)
     made = binding.Bound(found.plan())(given, scalars)
     count = 1 if found.phase == "forward" else 6

@@ -47,7 +47,7 @@ def in_step(modules: list[Chain], parts: list[sync.Parts], xs: list[Tensor], gra
     rest = list(zip(parts, grads, (o.differentiable for o in operands), kept, strict=True))
     summed = [p.sums(needs, g, o, k) for p, g, o, k in rest]
     sums = torch.stack([s for _, s in summed]).sum(0)
-    products = [p.gradient(needs, g, o, k, sums) for p, g, o, k in rest]
+    products = [p.gradient(needs, g, [*o, *k], sums) for p, g, o, k in rest]
     found = {"y": torch.cat([y for y, _ in done]), "grad x": torch.cat([dx for dx, _ in products])}
     found["grad gemm.weight"] = torch.stack([dw.float() for _, dw in products]).sum(0).to(products[0][1].dtype)
     names = ("gemm.bias", "scale", "bn.weight", "bn.bias")

@@ -571,7 +571,7 @@ struct RowTile {
 // For the guard (split_loses) it also gives amax and abs_sum of the weight's rows, and the maxima of x's over all rows. The
 // weight's rows come in descending order and x's last: what the GEMM reads first is then still in the L2. The planner takes
 // it before every GEMM of split operands, for the first rows or for all, to prepare a weight, and in the backward, where of x
-// it gives the exponents alone.
+// it gives the exponents alone, and leaves the weight out where nobody wants it split.
 
 // A maximum over all rows. What the L2 has grows only: few rows need the atomic.
 __device__ __forceinline__ void raise(u32& largest, u32 value) {
@@ -634,7 +634,7 @@ __device__ __forceinline__ void split_rows(const Params& p) {
   const bool of_weight = block < of_weights;
   const int row = of_weight ? p.weight_rows - 1 - Row::row_of(block) : Row::row_of(block - of_weights);
   RowSizes sizes = {};
-  if (of_weight ? row >= 0 : row < p.batch) sizes = split_row<Config>(p, of_weight, row, maxima, sums);
+  if (of_weight ? p.split_weight && row >= 0 : row < p.batch) sizes = split_row<Config>(p, of_weight, row, maxima, sums);
   if (of_weight || !p.amax_state) return;
   // One atomic for the rows of all warps: the first blocks all find zero, and the L2 takes atomics of one place in turn.
   if constexpr (Row::kRows > 1) {
@@ -3023,9 +3023,9 @@ __device__ __forceinline__ void product_gradient(const Params& p) {
 // exponent per row, its columns multiplied by the weight's powers of two, for dx = da*W; and with an exponent per column,
 // its rows multiplied by x's, for dW = da^T*x. W and x are split as in the forward, and lack just those powers.
 //
-// A block, or where rows are short a warp, splits one row: reads da once, writes it split twice. It finds the row's exponent
-// itself; those of the columns come from the kernel that made da. The planner takes it in training with split operands, before
-// split_gemm.cuh.
+// A block, or where rows are short a warp, splits one row: reads da once, writes it split twice, or once where dx or dW is not
+// wanted. It finds the row's exponent itself; those of the columns come from the kernel that made da. The planner takes it in
+// training with split operands, before split_gemm.cuh.
 
 template <class Config, class Params>
 __device__ __forceinline__ void split_gradient(const Params& p) {
@@ -3037,21 +3037,24 @@ __device__ __forceinline__ void split_gradient(const Params& p) {
   if (row >= p.batch) return;
   const int x_exponent = p.x_exponents[row];
   const Row tile(p.grad_product + static_cast<i64>(row) * p.features, p.features);
+  // Without dx the weight has none; something is read in any case, so that loads stand under no condition.
+  const int* weight_exponents = p.split_by_rows ? p.weight_exponents : p.column_exponents;
   int exponent = kLeastExponent;
-  tile.visit(p.features, [&](int c, const Vec<float, 4>& v) {
-    const Vec<int, 4> e = load_four(p.weight_exponents, c, p.features);
+  if (p.split_by_rows) {
+    tile.visit(p.features, [&](int c, const Vec<float, 4>& v) {
+      const Vec<int, 4> e = load_four(weight_exponents, c, p.features);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) exponent = max(exponent, scaled_exponent(v.at[i], e.at[i]));
-  });
-  exponent = largest_of<Config::kRowThreads>(exponent, maxima);
-  if (tile.lane == 0) p.row_exponents[row] = exponent;
+      for (int i = 0; i < 4; ++i) exponent = max(exponent, scaled_exponent(v.at[i], e.at[i]));
+    });
+    exponent = largest_of<Config::kRowThreads>(exponent, maxima);
+    if (tile.lane == 0) p.row_exponents[row] = exponent;
+  }
 
-  half* by_rows = p.split_by_rows + static_cast<i64>(row) * 2 * padded;
-  half* by_columns = p.split_by_columns + static_cast<i64>(row) * 2 * padded;
+  const i64 start = static_cast<i64>(row) * 2 * padded;
   tile.visit(padded, [&](int c, const Vec<float, 4>& v) {
     float to_rows[4] = {}, to_columns[4] = {};
     if (c < p.features) {
-      const Vec<int, 4> of_weight = load_four(p.weight_exponents, c, p.features);
+      const Vec<int, 4> of_weight = load_four(weight_exponents, c, p.features);
       const Vec<int, 4> of_column = load_four(p.column_exponents, c, p.features);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -3059,8 +3062,8 @@ __device__ __forceinline__ void split_gradient(const Params& p) {
         to_columns[i] = times(v.at[i], power_of_two(in_range(x_exponent - of_column.at[i])));
       }
     }
-    store_split(by_rows, c, to_rows);
-    store_split(by_columns, c, to_columns);
+    if (p.split_by_rows) store_split(p.split_by_rows + start, c, to_rows);
+    if (p.split_by_columns) store_split(p.split_by_columns + start, c, to_columns);
   });
 }
 
@@ -3482,7 +3485,7 @@ struct SplitGradientParams {
 struct FusedGemmSplitGradientConfig {
   static constexpr int kRowThreads = 256;
 };
-extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_split_gradient(
+extern "C" __global__ void __launch_bounds__(256, 4) fused_gemm_split_gradient(
     const SplitGradientParams p) {
   gemmnorm::split_gradient<FusedGemmSplitGradientConfig>(p);
 }
@@ -3922,19 +3925,20 @@ Tensors backward_training(const torch::Tensor& grad /* [batch, 4096] */, const t
   torch::Tensor grad_bn_weight = needs[4] ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
   torch::Tensor grad_bn_bias = needs[5] ? empty(x, torch::kFloat32, {4096}) : torch::Tensor();
   const Scratch scratch(x, {4 * groups * 4096, 4 * groups * 4096, 4 * 4096, 4 * 4096, 4 * batch * 4096,
-                            2 * batch * 8192, 2 * 4096 * 8192, 4 * batch, 4 * 4096, 2 * batch * 8192,
-                            2 * batch * 8192, 4 * batch, 4 * 4096});
+                            needs[0] ? 2 * 4096 * 8192 : 0, needs[0] ? 2 * batch * 8192 : 0,
+                            needs[1] ? 2 * batch * 8192 : 0, needs[1] ? 2 * batch * 8192 : 0, 4 * batch, 4 * 4096,
+                            4 * batch, 4 * 4096});
   float* group_sum = scratch.piece<float>(0);
   float* group_dot = scratch.piece<float>(1);
   float* mean_grad = scratch.piece<float>(2);
   float* slope_grad = scratch.piece<float>(3);
   float* grad_product = scratch.piece<float>(4);
-  gemmnorm::half* split_x = scratch.piece<gemmnorm::half>(5);
-  gemmnorm::half* split_weight = scratch.piece<gemmnorm::half>(6);
-  int* x_exponents = scratch.piece<int>(7);
-  int* weight_exponents = scratch.piece<int>(8);
-  gemmnorm::half* split_by_rows = scratch.piece<gemmnorm::half>(9);
-  gemmnorm::half* split_by_columns = scratch.piece<gemmnorm::half>(10);
+  gemmnorm::half* split_weight = needs[0] ? scratch.piece<gemmnorm::half>(5) : nullptr;
+  gemmnorm::half* split_by_rows = needs[0] ? scratch.piece<gemmnorm::half>(6) : nullptr;
+  gemmnorm::half* split_x = needs[1] ? scratch.piece<gemmnorm::half>(7) : nullptr;
+  gemmnorm::half* split_by_columns = needs[1] ? scratch.piece<gemmnorm::half>(8) : nullptr;
+  int* x_exponents = scratch.piece<int>(9);
+  int* weight_exponents = scratch.piece<int>(10);
   int* row_exponents = scratch.piece<int>(11);
   int* column_exponents = scratch.piece<int>(12);
   const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;

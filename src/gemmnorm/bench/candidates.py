@@ -13,7 +13,7 @@ import os
 import statistics
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -101,8 +101,12 @@ def calls(
         if not any(text in skipped for text in units(candidate)):
             inputs = tuple(given.get(role) for role in binding.INPUTS[candidate.phase])
             scalars = binding.scalars(candidate.problem, given["scale"], 1.0, 0.1, 1e-5)
-            made[candidate.name] = functools.partial(binding.Bound(candidate.plan()), inputs, scalars)
+            made[candidate.name] = functools.partial(_run, binding.Bound(candidate.plan()), inputs, scalars)
     return made
+
+
+def _run(bound: binding.Bound, inputs: Sequence[Tensor | None], scalars: tuple[Any, ...]) -> list[Tensor | None]:
+    return bound([*inputs], scalars)
 
 
 def results(outputs: Sequence[Tensor | None]) -> list[Tensor]:

@@ -254,6 +254,11 @@ def _backward(name: str, plan: Plan, saved: Sequence[str], kernels: Kernels, suf
     return _Function(name, signature, body.function(comment, signature))
 
 
+def _if_wanted(buffer: Buffer, value: str, otherwise: str) -> str:
+    """`value`, or where the output that the buffer is only for is not wanted, `otherwise`."""
+    return f"needs[{_GRADIENTS.index(buffer.only_for)}] ? {value} : {otherwise}" if buffer.only_for else value
+
+
 class _Body:
     """Collects the statements of one host function for one plan."""
 
@@ -305,17 +310,19 @@ class _Body:
         for buffer in buffers:
             check_known(buffer)
             if buffer.role in operands:
-                self.tensor(buffer)
+                self.tensor(buffer, _if_wanted(buffer, "{}", "torch::Tensor()"))
             else:
                 scratch.append(buffer)
         if not scratch:
             return
-        sizes = [" * ".join([str(DTYPE_BYTES[b.dtype]), *map(self.extent, b.stored)]) for b in scratch]
+        sizes = [
+            _if_wanted(b, " * ".join([str(DTYPE_BYTES[b.dtype]), *map(self.extent, b.stored)]), "0") for b in scratch
+        ]
         self.lines += wrap("  const Scratch scratch(x, {", sizes, "});").split("\n")
         for i, buffer in enumerate(scratch):
             kind = self.element_type(buffer.role)
             self.pointers.add(buffer.role)
-            self.line(f"{kind}* {buffer.role} = scratch.piece<{kind}>({i});")
+            self.line(f"{kind}* {buffer.role} = {_if_wanted(buffer, f'scratch.piece<{kind}>({i})', 'nullptr')};")
 
     def aliases(self) -> None:
         for role, target in self.plan.aliases:

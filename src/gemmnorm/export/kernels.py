@@ -23,7 +23,7 @@ _KNOWN = {
              "shared", "cooperative", "least", "cluster", "maps", "numbers", "only_for"},
     Map: {"role", "tensor", "rows", "columns", "exact", "last", "shared"},
     Product: {"out", "left", "right", "transpose_left", "transpose_right"},
-    Buffer: {"role", "dtype", "shape", "pitch"},
+    Buffer: {"role", "dtype", "shape", "pitch", "only_for"},
     Plan: {"problem", "phase", "strategy", "steps", "outputs", "workspace", "aliases", "reasons", "counters", "seconds",
            "floor"},
 }  # fmt: skip

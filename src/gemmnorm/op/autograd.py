@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import GemmNormRuntimeError
 from ..runtime.call import Call
-from ..runtime.operands import Differentiable, Operands, Options
+from ..runtime.operands import Operands, Options, Saved
 
 Gradients = Sequence[Tensor | None]
 
@@ -33,10 +33,10 @@ class Operator:
         x, weight = (copy if copy.dim() == 2 else t for copy, t in zip(kept[2:], operands[:2], strict=True))
         return y, kept, (x, weight)
 
-    def backward(self, needs: list[bool], grad: Tensor, operands: Differentiable, kept: Sequence[Tensor]) -> Gradients:
-        """Gradients of `operands`, None where `needs` is False."""
+    def backward(self, needs: tuple[bool, ...], grad: Tensor, saved: Saved) -> Gradients:
+        """Gradients of what is differentiable, None where `needs` is False."""
         found = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default(
-            grad, *operands, *kept, *self.options, *self.dtypes, needs
+            grad, *saved, *self.options, *self.dtypes, needs
         )
         return [g if needed else None for g, needed in zip(found, needs, strict=True)]
 
@@ -75,18 +75,31 @@ class LinearScaleBatchNorm(torch.autograd.Function):
         if grad is None:
             return (None,) * 8
         call: Call | Operator = ctx.call
-        needs = list(ctx.needs_input_grad[2:])
-        x, weight, bias, scale, bn_weight, bn_bias, *kept = ctx.saved_tensors
-        operands = Differentiable(x, weight, bias, scale, bn_weight, bn_bias)
+        needs = ctx.needs_input_grad[2:]
+        saved: Saved = [*ctx.saved_tensors]
         if isinstance(call, Call) and torch.compiler.is_compiling():  # compiled autograd has to see the operator
-            kept, call = call.unpacked(kept), Operator(call.options, call.dtypes)
+            saved[6:], call = call.unpacked(saved[6:]), Operator(call.options, call.dtypes)
         if torch.is_grad_enabled():
+            made_of = (grad, *saved[:6])
             with torch.no_grad():
-                found = call.backward(needs, grad, operands, kept)
-            found = not_twice(found, (grad, *operands))
-        else:
-            found = call.backward(needs, grad, operands, kept)
-        return None, None, *found
+                found = call.backward(needs, grad, saved)
+            return None, None, *not_twice(found, made_of)
+        if isinstance(call, Call):
+            let_go(ctx)
+        return None, None, *call.backward(needs, grad, saved)
+
+
+# PyTorch's own, for the backward of a compiled graph (docs/private_api.md).
+_clear = getattr(torch._C._FunctionBase, "maybe_clear_saved_tensors", None)
+
+
+def let_go(ctx: Any) -> None:
+    """Autograd's hold of what was saved, unless the graph is retained: else it ends when the backward has returned.
+
+    Whoever has the tensors can then free each once it has been read, and what comes next may lie in its memory.
+    """
+    if _clear is not None:
+        _clear(ctx)
 
 
 def directly(function: Any) -> Any:

@@ -127,7 +127,8 @@ def _backward_impl(*args: Any) -> tuple[Tensor, ...]:
     else:
         keep = kept[0].shape[0] > 0
         options = options if options.keep_product is keep else options._replace(keep_product=keep)
-        found = runtime.find_backward(operands, options, dtypes).run(needs, grad, operands, kept)
+        wanted = tuple(need and t is not None for need, t in zip(needs, operands, strict=True))
+        found = runtime.find_backward(operands, options, dtypes).run(wanted, grad, [*operands, *kept])
     return tuple(grad.new_empty(0) if g is None else g for g in found)
 
 
@@ -351,7 +352,7 @@ def _sync_sums(*args: Any) -> tuple[Tensor, ...]:
 
 def _sync_gradient(*args: Any) -> tuple[Tensor, ...]:
     parts, operands, needs = _sync_backward_parts(*args)
-    found = parts.gradient(needs, args[0], operands, args[7:10], args[10])
+    found = parts.gradient(needs, args[0], [*operands, *args[7:10]], args[10])
     return tuple(args[0].new_empty(0) if g is None else g for g in found)
 
 

@@ -27,7 +27,7 @@ from .. import activations
 from ..errors import GemmNormValueError
 from ..runtime import driver, ranks
 from ..runtime.arguments import check_arguments
-from ..runtime.operands import Differentiable, Operands, Options, cast_operands
+from ..runtime.operands import Differentiable, Operands, Options, Saved, cast_operands
 from . import autograd, reference
 
 Kept = Sequence[Tensor | None]  # product [B, O], offset [groups, O], statistics [3, O]: mean, rstd, count of all rows
@@ -43,9 +43,7 @@ class Parts(Protocol):
     def sums(
         self, needs: Sequence[bool], grad: Tensor, operands: Differentiable, kept: Kept
     ) -> tuple[list[Tensor | None], Tensor]: ...
-    def gradient(
-        self, needs: Sequence[bool], grad: Tensor, operands: Differentiable, kept: Kept, sums: Tensor
-    ) -> list[Tensor | None]: ...
+    def gradient(self, needs: Sequence[bool], grad: Tensor, saved: Saved, sums: Tensor) -> list[Tensor | None]: ...
 
 
 def world_size(group: Any) -> int:
@@ -186,9 +184,8 @@ class PlainParts:
         sums = torch.stack([total, (factor * rstd).square() * dot]) / count.clamp_min(1)
         return [None if t is None or v is None or not need else v.to(t.dtype) for need, t, v in given], sums
 
-    def gradient(
-        self, needs: Sequence[bool], grad: Tensor, operands: Differentiable, kept: Kept, sums: Tensor
-    ) -> list[Tensor | None]:
+    def gradient(self, needs: Sequence[bool], grad: Tensor, saved: Saved, sums: Tensor) -> list[Tensor | None]:
+        operands, kept = Differentiable(*saved[:6]), saved[6:]
         x, weight, _, scale, bn_weight, _ = operands
         product, _, statistics = kept
         assert product is not None and statistics is not None and x is not None and weight is not None
@@ -257,12 +254,8 @@ class OperatorParts:
         *found, sums = torch.ops.gemmnorm.sync_sums(grad, *operands, *kept, *self._options, self._ranks, needs)
         return found, sums
 
-    def gradient(
-        self, needs: Sequence[bool], grad: Tensor, operands: Differentiable, kept: Kept, sums: Tensor
-    ) -> list[Tensor | None]:
-        return list(
-            torch.ops.gemmnorm.sync_gradient(grad, *operands, *kept, sums, *self._options, self._ranks, needs)
-        )  # fmt: skip
+    def gradient(self, needs: Sequence[bool], grad: Tensor, saved: Saved, sums: Tensor) -> list[Tensor | None]:
+        return list(torch.ops.gemmnorm.sync_gradient(grad, *saved, sums, *self._options, self._ranks, needs))
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -284,15 +277,15 @@ class LinearScaleSyncBatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         needs = list(ctx.needs_input_grad[3:])
-        operands, kept = Differentiable(*ctx.saved_tensors[:6]), ctx.saved_tensors[6:]
-        found: Sequence[Tensor | None]
+        saved: Saved = [*ctx.saved_tensors]
         if torch.is_grad_enabled():
+            made_of = (grad, *saved[:6])
             with torch.no_grad():
-                found = _backward(ctx.parts, ctx.group, needs, grad, operands, kept)
-            found = autograd.not_twice(found, (grad, *operands))
-        else:
-            found = _backward(ctx.parts, ctx.group, needs, grad, operands, kept)
-        return None, None, None, *found
+                found = _backward(ctx.parts, ctx.group, needs, grad, saved)
+            return None, None, None, *autograd.not_twice(found, made_of)
+        if isinstance(ctx.parts, ranks.Call):
+            autograd.let_go(ctx)
+        return None, None, None, *_backward(ctx.parts, ctx.group, needs, grad, saved)
 
 
 def _forward(parts: Parts, group: Group, operands: Operands) -> tuple[Tensor, Kept]:
@@ -301,14 +294,12 @@ def _forward(parts: Parts, group: Group, operands: Operands) -> tuple[Tensor, Ke
     return y, (product, offset, statistics)
 
 
-def _backward(
-    parts: Parts, group: Group, needs: Sequence[bool], grad: Tensor, operands: Differentiable, kept: Kept
-) -> list[Tensor | None]:
-    """Gradients of `operands`, None where `needs` is False."""
-    of_vectors, sums = parts.sums(needs, grad, operands, kept)
+def _backward(parts: Parts, group: Group, needs: Sequence[bool], grad: Tensor, saved: Saved) -> list[Tensor | None]:
+    """Gradients of what is differentiable, None where `needs` is False."""
+    of_vectors, sums = parts.sums(needs, grad, Differentiable(*saved[:6]), saved[6:])
     of_matrices: list[Tensor | None] = [None, None]
     if any(needs[:2]):
-        of_matrices = parts.gradient(needs, grad, operands, kept, group.add_up(sums))
+        of_matrices = parts.gradient(needs, grad, saved, group.add_up(sums))
     return [g if needed else None for g, needed in zip([*of_matrices, *of_vectors], needs, strict=True)]
 
 

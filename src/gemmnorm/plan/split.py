@@ -116,9 +116,12 @@ def split_backward(problem: Problem, plan: Plan) -> Plan:
     dx = da·W and dW = daᵀ·x add up along the rows of W and x, which is where their exponents belong: da is multiplied
     by those powers of two before it is split, by rows for one product and by columns for the other. So W and x are
     split as for the forward, and nothing is transposed. The kernels up to da need x's exponents alone: x is split once
-    dx is there, and its pieces take the place of the weight's.
+    dx is there, and its pieces take the place of the weight's. What one of the products reads is made where that is
+    wanted.
     """
     features, padded = Extent(problem.out_features), _padded(problem.out_features)
+    split_x, split_weight, *exponents = split_operands(problem)
+    by_rows, by_columns = (Buffer(role, "float16", (ROWS, padded)) for role in ("split_by_rows", "split_by_columns"))
     split_gradient = Launch(
         "fused_gemm_split_gradient",
         "backward/split_gradient.cuh",
@@ -127,6 +130,7 @@ def split_backward(problem: Problem, plan: Plan) -> Plan:
         ("grad_product", "x_exponents", "weight_exponents", "column_exponents", "split_by_rows", "split_by_columns",
          "row_exponents", "batch", "features"),
         Extent(1, rows_of_block(problem.out_features)),
+        resident=4,
     )  # fmt: skip
     steps = (
         split_rows(problem, ALL_ROWS, problem.out_features, ("split_weight",)),
@@ -138,8 +142,9 @@ def split_backward(problem: Problem, plan: Plan) -> Plan:
     )
     workspace = (
         *plan.workspace,
-        *split_operands(problem),
-        *(Buffer(role, "float16", (ROWS, padded)) for role in ("split_by_rows", "split_by_columns")),
+        *(replace(buffer, only_for="grad_x") for buffer in (split_weight, by_rows)),
+        *(replace(buffer, only_for="grad_weight") for buffer in (split_x, by_columns)),
+        *exponents,
         Buffer("row_exponents", "int32", (ROWS,)),
         Buffer("column_exponents", "int32", (features,)),
     )

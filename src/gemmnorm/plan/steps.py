@@ -45,13 +45,14 @@ class Buffer:
     """A tensor that the plan allocates: role, dtype, and shape as extents.
 
     A matrix may have padded rows, which nobody writes behind their end: `pitch` elements from one to the next; 0 where
-    they are dense.
+    they are dense. `only_for`: an output's role, where nobody needs the tensor unless that is wanted; else it is null.
     """
 
     role: str
     dtype: str
     shape: tuple[Extent, ...]
     pitch: int = 0
+    only_for: str = ""
 
     @property
     def stored(self) -> tuple[Extent, ...]:

@@ -113,25 +113,25 @@ class _Step:
 
     Attributes:
         run: of the tensors for a product; of the stream and the packed arguments for a launch.
-        born: what is allocated before: place among the tensors, shape, strides, dtype.
+        only_for: of a launch, which output: left out where nobody wants that.
+        born: what is allocated before: place among the tensors, the output that it is or is for, shape, strides, dtype.
         dead: places of the tensors that nobody needs after it.
         picked: a launch's arguments, out of the pool; None for a product.
         offsets: which of those are inside of a tensor, and how many bytes.
         maps: which of those are maps; place of the matrix, maps by address, how it is found, what the map is like.
         key: what decides a launch's arguments, out of the addresses: those that it uses, and the numbers.
         packed: the arguments by `key`.
-        needed: the place whose address is 0 where nobody wants what the launch makes.
     """
 
     run: Any
-    born: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
+    only_for: int | None = None
+    born: tuple[tuple[int, int | None, tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
     dead: tuple[int, ...] = ()
     picked: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
     offsets: tuple[tuple[int, int], ...] = ()
     maps: tuple[tuple[int, int, dict[int, Any], Callable[[Sequence[Any]], Tensor], Map], ...] = ()
     key: Callable[[Sequence[Any]], Any] | None = None
     packed: _Packed = field(default_factory=_Packed)
-    needed: int = 0  # the first input is always there
 
 
 class Bound:
@@ -141,6 +141,7 @@ class Bound:
     the arguments of each launch, which are kept by them: the steps of a training come back to the same addresses. Where
     they are new, a launch picks its arguments out of a pool: the addresses, the numbers, what the plan decides. A
     tensor is allocated before the first step that needs it, and let go after the last: the next may lie in its memory.
+    So are the inputs, whose list the call takes over.
 
     `packed`: product and statistics are one tensor `kept` (`unpacked`), an allocation less. Only where no library's
     product has to see the product by itself.
@@ -155,7 +156,8 @@ class Bound:
             inputs = (*inputs[:-2], "kept")
         memory = Memory(chosen, inputs, packed)
         made = memory.tensors[: memory.outputs]
-        self._borrowed, self._inputs, self._made = memory.borrowed, len(inputs), len(memory.tensors)
+        self._borrowed, self._inputs, made_later = memory.borrowed, len(inputs), len(memory.tensors)
+        self._unmade, self._nowhere = (None,) * made_later, (0,) * made_later
         self.outputs = tuple(t.role for t in made)
         self.kinds = tuple((t.shape, t.dtype) for t in made)
         names = [*inputs, *(t.role for t in memory.tensors), *(["scratch"] if self._borrowed else [])]
@@ -179,6 +181,7 @@ class Bound:
                 return itemgetter(slots[role][0])
             return lambda tensors: unpacked(tensors[kept], chosen.problem)[0]
 
+        output = {role: i for i, role in enumerate(self.outputs)}
         steps: list[_Step] = []
         used: list[set[int]] = []  # by each step: places of tensors
         for step in chosen.steps:
@@ -189,18 +192,17 @@ class Bound:
                 picked = [own.get(f.name, slots.get(f.role, (absent, 0))) for f in fields]
                 at = {f.name: i for i, f in enumerate(fields)}
                 maps: Any = tuple((at[m.role], slots[m.tensor][0], {}, find(m.tensor), m) for m in step.maps)
-                needed = slots[step.only_for][0] if step.only_for in slots else 0
                 places = {slot for slot, _ in picked if slot < len(names)} | {place for _, place, *_ in maps}
                 launch = _Step(
                     driver.Launcher(step, chosen.problem),
+                    output.get(step.only_for),
                     picked=itemgetter(*(slot for slot, _ in picked)),
                     offsets=tuple((i, offset) for i, (_, offset) in enumerate(picked) if offset),
                     maps=maps,
                     key=itemgetter(*places, len(names)),  # the numbers follow the addresses
-                    needed=needed,
                 )
                 steps.append(launch)
-                used.append({*places, needed})
+                used.append(places)
             else:
                 (out, _), (left, _), (right, _) = slots[step.out], slots[step.left], slots[step.right]
                 steps.append(_Step(_Product(out, left, right, step.transpose_left, step.transpose_right)))
@@ -211,24 +213,26 @@ class Bound:
     def _with_memory(self, steps: Sequence[_Step], used: Sequence[set[int]], made: Sequence[Made]) -> Iterator[_Step]:
         """`steps`, each with what is `made` before and let go after it; what no step uses is made before the first."""
         first, last = {}, {}
-        for place in range(self._inputs, self._inputs + len(made)):
+        for place in range(self._inputs + len(made)):
             by = [i for i, places in enumerate(used) if place in places] or [0]
             first[place], last[place] = by[0], by[-1]
+        output = {role: i for i, role in enumerate(self.outputs)}
+        outputs = range(self._inputs, self._inputs + len(output))
         for i, step in enumerate(steps):
             born = tuple(
-                (place, t.shape, t.strides, t.dtype) for place, t in enumerate(made, self._inputs) if first[place] == i
+                (place, output.get(t.only_for or t.role), t.shape, t.strides, t.dtype)
+                for place, t in enumerate(made, self._inputs)
+                if first[place] == i
             )
-            outputs = self._inputs + len(self.outputs)
-            dead = tuple(place for place, at in last.items() if at == i and place >= outputs)
+            dead = tuple(place for place, at in last.items() if at == i and place not in outputs)
             yield replace(step, born=born, dead=dead)
 
     def __call__(
-        self, inputs: tuple[Tensor | None, ...], scalars: tuple[Any, ...], wanted: tuple[bool, ...] | None = None
+        self, inputs: list[Tensor | None], scalars: tuple[Any, ...], wanted: tuple[bool, ...] | None = None
     ) -> list[Tensor | None]:
         """Run on the current stream of the tensors' device; the outputs (`self.outputs`), None where not `wanted`."""
-        first = inputs[0]
-        assert first is not None
-        index = first.device.index
+        assert inputs[0] is not None
+        index = inputs[0].device.index
         if index != driver.current_device():
             with torch.cuda.device(index):
                 return self(inputs, scalars, wanted)
@@ -241,41 +245,44 @@ class Bound:
 
     def _run(
         self,
-        inputs: tuple[Tensor | None, ...],
+        tensors: list[Tensor | None],
         scalars: tuple[Any, ...],
         wanted: tuple[bool, ...] | None,
         index: int | None,
         handle: int,
         capturing: bool,
     ) -> list[Tensor | None]:
-        empty = driver.empty
-        before, tensors = self._inputs, [*inputs, *(None,) * self._made]
-        if self._borrowed:  # not by a captured call, which may be replayed beside anything
-            tensors.append(empty((self._borrowed,), (1,), torch.uint8) if capturing else scratch(index, handle))
+        empty, before = driver.empty, self._inputs
         addresses: list[Any] = [0 if t is None else t.data_ptr() for t in tensors]
+        tensors += self._unmade
+        addresses += self._nowhere
+        if self._borrowed:  # not by a captured call, which may be replayed beside anything
+            lent = empty((self._borrowed,), (1,), torch.uint8) if capturing else scratch(index, handle)
+            tensors.append(lent)
+            addresses.append(lent.data_ptr())
         if self._counters:
             address, _held = counters(index).take(handle, self._counters, capturing)  # held until the last launch
             addresses.append(address)
         addresses.append(scalars)
-        end = before + len(self.outputs)
         for step in self._steps:
-            for place, size, strides, dtype in step.born:
-                if wanted is None or place >= end or wanted[place - before]:
+            for place, whose, size, strides, dtype in step.born:
+                if wanted is None or whose is None or wanted[whose]:
                     made = tensors[place] = empty(size, strides, dtype)
                     addresses[place] = made.data_ptr()
                     del made  # else it would live until the next is there
-            if step.key is None:
-                step.run(tensors)
-            elif addresses[step.needed]:
-                key = step.key(addresses)
-                packed = step.packed.get(key)
-                if packed is None:
-                    packed = self._pack(step, tensors, addresses)
-                    step.packed.keep(key, packed)
-                step.run(handle, packed)
+            if wanted is None or step.only_for is None or wanted[step.only_for]:
+                if step.key is None:
+                    step.run(tensors)
+                else:
+                    key = step.key(addresses)
+                    packed = step.packed.get(key)
+                    if packed is None:
+                        packed = self._pack(step, tensors, addresses)
+                        step.packed.keep(key, packed)
+                    step.run(handle, packed)
             for place in step.dead:
                 tensors[place] = None
-        return tensors[before:end]
+        return tensors[before : before + len(self.outputs)]
 
     def _pack(self, step: _Step, tensors: Sequence[Tensor | None], addresses: Sequence[Any]) -> Any:
         """The arguments of a launch whose addresses are new."""

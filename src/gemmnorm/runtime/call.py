@@ -27,12 +27,13 @@ from .operands import (
     Likeness,
     Operands,
     Options,
+    Saved,
+    Shapes,
     all_served_as_they_are,
     as_served,
     cast_operands,
     dense,
     first,
-    in_the_shapes_of,
     kind,
     multiplied_dtype,
     unified,
@@ -261,10 +262,10 @@ class Call:
         if not self._training and operands.num_batches_tracked is not None:
             operands = operands._replace(num_batches_tracked=None)
         if ahead is None:
-            outputs = self._bound(operands, self._scalars)
+            outputs = self._bound([*operands], self._scalars)
         else:
             assert self._bound_prepared is not None
-            outputs = self._bound_prepared((*operands, *ahead.tensors), self._scalars)
+            outputs = self._bound_prepared([*operands, *ahead.tensors], self._scalars)
         if write_back is not None and self._training:
             write_back()
         kept = outputs[1:]
@@ -279,15 +280,13 @@ class Call:
         """y alone."""
         return self.forward(operands)[0]
 
-    def backward(
-        self, needs: list[bool], grad: Tensor, operands: Differentiable, kept: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
-        """Gradients of `operands`, None where `needs` is False; of x and weight in their own dtypes."""
+    def backward(self, needs: tuple[bool, ...], grad: Tensor, saved: Saved) -> Sequence[Tensor | None]:
+        """Gradients of what is differentiable, None where `needs` is False; of x and weight in their own dtypes."""
         if self._backward is None:
-            self._backward = BackwardCall(operands, self.options, self.dtypes, self._packed)
-        return self._backward.run(needs, grad, operands, kept)
+            self._backward = BackwardCall(Differentiable(*saved[:6]), self.options, self.dtypes, self._packed)
+        return self._backward.run(needs, grad, saved)
 
-    def unpacked(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+    def unpacked(self, kept: Sequence[Any]) -> Sequence[Tensor]:
         """Product and statistics of what `forward` kept; a product that was not kept has no rows."""
         if self.options.keep_product is False:
             features, dtype = self.plan.problem.out_features, memory.DTYPES[self.plan.problem.dtype]
@@ -336,25 +335,22 @@ class BackwardCall:
         self._scalars = binding.scalars(problem, scale, options.scale_value, 0.0, options.eps)
         self._mapped = any("x" in launch.params or launch.maps for launch in chosen.launches)
         self._as_they_are = all_served_as_they_are(forward)
-        given = zip(operands[2:], self._bound.kinds[2:], strict=True)
-        self._in_shape = all(t is None or (tuple(t.shape), t.dtype) == kind for t, kind in given)
+        self._in_shapes = Shapes((None, None, *operands[2:]), self._bound.kinds)
 
-    def run(
-        self, needs: list[bool], grad: Tensor, operands: Differentiable, kept: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
-        """Gradients of `operands`; None where `needs` is False. `kept` ends with the statistics."""
-        wanted = tuple(need and t is not None for need, t in zip(needs, operands, strict=True))
-        x, weight, bias, scale, bn_weight, bn_bias = operands
-        assert x is not None and weight is not None
+    def run(self, needs: tuple[bool, ...], grad: Tensor, saved: Saved) -> Sequence[Tensor | None]:
+        """Gradients of what is differentiable, None where `needs` is False, as it is of what is absent.
+
+        `saved` ends with the statistics.
+        """
         if not self._as_they_are:
-            bias, scale = vectors(bias, scale, x.device)
-            bn_weight, bn_bias = unified(bn_weight, bn_bias)
+            saved[2:4] = vectors(saved[2], saved[3], grad.device)
+            saved[4:6] = unified(saved[4], saved[5])
         if self._mapped:
-            x, weight = dense(x), dense(weight)
+            saved[:2] = map(dense, saved[:2])  # type: ignore[arg-type]
         if self._multiplies_again:
-            kept = (None, kept[-1])
-        grads = self._bound((dense(grad), x, weight, bias, scale, bn_weight, bn_bias, *kept), self._scalars, wanted)
-        return grads if self._in_shape else [*grads[:2], *in_the_shapes_of(operands[2:], grads[2:])]
+            saved[6:] = (None, saved[-1])
+        saved.insert(0, dense(grad))
+        return self._in_shapes(self._bound(saved, self._scalars, needs))
 
 
 # --- the cache of prepared calls --------------------------------------------------------------------------------------

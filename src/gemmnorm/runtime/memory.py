@@ -54,6 +54,7 @@ class Made:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    only_for: str = ""
 
 
 class Memory:
@@ -76,7 +77,7 @@ class Memory:
         def allocate(buffer: Buffer) -> None:
             sizes, strides = _dense(shape(buffer))
             strides = (buffer.pitch, 1) if buffer.pitch else strides
-            self.tensors.append(Made(buffer.role, sizes, strides, DTYPES[buffer.dtype]))
+            self.tensors.append(Made(buffer.role, sizes, strides, DTYPES[buffer.dtype], buffer.only_for))
 
         host, begin = ("kept", _statistics_offset(chosen.problem)) if packed else ("statistics", 0)
         into, of_features = ("sums", _SUMMED) if chosen.phase == "sums" else (host, _KEPT)

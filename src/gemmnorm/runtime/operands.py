@@ -25,6 +25,10 @@ class Differentiable(NamedTuple):
     bn_bias: Tensor | None
 
 
+# What autograd kept for a backward: `Differentiable`, then what the forward gave. Who gets such a list empties it.
+Saved = list[Tensor | None]
+
+
 class Operands(NamedTuple):
     """The tensors of a call, in the one order that the operator, the binding and the kernels share.
 
@@ -158,15 +162,22 @@ def all_served_as_they_are(operands: Operands) -> bool:
     )
 
 
-def in_the_shapes_of(vectors: Sequence[Tensor | None], gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """The `gradients` of per-feature `vectors` [O], in their shapes and dtypes."""
-    for i, (gradient, like) in enumerate(zip(gradients, vectors, strict=True)):
-        if gradient is None or like is None or (gradient.shape, gradient.dtype) == (like.shape, like.dtype):
-            continue
-        if gradient.numel() != like.numel():  # one scale for all features: their gradients' sum
-            gradient = gradient.sum()
-        gradients[i] = gradient.reshape(like.shape).to(like.dtype)
-    return gradients
+class Shapes:
+    """Brings the gradients of operands into their shapes and dtypes, which are known beforehand."""
+
+    def __init__(self, operands: Sequence[Tensor | None], kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """`kinds`: of the gradients as the kernels write them, shape and dtype."""
+        given = [(i, t, kind) for i, (t, kind) in enumerate(zip(operands, kinds, strict=True)) if t is not None]
+        self._others = [(i, t.shape, t.dtype) for i, t, kind in given if (tuple(t.shape), t.dtype) != kind]
+
+    def __call__(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        for i, shape, dtype in self._others:
+            gradient = gradients[i]
+            if gradient is not None:
+                if gradient.shape != shape:  # one scale for all features: their gradients' sum
+                    gradient = (gradient if gradient.numel() == shape.numel() else gradient.sum()).reshape(shape)
+                gradients[i] = gradient.to(dtype)
+        return gradients
 
 
 def kind(t: Tensor | None) -> tuple[Any, ...] | None:

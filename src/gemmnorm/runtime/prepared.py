@@ -52,7 +52,7 @@ def make(weight: Tensor, problem: Problem, scalars: tuple[Any, ...]) -> None:
         if found.made_of != _seen(other):
             forget(other)
     checksums = torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
-    split, exponents, largest, total = binding.bind(plan.prepare(problem))((weight, checksums), scalars)
+    split, exponents, largest, total = binding.bind(plan.prepare(problem))([weight, checksums], scalars)
     assert split is not None and exponents is not None and largest is not None and total is not None
     stream = driver.stream_handle(weight.device.index)
     driver.synchronize(weight.device)

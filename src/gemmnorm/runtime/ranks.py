@@ -26,10 +26,11 @@ from .operands import (
     Differentiable,
     Operands,
     Options,
+    Saved,
+    Shapes,
     all_served_as_they_are,
     as_served,
     dense,
-    in_the_shapes_of,
     vectors,
 )
 
@@ -58,6 +59,7 @@ class Call:
             names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
             problem = replace(problem, grad_dtypes=names)
             self._sums, self._gradient = map(binding.bind, plans.backward(problem, options.strategy))
+            self._in_shapes = Shapes(operands.differentiable[2:], self._sums.kinds[:4])
 
     def statistics(self, operands: Operands) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The product [B, O], where it is stored; where minus means of groups of rows, those [groups, O]; and this
@@ -71,7 +73,7 @@ class Call:
         if self._mapped:
             x, weight = dense(x), dense(weight)
         record(self._whole)
-        outputs = self._statistics((x, weight, None, None, counter), self._scalars)
+        outputs = self._statistics([x, weight, None, None, counter], self._scalars)
         found = dict(zip(self._names, outputs, strict=True))
         local = found["local_statistics"]
         assert local is not None
@@ -88,8 +90,8 @@ class Call:
         if self._mapped:
             x, weight = dense(x), dense(weight)
         y, statistics = self._normalize(
-            (gathered, product, offset, x, weight, bias, scale,
-             running_mean, running_var, counter, bn_weight, bn_bias),
+            [gathered, product, offset, x, weight, bias, scale,
+             running_mean, running_var, counter, bn_weight, bn_bias],
             self._scalars,
         )  # fmt: skip
         if write_back is not None:
@@ -111,24 +113,25 @@ class Call:
             ]
             return nothing, grad.new_zeros((2, self._features), dtype=torch.float32)
         wanted = tuple(need and t is not None for need, t in zip(needs[2:], operands[2:], strict=True))
-        *found, sums = self._sums((dense(grad), *kept, *self._vectors(operands)), self._scalars, (*wanted, True))
+        *found, sums = self._sums([dense(grad), *kept, *self._vectors(operands)], self._scalars, (*wanted, True))
         assert sums is not None
-        return in_the_shapes_of(operands[2:], found), sums
+        return self._in_shapes(found), sums
 
     def gradient(
         self,
         needs: Sequence[bool],
         grad: Tensor,
-        operands: Differentiable,
-        kept: Sequence[Tensor | None],
+        saved: Saved,
         sums: Tensor,
     ) -> list[Tensor | None]:
         """The gradients of x and weight, given the `sums` over all ranks."""
-        x, weight = operands[:2]
-        assert x is not None and weight is not None
         if not self._batch:
-            return [torch.zeros_like(t) if need else None for t, need in zip((x, weight), needs, strict=False)]
-        inputs = (dense(grad), *kept, sums, x, weight, *self._vectors(operands))
+            return [
+                torch.zeros_like(t) if need and t is not None else None
+                for t, need in zip(saved[:2], needs, strict=False)
+            ]
+        inputs = [dense(grad), *saved[6:], sums, *saved[:2], *self._vectors(Differentiable(*saved[:6]))]
+        saved.clear()
         return self._gradient(inputs, self._scalars, tuple(needs[:2]))
 
     def _vectors(self, operands: Differentiable) -> tuple[Tensor | None, ...]:

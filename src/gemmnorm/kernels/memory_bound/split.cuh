@@ -4,7 +4,7 @@
 // For the guard (split_loses) it also gives amax and abs_sum of the weight's rows, and the maxima of x's over all rows. The
 // weight's rows come in descending order and x's last: what the GEMM reads first is then still in the L2. The planner takes
 // it before every GEMM of split operands, for the first rows or for all, to prepare a weight, and in the backward, where of x
-// it gives the exponents alone.
+// it gives the exponents alone, and leaves the weight out where nobody wants it split.
 #pragma once
 #include "common/fp16x2.cuh"
 #include "memory_bound/row_tile.cuh"
@@ -72,7 +72,7 @@ __device__ __forceinline__ void split_rows(const Params& p) {
   const bool of_weight = block < of_weights;
   const int row = of_weight ? p.weight_rows - 1 - Row::row_of(block) : Row::row_of(block - of_weights);
   RowSizes sizes = {};
-  if (of_weight ? row >= 0 : row < p.batch) sizes = split_row<Config>(p, of_weight, row, maxima, sums);
+  if (of_weight ? p.split_weight && row >= 0 : row < p.batch) sizes = split_row<Config>(p, of_weight, row, maxima, sums);
   if (of_weight || !p.amax_state) return;
   // One atomic for the rows of all warps: the first blocks all find zero, and the L2 takes atomics of one place in turn.
   if constexpr (Row::kRows > 1) {
