@@ -68,15 +68,15 @@ def check(operands: list[Tensor], strategy: str, training: bool, autocast: torch
 
 
 def like(chosen: Plan) -> Callable[[Candidate], bool]:
-    """Candidates with the tile of `chosen`, or its cluster, whatever they convert."""
+    """Candidates with the tile and the epilogue of `chosen`, or its cluster, whatever they convert."""
     members = {name: value for launch in chosen.launches for name, value in launch.config}
 
     def wanted(c: Candidate) -> bool:
         if isinstance(c.variant, gemm.Gemm):
-            return (c.variant.tile.rows, c.variant.tile.columns) == (
-                members.get("kTileRows"),
-                members.get("kTileColumns"),
-            )
+            tile, schedule = c.variant.tile, c.variant.schedule
+            finishes, _ = gemm.EPILOGUES["normalize" if schedule in gemm.TWICE else schedule]
+            like = {"kTileRows": tile.rows, "kTileColumns": tile.columns, "Epilogue<>": f"gemmnorm::{finishes}"}
+            return like.items() <= members.items()
         return not ways.small_panel(c) or c.variant.blocks == members.get("kCluster")
 
     return wanted
