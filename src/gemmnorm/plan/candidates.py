@@ -240,9 +240,13 @@ def _co_resident(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
 
 
 def _sharing(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
-    """Two neighbours that each load half of a tile of x for both, where rows are no whole sectors of the L2."""
+    """Two neighbours that each load half of a tile of x for both, where rows are no whole sectors of the L2.
+
+    Tiles of fewer features gain too, but are seldom the best candidates: 0.2% of the time over 88 problems.
+    """
     rows, panels = gemm.tile.counts(problem, SHARING)
-    if not cast.misaligned(problem) or gemm.tile.rows < WIDE or gemm.cluster > 1 or gemm.panels == 1:
+    wide = gemm.tile.rows >= WIDE and gemm.tile.columns == WIDE
+    if not (wide and cast.misaligned(problem)) or gemm.cluster > 1 or gemm.panels == 1:
         return
     together = -(-gemm.group_panels // SHARING)  # pairs
     if gemm.schedule == "co-resident":
