@@ -314,6 +314,7 @@ def variant_of(name: str) -> list[str]:
     found += ["tile waits in registers"] if "in registers" in name else []
     found += ["cluster for a panel"] if "in clusters" in name else []
     found += ["conversion inside the kernel"] if "converted before" in name else []
+    found += ["x shared by two blocks"] if "sharing x" in name else []
     found += ["operands copied"] if "copied" in name else []
     return found
 
