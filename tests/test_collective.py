@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ import gemmnorm
 from gemmnorm import LinearScaleBatchNorm1d, linear_scale_batch_norm, plan
 from gemmnorm.op import sync as collective
 from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime import peers
 
 ROOT = Path(__file__).parents[1]
 needs_gloo = pytest.mark.skipif(
@@ -206,17 +208,26 @@ def test_a_sync_batchnorm_without_a_group_is_over_all_ranks():
     assert all(worst(torch.from_numpy(f["mean"]), bn.running_mean, 1e-5, 1e-6) is None for f in found)
 
 
-def _emulated(rank: int, rows: list[int], compiled: bool) -> dict[str, Any]:
-    """A step by the kernels, under autocast."""
+def _emulated(rank: int, rows: list[int], how: str) -> dict[str, Any]:
+    """Two steps by the kernels, under autocast. `how`: "compiled", "peers", or one rank refuses those."""
+    compiled = how == "compiled"
+    if how == "one refuses" and rank == 1:
+        os.environ["GEMMNORM_PEERS"] = "0"
     torch.manual_seed(0)
     module = LinearScaleBatchNorm1d(64, 40, process_group=dist.group.WORLD, activation="silu")
     call = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
     torch.manual_seed(1)
     x = torch.randn(sum(rows), 64).split(rows)[rank].requires_grad_()
-    with emulated(plan.chip_for(90, 3)), torch.autocast("cpu", torch.bfloat16), runtime.recording() as plans:
-        y = call(x)
-        y.square().sum().backward()
-    assert [p.strategy for p in plans] == (["gemm_stats_apply"] if rows[rank] else [])
+    reductions = mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce)
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    with emulated(plan.chip_for(90, 3)), autocast, runtime.recording() as plans, reductions as reduced:
+        for _ in range(2):
+            x.grad = module.gemm.weight.grad = None
+            y = call(x)
+            y.square().sum().backward()
+    assert [p.strategy for p in plans] == (["gemm_stats_apply"] * 2 if rows[rank] else [])
+    assert bool(reduced.call_count) == (how == "one refuses")
+    assert [bool(p) for p in peers._known.values()] == ([] if compiled else [how == "peers"])
     assert y.dtype == torch.float32 and module.gemm.weight.grad.dtype == torch.float32
     dist.all_reduce(module.gemm.weight.grad)
     return _numpy({"y": y, "x": x.grad, "weight": module.gemm.weight.grad, "mean": module.bn.running_mean})
@@ -224,9 +235,11 @@ def _emulated(rank: int, rows: list[int], compiled: bool) -> dict[str, Any]:
 
 @needs_gloo
 @pytest.mark.skipif(COMPILER is None, reason="no g++")
-@pytest.mark.parametrize(("rows", "compiled"), [([70, 0, 130], False), ([130, 70], True)])
-def test_ranks_are_one_batch_by_the_kernels(rows, compiled):
-    found = on_ranks(len(rows), _emulated, rows, compiled)
+@pytest.mark.parametrize(
+    ("rows", "how"), [([70, 0, 130], "peers"), ([130, 70], "one refuses"), ([130, 70], "compiled")]
+)
+def test_ranks_are_one_batch_by_the_kernels(rows, how):
+    found = on_ranks(len(rows), _emulated, rows, how)
     torch.manual_seed(0)
     module = LinearScaleBatchNorm1d(64, 40, activation="silu").double()
     torch.manual_seed(1)

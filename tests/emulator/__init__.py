@@ -17,6 +17,7 @@ import ctypes
 import functools
 import hashlib
 import itertools
+import mmap
 import os
 import re
 import shutil
@@ -178,6 +179,31 @@ def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None
     out.copy_(torch.mm(left.float().contiguous(), right.float().contiguous()))
 
 
+def shared_memory(index: Any, size: int) -> tuple[int, bytes]:
+    """Takes the place of `driver.shared_memory`: a file's, by its name."""
+    name = os.urandom(driver.HANDLE // 2).hex().encode()
+    (folder() / name.decode()).write_bytes(bytes(size))
+    return open_shared_memory(index, name), name
+
+
+def open_shared_memory(index: Any, handle: bytes) -> int:
+    with (folder() / handle.decode()).open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
+    _mapped.append(mapped)
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+
+_mapped: list[Any] = []  # as long as the process
+
+
+def write_word(index: Any, address: int, value: int) -> None:
+    ctypes.c_uint32.from_address(address).value = value
+
+
+def read_word(index: Any, address: int) -> int:
+    return ctypes.c_uint32.from_address(address).value
+
+
 @contextlib.contextmanager
 def emulated(chip: Chip) -> Iterator[None]:
     """Inside, tensors on the CPU are treated as tensors on `chip`."""
@@ -193,6 +219,8 @@ def emulated(chip: Chip) -> Iterator[None]:
             (driver, "current_device", lambda: None),
             (torch.cuda, "current_stream", lambda device=None: mock.Mock()),
             (driver, "capturing", lambda: False),
+            (driver, "place", lambda index: ("this", str(os.getpid()))),
+            *((driver, made.__name__, made) for made in (shared_memory, open_shared_memory, write_word, read_word)),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         runtime.forget()

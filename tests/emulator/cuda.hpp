@@ -1,9 +1,12 @@
 // CUDA for a kernel that runs on the CPU: what each of them compiles anew, so as little as may be. Whatever needs no
 // template is in machine.hpp, runtime.cpp and hopper.cpp, compiled once for all kernels.
 #pragma once
+#include <sched.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <ctime>
 #include <type_traits>
 
 #define __device__

@@ -2,7 +2,8 @@
 
 Each way to compute a call has the same four parts (`Parts`), between which the ranks exchange one tensor forward and
 one backward: kernels (`runtime.ranks.Call`), plain PyTorch ops (`PlainParts`), and the registered operators
-(`OperatorParts`), which a trace gets to see with functional collectives between them.
+(`OperatorParts`), which a trace gets to see with functional collectives between them. Ranks that map each other's
+memory exchange by a launch (`runtime.peers`), others by collectives.
 
 forward: the product a = x·Wᵀ, and of this rank's rows a's mean, M2 and count [2·O + 1]; gathered, and merged in the
 order of the ranks, so that all have the same bits; y = φ(γ·s·rstd·(a − mean) + β). backward, with N rows in all:
@@ -15,6 +16,7 @@ which is what DistributedDataParallel and FSDP expect of it. The bias's is zero 
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import activations
 from ..errors import GemmNormValueError
-from ..runtime import driver, ranks
+from ..runtime import driver, peers, ranks
 from ..runtime.arguments import check_arguments
 from ..runtime.operands import Differentiable, Operands, Options, Saved, cast_operands
 from . import autograd, reference
@@ -69,6 +71,10 @@ class Group(NamedTuple):
             functional = torch.ops._c10d_functional
             gathered = functional.all_gather_into_tensor(row, self.ranks, self.handle)
             return functional.wait_tensor(gathered).view(self.ranks, -1)  # type: ignore[no-any-return]
+        found = peers.find(self.handle, row)
+        return found.gather(row) if found else self.gather_by_collective(row)
+
+    def gather_by_collective(self, row: Tensor) -> Tensor:
         every = row.new_empty((self.ranks, row.numel()))
         _all_gather(every.view(-1), row, group=self.handle)
         return every
@@ -78,6 +84,9 @@ class Group(NamedTuple):
         if isinstance(self.handle, str):
             functional = torch.ops._c10d_functional
             return functional.wait_tensor(functional.all_reduce(sums, "sum", self.handle))  # type: ignore[no-any-return]
+        found = peers.find(self.handle, sums)
+        if found:
+            return found.add_up(sums)
         dist.all_reduce(sums, group=self.handle)
         return sums
 
@@ -88,6 +97,8 @@ _agreed_counts: set[Any] = set()  # likewise of any weight: group, features
 
 def check_agreement(weight: Tensor, group: Group) -> None:
     """Raise on every rank where the ranks have different numbers of features; asked once for each parameter and group.
+
+    Where they have the same, memory for what they will exchange is prepared too (`peers`).
 
     Exchanging rows of different lengths is an error that collectives do not always notice. Not asked while a CUDA graph
     is captured, because the answer comes to the host.
@@ -105,6 +116,20 @@ def check_agreement(weight: Tensor, group: Group) -> None:
             for count in sorted(set(every))
         )
         raise GemmNormValueError(f"process_group: expected the same number of features on all ranks; got {where}")
+    if not isinstance(group.handle, str):
+        count = 2 * weight.shape[0] + 1
+        rank, limit = dist.get_rank(group.handle), _limit_ms(group.handle)
+        peers.reserve(group.handle, rank, group.ranks, weight.device, count, group.gather_by_collective, limit)
+
+
+def _limit_ms(handle: Any) -> int:
+    """How long a group's collectives wait for other ranks."""
+    try:
+        group: Any = handle or dist.group.WORLD
+        limit = group._get_backend(torch.device("cuda")).options._timeout
+    except Exception:  # a backend without options
+        limit = datetime.timedelta(minutes=10)  # NCCL's, where nothing else is said
+    return min(int(limit.total_seconds() * 1000), 2**31 - 1)
 
 
 # --- plain PyTorch ops ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ Nothing of the layer can be computed beside the all_reduce: both products are of
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from . import choice
@@ -17,11 +18,14 @@ from .candidates import Candidate
 from .cublas import CublasForward
 from .gemm import Gemm
 from .gradient import Backward
-from .problem import Problem, type_members
+from .problem import Chip, Problem, type_members
 from .steps import ROWS, VECTORS, Buffer, Extent, Launch, Plan
 
 MERGE = "merge_statistics"  # the launch at which a forward is cut
 COLUMNS = 16  # features of a block that merges ranks: on all ranks as many, so that all add up in one order
+EXCHANGE_BLOCKS = (
+    16  # few: while they wait, kernels of other streams, a collective among them, need multiprocessors too
+)
 CUT = ("gemm_stats_apply", "cublas_folded_bn")  # strategies with such plans
 
 
@@ -127,3 +131,33 @@ def backward(problem: Problem, strategy: str) -> tuple[Plan, Plan]:
         workspace=tuple(buffer for buffer in whole.workspace if buffer not in (*means, *product)),
     )
     return share, replace(whole, phase="gradient", steps=tuple(rest), outputs=whole.outputs[:2], workspace=product)
+
+
+def exchange_bytes(capacity: int, ranks: int) -> int:
+    """Of the memory that every rank has for `exchange` of up to `capacity` numbers: `ExchangeMemory` of each block."""
+    words = 1 + 2 * ranks * (1 + -(-capacity // EXCHANGE_BLOCKS))
+    return EXCHANGE_BLOCKS * (-(-4 * words // 128) * 128)
+
+
+def exchange(
+    chip: Chip, shape: tuple[int, ...], capacity: int, ranks: int, rank: int, limit_ms: int, adds_up: bool
+) -> Plan:
+    """A float32 tensor of every rank, of one `shape` that fits in `capacity` numbers: all of them [ranks, *shape], or
+    what they `adds_up` to, in the order of the ranks."""
+    count = math.prod(shape)
+    launch = Launch(
+        entry="fused_gemm_scale_bn_exchange",
+        source="memory_bound/exchange.cuh",
+        function="exchange",
+        config=(
+            ("kRanks", ranks),
+            ("kPart", -(-capacity // EXCHANGE_BLOCKS)),
+            ("kSum", "true" if adds_up else "false"),
+        ),
+        params=("sent", "received", "peers", "rank", "count", "limit_ms"),
+        grid=Extent(EXCHANGE_BLOCKS),
+        numbers=(("rank", rank), ("count", count), ("limit_ms", limit_ms)),
+    )
+    received = Buffer("received", "float32", tuple(map(Extent, shape if adds_up else (ranks, *shape))))
+    problem = Problem(batch=1, in_features=1, out_features=count, chip=chip)
+    return Plan(problem, "exchange", "gemm_stats_apply", steps=(launch,), outputs=(received,))

@@ -193,6 +193,12 @@ ROLES: dict[str, tuple[str, str]] = {
     "gathered": ("const float*", "[ranks, 2·features + 1]: of all ranks"),
     "ranks": ("int", ""),
     "row_count": ("float*", "[features]: rows of all ranks"),
+    "sent": ("const float*", "[count]: what this rank sends"),
+    "received": ("float*", "[ranks, count] of all ranks, or [count], their sum"),
+    "peers": ("const unsigned long long*", "[ranks]: where each rank's memory for exchanges is"),
+    "rank": ("int", "this one"),
+    "count": ("int", "numbers that each rank sends"),
+    "limit_ms": ("int", "how long ranks wait for each other"),
     "merged_slope": ("float*", "[features]"),
     "merged_shift": ("float*", "[features]"),
     "bn_weight": ("const {R}*", "[features] or null"),
@@ -280,8 +286,8 @@ class Plan:
 
     Attributes:
         problem: what it was made for.
-        phase: "forward", "backward" or "prepare", or of a synchronised call one of "statistics", "normalize", "sums"
-            and "gradient" (`ranks`).
+        phase: "forward", "backward" or "prepare", or of a synchronised call one of "statistics", "normalize", "sums",
+            "gradient" and "exchange" (`ranks`).
         strategy: the one that was chosen.
         reasons: why others were not, strategy → sentence.
         steps: products and launches.

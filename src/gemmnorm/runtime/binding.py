@@ -38,6 +38,7 @@ INPUTS = {
     "gradient": (
         "grad_y", "product", "offset", "statistics", "sums", "x", "weight", "bias", "scale", "bn_weight", "bn_bias",
     ),
+    "exchange": ("sent", "peers"),
 }  # fmt: skip
 SCALARS = ("scale_stride", "scale_value", "momentum", "eps", "batch", "features", "in_features")
 _KEPT_ARGUMENTS = 256  # of a launch, by addresses: about a kilobyte each

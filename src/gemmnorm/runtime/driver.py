@@ -13,6 +13,7 @@ import functools
 import hashlib
 import io
 import os
+import platform
 import re
 import struct
 import threading
@@ -418,3 +419,61 @@ def stream_handle(device_index: int) -> int:
     """PyTorch's current stream on a device, as a number."""
     handle: int = torch._C._cuda_getCurrentRawStream(device_index)
     return handle
+
+
+# --- memory that other processes map ----------------------------------------------------------------------------------
+
+HANDLE = 64  # bytes of a `CUipcMemHandle`
+
+
+def _checked(result: Any, *values: Any) -> Any:
+    if int(result) != 0:
+        raise GemmNormRuntimeError(f"the driver answers {result}")
+    return values[0] if values else None
+
+
+def place(device_index: int) -> tuple[str, str]:
+    """Names of this host, since it was started, and of a GPU: the same for all processes that see them."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    started = boot.read_text(encoding="ascii") if boot.exists() else ""
+    return platform.node() + started, str(torch.cuda.get_device_properties(device_index).uuid)
+
+
+def shared_memory(device_index: int, size: int) -> tuple[int, bytes]:
+    """Zeros on a GPU for other processes of the host to map: address and handle. It is never given back."""
+    from cuda.bindings import driver as cu
+
+    with torch.cuda.device(device_index):
+        address = _checked(*cu.cuMemAlloc(size))
+        _checked(*cu.cuMemsetD8(address, 0, size))
+        _checked(*cu.cuCtxSynchronize())
+        return int(address), bytes(_checked(*cu.cuIpcGetMemHandle(address)).reserved)
+
+
+def open_shared_memory(device_index: int, handle: bytes) -> int:
+    """The address at which kernels on a GPU reach another process' shared memory."""
+    from cuda.bindings import driver as cu
+
+    found = cu.CUipcMemHandle()
+    found.reserved = handle
+    with torch.cuda.device(device_index):
+        flag = cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(_checked(*cu.cuIpcOpenMemHandle(found, flag)))
+
+
+def write_word(device_index: int, address: int, value: int) -> None:
+    """Four bytes, there when this returns."""
+    from cuda.bindings import driver as cu
+
+    with torch.cuda.device(device_index):
+        _checked(*cu.cuMemsetD32(address, value, 1))
+        _checked(*cu.cuCtxSynchronize())
+
+
+def read_word(device_index: int, address: int) -> int:
+    from cuda.bindings import driver as cu
+
+    word = ctypes.c_uint32()
+    with torch.cuda.device(device_index):
+        _checked(*cu.cuMemcpyDtoH(ctypes.addressof(word), address, 4))
+    return word.value

@@ -1,0 +1,161 @@
+"""Memory that the GPUs of a process group map of each other, on one host, and what ranks exchange through it.
+
+A collective of `torch.distributed` takes the host a tenth of a millisecond; a launch of `exchange.cuh` takes it 5 µs.
+Whether a group can do so is asked once, of all its ranks together (`reserve`): they have to be processes of one host
+with a GPU each, whose memory the others can map. Else collectives serve.
+
+The memory stays as long as the process: a captured graph may use it, and so may other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan import Chip
+from ..plan import ranks as plan
+from . import binding, call, driver
+from .settings import variable
+
+_LEAST = 1 << 15  # numbers that the memory of a group holds at least
+_PAGE = 2 << 20  # bytes that the driver maps at once
+_DIGEST = 16  # bytes that stand for the name of a host or a GPU
+_NO_SCALARS = (0, 0.0, 0.0, 0.0, 0, 0, 0)
+
+
+class Peers:
+    """Exchanges of float32 tensors of up to `capacity` numbers between the ranks whose memory is at `addresses`.
+
+    They follow each other on the device, whichever stream a call is on; a captured one goes where its graph goes.
+    """
+
+    def __init__(
+        self, device: torch.device, chip: Chip, addresses: Sequence[int], rank: int, capacity: int, limit_ms: int
+    ) -> None:
+        self._device, self._chip, self._ranks, self._rank = device, chip, len(addresses), rank
+        self._capacity, self._limit_ms = capacity, limit_ms
+        self._addresses = driver.outside_pools(device, lambda: torch.tensor(addresses, device=device))
+        self._bound: dict[Any, binding.Bound] = {}
+        self._stream: int | None = None
+        self._last: Any = None
+
+    def gather(self, row: Tensor) -> Tensor:
+        """`row` [n] of every rank [ranks, n]."""
+        return self._exchange(row, False)
+
+    def add_up(self, sums: Tensor) -> Tensor:
+        """The sum over all ranks, in their order: the same bits on each."""
+        return self._exchange(sums, True)
+
+    def _exchange(self, sent: Tensor, adds_up: bool) -> Tensor:
+        bound = self._bound.get((sent.shape, adds_up))
+        if bound is None:
+            of = (self._chip, tuple(sent.shape), self._capacity, self._ranks, self._rank, self._limit_ms, adds_up)
+            bound = self._bound[sent.shape, adds_up] = binding.bind(plan.exchange(*of))
+        stream = driver.stream_handle(self._device.index)
+        if stream != self._stream and not driver.capturing():
+            current = torch.cuda.current_stream(self._device)
+            if self._last is not None:
+                current.wait_stream(self._last)
+            self._stream, self._last = stream, current
+        (received,) = bound([sent.contiguous(), self._addresses], _NO_SCALARS)
+        assert received is not None
+        return received
+
+
+# By group, device and capacity; None where collectives serve. All ranks have the same keys, because they ask together,
+# and each knows by the numbers alone which entry an exchange belongs to.
+_known: dict[tuple[Any, torch.device, int], Peers | None] = {}
+
+
+def _capacity(count: int) -> int:
+    return max(_LEAST, 1 << (count - 1).bit_length())
+
+
+def find(group: Any, sent: Tensor) -> Peers | None:
+    """Who exchanges tensors like `sent` in a process group; None where collectives do."""
+    if sent.dtype != torch.float32:
+        return None
+    return _known.get((group, sent.device, _capacity(sent.numel())))
+
+
+def reserve(
+    group: Any,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    count: int,
+    gather: Callable[[Tensor], Tensor],
+    limit_ms: int,
+) -> None:
+    """Prepare for exchanges of `count` numbers in a process group: all ranks together, once for each size of memory.
+
+    Where GEMMNORM_PEERS=0 is set on any rank, collectives go on serving.
+
+    Args:
+        gather: a tensor [n] of every rank [ranks, n], by the group's own collective.
+        limit_ms: how long ranks wait for each other in an exchange.
+    """
+    key = (group, device, _capacity(count))
+    if key in _known:
+        return
+    chip = call.chip(device)
+    if (
+        chip is None and device.type != "cuda"
+    ):  # on every rank; a GPU whose rank lacks a compiler answers for the others
+        return
+
+    def ask(said: bytes) -> list[bytes]:
+        return [bytes(row) for row in gather(torch.tensor([*said], dtype=torch.uint8, device=device)).tolist()]
+
+    serves = chip is not None and variable("GEMMNORM_PEERS") != "0"
+    addresses = _agreed(serves, rank, ranks, device.index, plan.exchange_bytes(key[2], ranks), ask)
+    _known[key] = Peers(device, chip, addresses, rank, key[2], limit_ms) if chip and addresses else None
+
+
+def _agreed(
+    serves: bool, rank: int, ranks: int, index: int, size: int, ask: Callable[[bytes], list[bytes]]
+) -> list[int]:
+    """Where each rank's memory of `size` bytes is, as this one maps it; empty where any rank does not reach all.
+
+    Behind those bytes each rank writes its number, on all others: whether it arrives shows whether they can be written.
+    """
+
+    def on_all(work: Callable[[], bool]) -> bool:
+        """Whether `work` succeeds on every rank."""
+        succeeded = False
+        with contextlib.suppress(Exception):
+            succeeded = work()
+        return all(map(any, ask(bytes([succeeded]))))
+
+    own, said = 0, bytes(2 * _DIGEST + driver.HANDLE)
+    with contextlib.suppress(Exception):  # no memory; a driver or a container that shares none
+        if serves:
+            own, handle = driver.shared_memory(index, -(-(size + 4 * ranks) // _PAGE) * _PAGE)
+            said = b"".join(map(_digest, driver.place(index))) + handle
+    offers = ask(said)
+    hosts, gpus = ({offer[i : i + _DIGEST] for offer in offers} for i in (0, _DIGEST))
+    if not all(map(any, offers)) or len(hosts) > 1 or len(gpus) < ranks:
+        return []
+    addresses: list[int] = []
+
+    def reach() -> bool:
+        for r, offer in enumerate(offers):
+            mapped = own if r == rank else driver.open_shared_memory(index, offer[2 * _DIGEST :])
+            addresses.append(mapped)
+            driver.write_word(index, mapped + size + 4 * rank, rank + 1)
+        return True
+
+    def arrived() -> bool:
+        return all(driver.read_word(index, own + size + 4 * r) == r + 1 for r in range(ranks))
+
+    return addresses if on_all(reach) and on_all(arrived) else []
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.blake2s(name.encode(), digest_size=_DIGEST).digest()
