@@ -36,8 +36,9 @@ from gemmnorm.bench.cases import CASES, Case, tf32
 from gemmnorm.bench.documents import new_document, write_json
 from gemmnorm.bench.environment import environment
 from gemmnorm.bench.timing import CudaClock, reason
-from gemmnorm.op.sync import Group
+from gemmnorm.op.sync import Group, check_agreement
 from gemmnorm.runtime import call as runtime
+from gemmnorm.runtime import peers
 from gemmnorm.runtime import ranks as runtime_ranks
 from gemmnorm.runtime.operands import Operands, Options
 from gemmnorm.runtime.sources import source_hash
@@ -114,7 +115,7 @@ def prepare(precision: str, case: Case, save: bool, ranks: int) -> None:
             with torch.no_grad():
                 _, kept, _ = call.forward(operands)
                 grad = x.new_zeros(case.batch, case.out_features)
-                call.backward([True] * 6, grad, operands.differentiable, kept)
+                call.backward([True] * 6, grad, [*operands.differentiable, *kept])
 
 
 def compile_ahead(names: tuple[str, ...], ranks: int) -> None:
@@ -418,16 +419,20 @@ def wrapped(case: Case, device: torch.device, timer: Timer) -> Iterator[dict[str
 
 
 def collectives(device: torch.device, timer: Timer) -> Iterator[dict[str, Any]]:
-    """The two exchanges by themselves, for the page that plans past one host."""
-    ranks = dist.get_world_size()
+    """The two exchanges by themselves, by collectives and by what serves, for the page that plans past one host."""
+    group = Group(dist.group.WORLD, dist.get_world_size())
     for features in (512, 4096, 8192, 65536, 1 << 20):
         row, sums = torch.zeros(2 * features + 1, device=device), torch.zeros(2 * features, device=device)
-        group = Group(dist.group.WORLD, ranks)
-        for name, exchange, sent in (("all_gather", group.gather, row), ("all_reduce", group.add_up, sums)):
+        check_agreement(torch.empty(features, 1, device=device), group)
+        for name, exchange, sent in (
+            ("all_gather", group.gather_by_collective, row), ("all_reduce", group.add_up_by_collective, sums),
+            ("gather", group.gather, row), ("add_up", group.add_up, sums),
+        ):  # fmt: skip
             run = functools.partial(exchange, sent)
             run()
             yield {
-                "collective": name, "gpus": ranks, "features": features, "bytes": sent.numel() * 4,
+                "collective": name, "gpus": group.ranks, "features": features, "bytes": sent.numel() * 4,
+                "by_launch": name in ("gather", "add_up") and peers.find(group.handle, sent) is not None,
                 "ms": timer.device_ms(run), "wall_ms": timer.wall_ms(run),
             }  # fmt: skip
 

@@ -85,8 +85,9 @@ class Group(NamedTuple):
             functional = torch.ops._c10d_functional
             return functional.wait_tensor(functional.all_reduce(sums, "sum", self.handle))  # type: ignore[no-any-return]
         found = peers.find(self.handle, sums)
-        if found:
-            return found.add_up(sums)
+        return found.add_up(sums) if found else self.add_up_by_collective(sums)
+
+    def add_up_by_collective(self, sums: Tensor) -> Tensor:
         dist.all_reduce(sums, group=self.handle)
         return sums
 

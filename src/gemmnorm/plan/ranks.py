@@ -135,8 +135,8 @@ def backward(problem: Problem, strategy: str) -> tuple[Plan, Plan]:
 
 def exchange_bytes(capacity: int, ranks: int) -> int:
     """Of the memory that every rank has for `exchange` of up to `capacity` numbers: `ExchangeMemory` of each block."""
-    words = 1 + 2 * ranks * (1 + -(-capacity // EXCHANGE_BLOCKS))
-    return EXCHANGE_BLOCKS * (-(-4 * words // 128) * 128)
+    of_block = 8 * 2 * ranks * -(-capacity // EXCHANGE_BLOCKS) + 4
+    return EXCHANGE_BLOCKS * -(-of_block // 128) * 128
 
 
 def exchange(
@@ -156,6 +156,7 @@ def exchange(
         ),
         params=("sent", "received", "peers", "rank", "count", "limit_ms"),
         grid=Extent(EXCHANGE_BLOCKS),
+        block=512,
         numbers=(("rank", rank), ("count", count), ("limit_ms", limit_ms)),
     )
     received = Buffer("received", "float32", tuple(map(Extent, shape if adds_up else (ranks, *shape))))

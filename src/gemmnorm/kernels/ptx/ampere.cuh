@@ -118,23 +118,21 @@ __device__ __forceinline__ void cp_async_16(void* to_shared, const void* from) {
 // All of this thread's copies have taken place.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Flags between GPUs, for what was written before: #memory-consistency-model. A wait of more nanoseconds than `limit` ends the
-// kernel with an error.
-__device__ __forceinline__ void store_release_system(u32* flag, u32 value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+// Eight bytes at once between GPUs, whatever the caches hold: #memory-consistency-model
+__device__ __forceinline__ void store_system(u64* to, u64 v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
+}
+__device__ __forceinline__ u64 load_system(const u64* p) {
+  u64 v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
 }
 __device__ __forceinline__ u64 nanoseconds() {
   u64 now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   return now;
 }
-__device__ __forceinline__ void wait_for_system(const u32* flag, u32 value, u64 limit) {
-  const u64 begin = nanoseconds();
-  for (u32 seen = value - 1; seen != value;) {
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
-    if (nanoseconds() - begin > limit) __trap();
-  }
-}
+__device__ __forceinline__ void end_with_error() { asm volatile("trap;"); }
 
 // Programmatic dependent launch (sm_90 and later): `griddepcontrol_wait` returns when the kernels before this one on the
 // stream have finished and their writes are visible; `griddepcontrol_launch_dependents` lets the next one start its blocks
