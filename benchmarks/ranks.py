@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Synchronised statistics on several GPUs of one host: right, and how long, against `nn.SyncBatchNorm`.
 
-    PYTHONPATH=src torchrun --standalone --nproc-per-node 2 benchmarks/ranks.py --json h200-x2.json
+    PYTHONPATH=src torchrun --standalone --nproc-per-node 2 benchmarks/ranks.py --json h100-x2.json
 
 Each rank has the batch that a case names. First every precision is compared with one process that has all rows
 (float64) and with SyncBatchNorm's own error, on even, uneven and empty ranks; then each case is timed. `ms` is device
@@ -16,7 +16,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import copy
-import functools
 import multiprocessing
 import os
 import statistics
@@ -424,22 +423,18 @@ def collectives(device: torch.device, timer: Timer) -> Iterator[dict[str, Any]]:
     for features in (512, 4096, 8192, 65536, 1 << 20):
         row, sums = torch.zeros(2 * features + 1, device=device), torch.zeros(2 * features, device=device)
         check_agreement(torch.empty(features, 1, device=device), group)
-        for name, exchange, sent in (
-            ("all_gather", group.gather_by_collective, row), ("all_reduce", group.add_up_by_collective, sums),
-            ("gather", group.gather, row), ("add_up", group.add_up, sums),
-        ):  # fmt: skip
-            run = functools.partial(exchange, sent)
-            run()
-            yield {
-                "collective": name, "gpus": group.ranks, "features": features, "bytes": sent.numel() * 4,
-                "by_launch": name in ("gather", "add_up") and peers.find(group.handle, sent) is not None,
-                "ms": timer.device_ms(run), "wall_ms": timer.wall_ms(run),
-            }  # fmt: skip
+        ways = {"all_gather": (group.gather_by_collective, row), "all_reduce": (group.add_up_by_collective, sums)}
+        if peers.find(group.handle, row):
+            ways |= {"gather by launch": (group.gather, row), "sum by launch": (group.add_up, sums)}
+        for name, (exchange, sent) in ways.items():
+            exchange(sent)
+            device_ms, wall_ms = (took(lambda e=exchange, s=sent: e(s)) for took in (timer.device_ms, timer.wall_ms))
+            yield {"collective": name, "gpus": group.ranks, "features": features, "ms": device_ms, "wall_ms": wall_ms}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, default=Path("h200-x2.json"))
+    parser.add_argument("--json", type=Path, default=Path("h100-x2.json"))
     parser.add_argument("--seconds", type=float, default=215.0, help="no case is begun after that")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")

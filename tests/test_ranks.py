@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+from types import SimpleNamespace
+
 import pytest
 import torch
 import ways
@@ -13,7 +16,7 @@ from torch import Tensor
 from gemmnorm import plan
 from gemmnorm.op import sync
 from gemmnorm.plan import ranks as plans
-from gemmnorm.runtime import ranks
+from gemmnorm.runtime import peers, ranks
 from gemmnorm.runtime.operands import Operands, Options
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
@@ -158,3 +161,24 @@ def test_plans_are_cut_where_ranks_exchange():
     sums, gradient = plans.backward(problem, "gemm_stats_apply")
     assert [launch.function for launch in sums.launches] == ["gradient_sums", "merge_gradients"]
     assert [launch.function for launch in gradient.launches] == ["product_gradient"]
+
+
+def test_a_rank_has_memory_for_all_that_an_exchange_sends():
+    for ranks, count in ((2, 1), (3, 2 * 8192 + 1), (16, 1 << 17)):
+        launch = plans.exchange(plan.chip_for(90), (count,), 1 << 17, ranks, 1, 1000, False).launches[0]
+        part = launch.member("kPart")
+        blocks = launch.grid.value(1)
+        assert blocks * part >= 1 << 17
+        assert plans.exchange_bytes(1 << 17, ranks) >= blocks * (2 * ranks * part * 8 + 4)
+
+
+def test_groups_that_never_agreed_use_collectives():
+    assert peers.find(None, torch.zeros(9)) is None and peers.find(None, torch.zeros(9, dtype=torch.float64)) is None
+
+
+def test_how_long_ranks_wait_is_the_groups_affair():
+    class Backend:
+        options = SimpleNamespace(_timeout=datetime.timedelta(seconds=7))
+
+    assert sync._limit_ms(SimpleNamespace(_get_backend=lambda device: Backend)) == 7000
+    assert sync._limit_ms(SimpleNamespace()) == 600_000  # a private name that is gone

@@ -138,7 +138,7 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
 def kernels(arch: int, quick: bool = False) -> tuple[Kernel, ...]:
     """Every distinct kernel of every strategy's plans for `arch`, in a fixed order."""
     planned: dict[tuple[object, ...], Kernel] = {}
-    for made in itertools.chain.from_iterable(map(plans, problems(arch, quick))):
+    for made in itertools.chain(*map(plans, problems(arch, quick)), _exchanges(arch)):
         for launch in made.launches:
             same = replace(launch, grid=plan.Extent(1))
             activation = made.problem.activation if launch.activates else None
@@ -212,6 +212,11 @@ def _synchronised(problem: Problem, strategy: str, phase: str) -> tuple[Plan, ..
     if strategy not in ranks.strategies(problem):
         return ()
     return ranks.forward(problem, strategy, 2)[1:] if phase == "forward" else ranks.backward(problem, strategy)
+
+
+def _exchanges(arch: int) -> Iterator[Plan]:
+    for of_ranks, adds_up in itertools.product((2, 8), (True, False)):
+        yield ranks.exchange(plan.chip_for(arch), (1,), 1 << 15, of_ranks, 0, 0, adds_up)
 
 
 def compile_one(kernel: Kernel) -> Outcome:

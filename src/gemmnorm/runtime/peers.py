@@ -22,7 +22,9 @@ from ..plan import ranks as plan
 from . import binding, call, driver
 from .settings import variable
 
-_LEAST = 1 << 15  # numbers that the memory of a group holds at least
+# Numbers that the memory of a group holds at least, and at most: beyond it a collective, of more blocks, is faster.
+_LEAST, _MOST = 1 << 15, 1 << 17
+_MOST_RANKS = 16  # whose addresses a thread holds in registers
 _PAGE = 2 << 20  # bytes that the driver maps at once
 _DIGEST = 16  # bytes that stand for the name of a host or a GPU
 _NO_SCALARS = (0, 0.0, 0.0, 0.0, 0, 0, 0)
@@ -102,18 +104,16 @@ def reserve(
         limit_ms: how long ranks wait for each other in an exchange.
     """
     key = (group, device, _capacity(count))
-    if key in _known:
+    if key in _known or key[2] > _MOST:
         return
     chip = call.chip(device)
-    if (
-        chip is None and device.type != "cuda"
-    ):  # on every rank; a GPU whose rank lacks a compiler answers for the others
+    if chip is None and device.type != "cuda":  # a rank whose GPU lacks a compiler answers for the others' sake
         return
 
     def ask(said: bytes) -> list[bytes]:
         return [bytes(row) for row in gather(torch.tensor([*said], dtype=torch.uint8, device=device)).tolist()]
 
-    serves = chip is not None and variable("GEMMNORM_PEERS") != "0"
+    serves = chip is not None and ranks <= _MOST_RANKS and variable("GEMMNORM_PEERS") != "0"
     addresses = _agreed(serves, rank, ranks, device.index, plan.exchange_bytes(key[2], ranks), ask)
     _known[key] = Peers(device, chip, addresses, rank, key[2], limit_ms) if chip and addresses else None
 
@@ -126,35 +126,39 @@ def _agreed(
     Behind those bytes each rank writes its number, on all others: whether it arrives shows whether they can be written.
     """
 
-    def on_all(work: Callable[[], bool]) -> bool:
-        """Whether `work` succeeds on every rank."""
-        succeeded = False
-        with contextlib.suppress(Exception):
-            succeeded = work()
-        return all(map(any, ask(bytes([succeeded]))))
+    def offer(make: Callable[[], bytes]) -> list[bytes]:
+        """What `make` gives on each rank; empty where it fails on any."""
+        said = b""
+        with contextlib.suppress(Exception):  # no memory; a driver or a container that shares none
+            said = make()
+        return answers if all(map(any, answers := ask(said.ljust(driver.HANDLE, b"\0")))) else []
 
-    own, said = 0, bytes(2 * _DIGEST + driver.HANDLE)
-    with contextlib.suppress(Exception):  # no memory; a driver or a container that shares none
-        if serves:
-            own, handle = driver.shared_memory(index, -(-(size + 4 * ranks) // _PAGE) * _PAGE)
-            said = b"".join(map(_digest, driver.place(index))) + handle
-    offers = ask(said)
-    hosts, gpus = ({offer[i : i + _DIGEST] for offer in offers} for i in (0, _DIGEST))
-    if not all(map(any, offers)) or len(hosts) > 1 or len(gpus) < ranks:
+    places = offer(lambda: b"".join(map(_digest, driver.place(index))) if serves else b"")
+    hosts, gpus = ({place[i : i + _DIGEST] for place in places} for i in (0, _DIGEST))
+    if len(hosts) != 1 or len(gpus) < ranks:
         return []
+    own: list[int] = []
+
+    def share() -> bytes:
+        address, handle = driver.shared_memory(index, -(-(size + 4 * ranks) // _PAGE) * _PAGE)
+        own.append(address)
+        return handle
+
+    handles = offer(share)
     addresses: list[int] = []
 
-    def reach() -> bool:
-        for r, offer in enumerate(offers):
-            mapped = own if r == rank else driver.open_shared_memory(index, offer[2 * _DIGEST :])
+    def reach() -> bytes:
+        for r, handle in enumerate(handles):
+            mapped = own[0] if r == rank else driver.open_shared_memory(index, handle)
             addresses.append(mapped)
             driver.write_word(index, mapped + size + 4 * rank, rank + 1)
-        return True
+        return b"\1"
 
-    def arrived() -> bool:
-        return all(driver.read_word(index, own + size + 4 * r) == r + 1 for r in range(ranks))
+    def arrived() -> bytes:
+        return bytes([all(driver.read_word(index, own[0] + size + 4 * r) == r + 1 for r in range(ranks))])
 
-    return addresses if on_all(reach) and on_all(arrived) else []
+    agreed = bool(handles) and bool(offer(reach)) and bool(offer(arrived))
+    return addresses if agreed else []
 
 
 def _digest(name: str) -> bytes:
