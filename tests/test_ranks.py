@@ -164,12 +164,12 @@ def test_plans_are_cut_where_ranks_exchange():
 
 
 def test_a_rank_has_memory_for_all_that_an_exchange_sends():
-    for ranks, count in ((2, 1), (3, 2 * 8192 + 1), (16, 1 << 17)):
-        launch = plans.exchange(plan.chip_for(90), (count,), 1 << 17, ranks, 1, 1000, False).launches[0]
+    for of_ranks, count in ((2, 1), (3, 2 * 8192 + 1), (16, 1 << 17)):
+        launch = plans.exchange(plan.chip_for(90), (count,), 1 << 17, of_ranks, 1, 1000, False).launches[0]
         part = launch.member("kPart")
         blocks = launch.grid.value(1)
         assert blocks * part >= 1 << 17
-        assert plans.exchange_bytes(1 << 17, ranks) >= blocks * (2 * ranks * part * 8 + 4)
+        assert plans.exchange_bytes(1 << 17, of_ranks) >= blocks * (2 * of_ranks * part * 8 + 4)
 
 
 def test_groups_that_never_agreed_use_collectives():

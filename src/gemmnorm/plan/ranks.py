@@ -157,6 +157,7 @@ def exchange(
         params=("sent", "received", "peers", "rank", "count", "limit_ms"),
         grid=Extent(EXCHANGE_BLOCKS),
         block=512,
+        resident=1,
         numbers=(("rank", rank), ("count", count), ("limit_ms", limit_ms)),
     )
     received = Buffer("received", "float32", tuple(map(Extent, shape if adds_up else (ranks, *shape))))
