@@ -107,7 +107,7 @@ struct TrainingConsumer {
   // straight to memory. No consumer gets two stored tiles ahead of the warp that empties its staging buffer.
   __device__ __forceinline__ void take_statistics(Tile tile, Accumulators& acc, bool stores) {
     constexpr bool kSharesStaging = STORES_Y && G::kStagedY;
-    if (kSharesStaging && thread == 0) tma_store_wait_read();  // y of the tile before
+    if (kSharesStaging) wait_for_staged_together();  // y of the tile before
     tile_of_accumulators.template take_means<KEEPS_PARTIALS, true>(f, shared.epilogue, tile, acc);
     const bool stages = G::kStaged && stores;
     const auto wait_for_staging = [&] {
@@ -189,20 +189,19 @@ struct TrainingConsumer {
   __device__ __forceinline__ void store_results(Tile tile, const Accumulators& acc) {
 #pragma unroll
     for (int i = 0; i < G::kStorePassesY; ++i) {
-      if (G::kStagedY && i > 0 && thread == 0) tma_store_wait_read();
+      if (G::kStagedY && i > 0) wait_for_staged_together();
       sync();  // the coefficients are there, the staging buffer is free
       tile_of_accumulators.template store_results<typename G::Activation, G::kStagedY>(
           acc, i, shared.epilogue, staging(), f.p.y, tile, f.p.batch, f.p.features);
       if (G::kStagedY) fence_proxy_async_shared();
       sync();
-      if constexpr (G::kStagedY) {
-        if (thread == 0) store_staged<typename G::Shape, Y>(f.p.map_y, staging(), tile, consumer, i, f.p.batch);
-      }
+      if constexpr (G::kStagedY)
+        store_staged_together<typename G::Shape, Y>(f.p.map_y, staging(), tile, consumer, i, f.p.batch);
     }
   }
 
   __device__ __forceinline__ void end() const {
-    if (G::kStagedY && thread == 0) tma_store_wait_read();
+    if (G::kStagedY) wait_for_staged_together();
   }
 };
 

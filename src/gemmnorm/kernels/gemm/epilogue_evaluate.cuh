@@ -107,13 +107,13 @@ struct KnownStatisticsEpilogue {
   struct Consumer {
     const Features<Params>& f;
     Smem& shared;
-    int consumer, thread;
+    int consumer;
     typename G::AccumulatorTile tile_of_accumulators;
     PipelineState<2> state{0};
 
     __device__ __forceinline__ Consumer(const Features<Params>& f_, const TileScheduler&, const Counters&, Smem& shared_,
                                         int consumer_)
-        : f(f_), shared(shared_), consumer(consumer_), thread(threadIdx.x % 128), tile_of_accumulators(consumer_) {}
+        : f(f_), shared(shared_), consumer(consumer_), tile_of_accumulators(consumer_) {}
 
     __device__ __forceinline__ void begin(int) {}
     __device__ __forceinline__ void store(int, Tile tile, typename G::Accumulators& acc) {
@@ -142,19 +142,19 @@ struct KnownStatisticsEpilogue {
     __device__ __forceinline__ void store_passes(Tile tile, const Write& write) const {
 #pragma unroll
       for (int i = 0; i < PASSES; ++i) {
-        if (G::kStaged && thread == 0) tma_store_wait_read();
+        if (G::kStaged) wait_for_staged_together();
         named_barrier_sync(1 + consumer, 128);  // the staging buffer is free
         write(i);
         if (STAGED) fence_proxy_async_shared();
         named_barrier_sync(1 + consumer, 128);
         if constexpr (STAGED) {
           const TensorMap& map = OF_PRODUCT ? f.p.map_product : f.p.map_y;
-          if (thread == 0) store_staged<typename G::Shape, V>(map, shared.staging[consumer], tile, consumer, i, f.p.batch);
+          store_staged_together<typename G::Shape, V>(map, shared.staging[consumer], tile, consumer, i, f.p.batch);
         }
       }
     }
     __device__ __forceinline__ void end() const {
-      if (G::kStaged && thread == 0) tma_store_wait_read();
+      if (G::kStaged) wait_for_staged_together();
     }
   };
 };

@@ -43,12 +43,12 @@ __device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row,
 
 constexpr int kPartBytes = 64 * kRowBytes;  // of a box that TMA stores
 
-// Asks TMA, as one thread, to store what a consumer has staged in one store pass.
-template <class Shape, class V>
+// Asks TMA, as one thread, to store what a consumer has staged in one store pass: every WARPS-th part, from `first` on.
+template <class Shape, class V, int WARPS = 1>
 __device__ __forceinline__ void store_staged(const TensorMap& map, const unsigned char* staging, Tile tile, int consumer,
-                                             int store_pass, int batch, u64 policy = kEvictNormal) {
+                                             int store_pass, int batch, u64 policy = kEvictNormal, int first = 0) {
   constexpr int kParts = Shape::kParts / Shape::template kStorePasses<V>, kBoxColumns = kRowBytes / sizeof(V);
-  for (int i = 0; i < kParts; ++i) {
+  for (int i = first; i < kParts; i += WARPS) {
     const int part = store_pass * kParts + i, row = Shape::row(tile, consumer, part);
     if (row >= batch) continue;
     for (int c = 0; c < 64; c += kBoxColumns)
@@ -56,6 +56,17 @@ __device__ __forceinline__ void store_staged(const TensorMap& map, const unsigne
                 policy);
   }
   tma_store_commit();
+}
+// The same by the four warps of the consumer, as one thread of each: to ask for a box takes as long as some 60 instructions.
+template <class Shape, class V>
+__device__ __forceinline__ void store_staged_together(const TensorMap& map, const unsigned char* staging, Tile tile,
+                                                      int consumer, int store_pass, int batch) {
+  if (threadIdx.x % 32 == 0)
+    store_staged<Shape, V, 4>(map, staging, tile, consumer, store_pass, batch, kEvictNormal, threadIdx.x % 128 / 32);
+}
+// The threads that ask wait here, before others write to the staging buffer.
+__device__ __forceinline__ void wait_for_staged_together() {
+  if (threadIdx.x % 32 == 0) tma_store_wait_read();
 }
 
 // Results of one row for `column` and the next, straight to global memory. ANY: there may be an odd number of columns, and a
