@@ -77,24 +77,21 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
   typename G::Epilogue::template Consumer<Shared> epilogue(f, scheduler, counters, shared, consumer);
   PipelineState<G::kStages> state(0);
   typename G::Accumulators acc;
-  bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
+  const bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
   if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
 #pragma unroll 1
   for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
     epilogue.begin(t);
-    Tile tile = {};  // whose divisions take a while: beside the multiplications, where registers are left for two numbers
     if constexpr (G::kSplit) {
       const typename G::Scaling scaling(f.p, shared.scaling, consumer);
       G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
       scaling.apply(acc);
-      tile = scheduler.at(opaque(t));
     } else {
       G::Mainloop::run(shared.ring, state, G::steps(f.p), [&](int stage) { return a(0, stage); },
-                       [&](int stage) { return b(0, stage); }, acc, [&] { tile = scheduler.at(opaque(t)); });
+                       [&](int stage) { return b(0, stage); }, acc);
     }
-    if (takes_turns && consumer == 0) named_barrier_arrive(kTurn, 256);
-    takes_turns = false;
-    epilogue.store(t, tile, acc);
+    if (takes_turns && consumer == 0 && t == static_cast<int>(blockIdx.x)) named_barrier_arrive(kTurn, 256);
+    epilogue.store(t, scheduler.at(G::kSplit ? opaque(t) : t), acc);
   }
   epilogue.end();
 }

@@ -5,15 +5,14 @@
 
 namespace gemmnorm {
 
-// Both operands K-major, one plane each. `a(stage)` and `b(stage)` are where a consumer's operands of a stage lie; `on_first`
-// runs while the first stage is multiplied.
+// Both operands K-major, one plane each. `a(stage)` and `b(stage)` are where a consumer's operands of a stage lie.
 template <class Element, int WIDTH>
 struct Mainloop {
   using Accumulators = float[WIDTH / 2];
 
-  template <class Ring, class A, class B, class OnFirst>
+  template <class Ring, class A, class B>
   __device__ __forceinline__ static void run(Ring& ring, PipelineState<Ring::kStages>& state, int steps, const A& a,
-                                             const B& b, Accumulators& acc, const OnFirst& on_first) {
+                                             const B& b, Accumulators& acc) {
     const bool releases = threadIdx.x % 128 == 0;
     for (int k = 0; k < steps; ++k) {
       mbarrier_wait(&ring.full[state.stage], state.phase);
@@ -23,9 +22,7 @@ struct Mainloop {
       for (int i = 0; i < 4; ++i)
         Wgmma<Element, WIDTH>::run(acc, a_descriptor + i * kKMajorStep, b_descriptor + i * kKMajorStep, (k | i) ? 1 : 0);
       wgmma_commit();
-      if (k == 0) {
-        on_first();
-      } else {
+      if (k > 0) {
         wgmma_wait<1>();
         if (releases) ring.release_before(state.stage);
       }

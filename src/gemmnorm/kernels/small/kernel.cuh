@@ -158,7 +158,7 @@ __device__ __forceinline__ void small_panel(const Params& p) {
     }
     const auto a = [&](int stage) { return shared.x[stage][0] + consumer * kGroupRows * kRowBytes; };
     const auto b = [&](int stage) { return shared.weight[stage][0]; };
-    Mainloop<typename G::Operand::Element, BN>::run(shared.ring, state, end - begin, a, b, acc, [] {});
+    Mainloop<typename G::Operand::Element, BN>::run(shared.ring, state, end - begin, a, b, acc);
   }
   exchange_partial_sums<G>(shared, G::kTiles > 1 ? tile * kShares : 0, rank, acc);
   if (!finishes) return;
