@@ -50,30 +50,20 @@ struct AccumulatorSwapAB {
     return v + __shfl_xor_sync(~0u, v, 2);
   }
 
-  // Where the lane stores partial statistics in [groups, features], if it does: the first of the four for the first kGroupRows
-  // rows, the others for the rows behind. ALWAYS: of those else only where the product is kept. Without a branch, so that
-  // addresses are computed beside the sums that come before the stores.
-  template <bool ALWAYS, class Params>
-  struct PartialPlace {
-    i64 at;
-    bool stores[2];
-
-    __device__ __forceinline__ PartialPlace(const AccumulatorSwapAB& of, const Features<Params>& f, Tile tile) {
-      const int part = of.lane % 4, row = of.first_row(tile) + part * kGroupRows, j = tile.n * TN + of.feature;
-      const bool exists = row < f.p.batch && part * kGroupRows < (ALWAYS || f.p.keep_product ? kRows : kGroupRows);
-      at = mul_wide(row / kGroupRows, f.p.features) + j;
-#pragma unroll
-      for (int c = 0; c < 2; ++c) stores[c] = exists && j + 8 * c < f.p.features;
-    }
-  };
-  // A partial statistic of each feature to there, for the rows behind zero or, of a mean, the same number; and to `own`, where
-  // the block needs it.
-  template <bool MEAN, class Place>
-  __device__ __forceinline__ void store_partial(const Place& place, const float (&v)[2], float* to, float* own) const {
+  // A partial statistic of each feature to `own`, where the block needs it, and to [groups, features]: to the row of the
+  // first kGroupRows rows; to those of the others zero or, of a mean, the same number. ALWAYS: else only where the
+  // product is kept.
+  template <bool MEAN, bool ALWAYS, class Params>
+  __device__ __forceinline__ void store_partial(const Features<Params>& f, Tile tile, const float (&v)[2], float* to,
+                                                float* own) const {
+    const int part = lane % 4, row = first_row(tile) + part * kGroupRows;
+    if (part * kGroupRows >= (ALWAYS || f.p.keep_product ? kRows : kGroupRows)) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      if (place.stores[c]) to[place.at + 8 * c] = MEAN || lane % 4 == 0 ? v[c] : 0.0f;
-      if (own && lane % 4 == 0) own[feature + 8 * c] = v[c];
+      const int column = feature + 8 * c, j = tile.n * TN + column;
+      if (j < f.p.features && row < f.p.batch)
+        to[static_cast<i64>(row / kGroupRows) * f.p.features + j] = MEAN || part == 0 ? v[c] : 0.0f;
+      if (own && part == 0) own[column] = v[c];
     }
   }
 
@@ -81,7 +71,6 @@ struct AccumulatorSwapAB {
   template <bool KEEP, bool ROUNDS, class Shared, class Params>
   __device__ __forceinline__ void take_means(const Features<Params>& f, Shared& shared, Tile tile, Accumulators& acc) {
     fill_beyond(f.p.batch, tile, [](int) { return 0.0f; }, acc);
-    const PartialPlace<ROUNDS, Params> place(*this, f, tile);
     const int rows = max(f.p.batch - first_row(tile), 1);  // or more than there are
     float sum[2] = {};
 #pragma unroll
@@ -101,7 +90,7 @@ struct AccumulatorSwapAB {
       mean[0] = mean[0] * kRows / rows;
       mean[1] = mean[1] * kRows / rows;
     }
-    store_partial<true>(place, mean, f.p.group_mean, KEEP ? shared.slope[0] : nullptr);
+    store_partial<true, ROUNDS>(f, tile, mean, f.p.group_mean, KEEP ? shared.slope[0] : nullptr);
   }
 
   // Subtracts them, rounds to T if ROUNDS, and sums up the squares of what is left: M2. Also writes it to `staging`, if not
@@ -111,7 +100,6 @@ struct AccumulatorSwapAB {
                                                unsigned char* staging) const {
     const int at = staged_at<T>();
     fill_beyond(f.p.batch, tile, [&](int c) { return mean[c]; }, acc);  // they count for nothing
-    const PartialPlace<ROUNDS, Params> place(*this, f, tile);
     float m2[2] = {};
 #pragma unroll
     for (int i = 0; i < kRows / 8; i += kOctets) {
@@ -138,7 +126,7 @@ struct AccumulatorSwapAB {
     }
 #pragma unroll
     for (int c = 0; c < 2; ++c) m2[c] = over_lanes(m2[c]);
-    store_partial<false>(place, m2, f.p.group_m2, KEEP ? shared.shift[0] : nullptr);
+    store_partial<false, ROUNDS>(f, tile, m2, f.p.group_m2, KEEP ? shared.shift[0] : nullptr);
   }
 
   // Two octets of rows, straight to memory. Of a whole tile nothing is compared.
@@ -307,9 +295,8 @@ struct AccumulatorSwapAB {
       sums.sum[c] = over_lanes(sums.sum[c]);
       sums.dot[c] = over_lanes(sums.dot[c]);
     }
-    const PartialPlace<false, Params> place(*this, f, tile);
-    store_partial<false>(place, sums.sum, f.p.group_sum, nullptr);
-    store_partial<false>(place, sums.dot, f.p.group_dot, nullptr);
+    store_partial<false, false>(f, tile, sums.sum, f.p.group_sum, nullptr);
+    store_partial<false, false>(f, tile, sums.dot, f.p.group_dot, nullptr);
   }
 };
 
