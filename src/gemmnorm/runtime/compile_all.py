@@ -17,7 +17,7 @@ import itertools
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .. import activations, plan
@@ -198,13 +198,6 @@ def _text(kernel: Kernel) -> tuple[object, ...]:
     return launch.source, launch.parts, activation, sources.entry_source(launch, problem)
 
 
-def every_kernel(architectures: Sequence[int], quick: bool, jobs: int) -> list[Kernel]:
-    """Those of all `architectures`, planned in processes beside each other."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        return list(itertools.chain.from_iterable(pool.map(kernels, architectures, [quick] * len(architectures))))
-
-
 def _synchronised(problem: Problem, strategy: str, phase: str) -> tuple[Plan, ...]:
     """The plans of a call with statistics over several ranks; no kernel of theirs is special to an activation."""
     if not problem.training or problem.activation is not None or strategy not in ranks.CUT:
@@ -246,15 +239,18 @@ def compile_group(kernels: Sequence[Kernel]) -> list[Outcome]:
         return [compile_one(kernel) for kernel in kernels]
 
 
-def compile_all(jobs: int, chosen: Sequence[Kernel]) -> Iterator[Outcome]:
-    """The outcome of every kernel, as they come in."""
-    groups = together(chosen)
-    if jobs <= 1:
-        yield from itertools.chain.from_iterable(map(compile_group, groups))
-        return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        yield from itertools.chain.from_iterable(pool.map(compile_group, groups, chunksize=2))
+def _planned(pool: concurrent.futures.Executor, architectures: Sequence[int], quick: bool) -> Iterator[list[Kernel]]:
+    """The kernels of each architecture, as they come in; Hopper's first, whose planning takes longest."""
+    first = sorted(architectures, key=lambda arch: arch != 90)
+    for done in concurrent.futures.as_completed([pool.submit(kernels, arch, quick) for arch in first]):
+        yield list(done.result())
+
+
+def compile_all(pool: concurrent.futures.Executor, planned: Iterable[Sequence[Kernel]]) -> Iterator[Outcome]:
+    """The outcome of every kernel, as they come in: those that are planned first compile while others are planned."""
+    running = [pool.submit(compile_group, group) for chosen in planned for group in together(chosen)]
+    for done in concurrent.futures.as_completed(running):
+        yield from done.result()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -264,27 +260,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="float32 in full, half precision at the widest vectors")
     parser.add_argument("--list", action="store_true", help="print the kernels and compile nothing")
     options = parser.parse_args(arguments)
-    chosen = every_kernel(options.arch, options.quick, options.jobs)
-    if options.list:
-        print(*chosen, sep="\n")
-        return 0
-    missing = driver.unavailable()
+    missing = None if options.list else driver.unavailable()
     if missing is not None:
         print(f"nothing was compiled: {missing}", file=sys.stderr)
         return 2
-    begun, faults, most = time.monotonic(), 0, dict.fromkeys(options.arch, 0)
-    for count, outcome in enumerate(compile_all(options.jobs, chosen), start=1):
-        arch = outcome.kernel.arch
-        most[arch] = max(most[arch], outcome.report.get("registers", 0))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        if options.list:
+            listed = pool.map(kernels, options.arch, itertools.repeat(options.quick))
+            print(*itertools.chain.from_iterable(listed), sep="\n")
+            return 0
+        return report(options.arch, compile_all(pool, _planned(pool, options.arch, options.quick)))
+
+
+def report(architectures: Sequence[int], outcomes: Iterable[Outcome]) -> int:
+    """Print what comes in; 1 where a kernel has a fault."""
+    begun, faults = time.monotonic(), 0
+    registers: dict[int, list[int]] = {arch: [] for arch in architectures}
+    for count, outcome in enumerate(outcomes, start=1):
+        registers[outcome.kernel.arch].append(outcome.report.get("registers", 0))
         if outcome.fault:
             faults += 1
             print(f"FAULT {outcome.kernel}: {outcome.fault}", flush=True)
         if count % 250 == 0:
-            print(f"{count} of {len(chosen)} kernels, {time.monotonic() - begun:.0f} s", flush=True)
-    for arch in options.arch:
-        number = sum(kernel.arch == arch for kernel in chosen)
-        print(f"sm_{arch}: {number} kernels, at most {most[arch]} registers a thread")
-    print(f"{len(chosen)} kernels compiled in {time.monotonic() - begun:.0f} s, {faults} with a fault")
+            print(f"{count} kernels, {time.monotonic() - begun:.0f} s", flush=True)
+    for arch, found in registers.items():
+        print(f"sm_{arch}: {len(found)} kernels, at most {max(found, default=0)} registers a thread")
+    total = sum(map(len, registers.values()))
+    print(f"{total} kernels planned and compiled in {time.monotonic() - begun:.0f} s, {faults} with a fault")
     return 1 if faults else 0
 
 
