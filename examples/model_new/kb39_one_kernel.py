@@ -1110,6 +1110,11 @@ __device__ __forceinline__ ColumnStatistics merge_column(const Features<Params>&
 
 constexpr int kPartBytes = 64 * kRowBytes;  // of a box that TMA stores
 
+// The threads that ask wait here, before others write to the staging buffer.
+__device__ __forceinline__ void wait_for_staged_together() {
+  if (threadIdx.x % 32 == 0) tma_store_wait_read();
+}
+
 // Results of one row for `column` and the next, straight to global memory. ANY: there may be an odd number of columns, and a
 // row begins in the middle of a pair.
 template <bool ANY, class Y>
@@ -1870,7 +1875,7 @@ struct TrainingConsumer {
   // straight to memory. No consumer gets two stored tiles ahead of the warp that empties its staging buffer.
   __device__ __forceinline__ void take_statistics(Tile tile, Accumulators& acc, bool stores) {
     constexpr bool kSharesStaging = STORES_Y && G::kStagedY;
-    if (kSharesStaging && thread == 0) tma_store_wait_read();  // y of the tile before
+    if (kSharesStaging) wait_for_staged_together();  // y of the tile before
     tile_of_accumulators.template take_means<KEEPS_PARTIALS, true>(f, shared.epilogue, tile, acc);
     const bool stages = G::kStaged && stores;
     const auto wait_for_staging = [&] {
@@ -2741,13 +2746,13 @@ struct KnownStatisticsEpilogue {
   struct Consumer {
     const Features<Params>& f;
     Smem& shared;
-    int consumer, thread;
+    int consumer;
     typename G::AccumulatorTile tile_of_accumulators;
     PipelineState<2> state{0};
 
     __device__ __forceinline__ Consumer(const Features<Params>& f_, const TileScheduler&, const Counters&, Smem& shared_,
                                         int consumer_)
-        : f(f_), shared(shared_), consumer(consumer_), thread(threadIdx.x % 128), tile_of_accumulators(consumer_) {}
+        : f(f_), shared(shared_), consumer(consumer_), tile_of_accumulators(consumer_) {}
 
     __device__ __forceinline__ void begin(int) {}
     __device__ __forceinline__ void store(int, Tile tile, typename G::Accumulators& acc) {
