@@ -52,7 +52,7 @@ def linear_scale_batch_norm(
         eps: added to the variance.
         activation: None, or a name such as `"relu"`, `"gelu_tanh"`, `"leaky_relu(0.2)"` (`gemmnorm.activations`).
         process_group: synchronise the statistics over this `torch.distributed` group in training, as `SyncBatchNorm`
-            does: one collective forward and one backward, which every rank has to take part in, an empty one too.
+            does: one exchange forward and one backward, which every rank has to take part in, an empty one too.
             Gradients of vectors are this rank's share; the sum over the ranks is the whole batch's (docs/ranks.md).
         strategy: one of `gemmnorm.plan.STRATEGIES`; None lets the planner choose.
         keep_product: False keeps nothing of y's size for the backward in training, which multiplies x Wᵀ again; where
