@@ -106,8 +106,10 @@ def items_of(container: Any) -> Iterator[Any]:
 
 
 def _differ(container: Any, before: Any) -> bool:
-    one, other = [*items_of(container)], [*items_of(before)]
-    return len(one) != len(other) or any(a is not b for a, b in zip(one, other, strict=True))
+    one, other = ([id(item) for item in items_of(held)] for held in (container, before))
+    if isinstance(container, set):  # whose copy may have them in another order
+        one, other = sorted(one), sorted(other)
+    return one != other
 
 
 def _slots(value: Any, slots: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Memory that the GPUs of a process group map of each other, on one host, and what ranks exchange through it.
 
-A collective of `torch.distributed` takes the host 26 to 120 µs; a launch of `exchange.cuh` takes it 10.
+A collective of `torch.distributed` takes the host 25 to 60 µs, a launch of `exchange.cuh` 10 to 20 (docs/ranks.md).
 Whether a group can do so is asked once, of all its ranks together (`reserve`): they have to be processes of one host
 with a GPU each, whose memory the others can map. Else collectives serve.
 
