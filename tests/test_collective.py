@@ -289,7 +289,7 @@ def _converted(rank: int, rows: list[int], when: str) -> dict[str, Any]:
                 p -= 0.5 * p.grad
         if when == "restored" and turn == 0:
             folder = [tempfile.mkdtemp()]
-            dist.broadcast_object_list(folder, group_src=0, group=group)
+            dist.broadcast_object_list(folder, dist.get_global_rank(group or dist.group.WORLD, 0), group)
             checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder[0], process_group=group)
             model = convert(gemmnorm.fuse(_head()), group)
             state = {"model": model.state_dict()}
@@ -302,6 +302,8 @@ def _converted(rank: int, rows: list[int], when: str) -> dict[str, Any]:
 @pytest.mark.parametrize("when", ["before", "after", "restored"])
 @pytest.mark.parametrize("rows", [[6, 3], [5, 0, 4]], ids=["the world", "two ranks of three"])
 def test_converted_models_are_one_batch(rows, when):
+    if when == "restored" and not all(rows) and torch.__version__ < "2.6":
+        pytest.skip("PyTorch 2.4 cannot load a checkpoint in a group that is not the world")
     found = on_ranks(len(rows), _converted, rows, when)
     model = _head()
     every, grads = _samples(rows, torch.float64)
@@ -334,6 +336,9 @@ def _fully_sharded(rank: int, rows: list[int]) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (len(rows),))
+    one = fully_shard(nn.Linear(1, 1), mesh=mesh)
+    one(torch.ones(1, 1)).sum().backward()
+    times = len(rows) / float(one.weight.grad.full_tensor())  # PyTorch 2.8 adds up, others take the mean
     model = _head().float()
     model = gemmnorm.fuse(nn.SyncBatchNorm.convert_sync_batchnorm(model))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
@@ -342,7 +347,7 @@ def _fully_sharded(rank: int, rows: list[int]) -> dict[str, Any]:
     assert y.dtype == torch.bfloat16
     (y.float() * grads.split(rows)[rank]).sum().backward()
     assert all(b.dtype == torch.float32 for b in model.buffers() if b.is_floating_point())
-    found = {name: p.grad.full_tensor() * len(rows) for name, p in model.named_parameters()}
+    found = {name: p.grad.full_tensor() * times for name, p in model.named_parameters()}
     return _numpy(found | {"mean": model[1].running_mean, "var": model[-1].running_var})
 
 
