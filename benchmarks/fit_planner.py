@@ -5,7 +5,8 @@
     PYTHONPATH=src:benchmarks python benchmarks/fit_planner.py --variants  what each variant wins (docs/variants.md)
 
 `--results benchmarks/results/candidates-h100.json.gz` judges the H200's tables on another GPU; with `--fit` also what
-constants fitted to that GPU would predict.
+constants fitted to that GPU would predict. `--constants gram,gram_stage_ns` fits those alone, to the rows that the last
+run of `benchmarks/candidates.py` measured: after a change to one kernel, on whatever GPU there is.
 
 Levenberg-Marquardt on the logarithms of the constants. An error is the logarithm of predicted over measured time; it
 counts the less the slower a candidate is than the fastest of its problem, and once more less the mean error of its
@@ -73,13 +74,15 @@ def listed(problem: Problem, phase: str, kept: bool = True) -> list[Candidate]:
     return [c for c in every if c.refusal is None]
 
 
-def rows(path: Path = RESULTS, kept: bool = True) -> list[Row]:
-    """The measurements of a file; a backward of a kept product, or of either where that is not to be `kept`."""
+def rows(path: Path = RESULTS, kept: bool = True, newest: bool = False) -> list[Row]:
+    """The measurements of a file, or of its last run; a backward of a kept product, or of either if not `kept`."""
     document = json.loads(gzip.decompress(path.read_bytes()))
     chip = measured.chip_of(document)
     held = {(*sizes[:3], sizes[4]) for sizes in measured.HELD.values()} | {(*sizes, None) for sizes in measured.BROUGHT}
     found = []
     for row in document["rows"]:
+        if newest and row.get("sources", document["sources"]) != document["sources"]:
+            continue
         sizes = row["batch"], row["in"], row["out"]
         one = measured.case(
             row["kind"], sizes, row["training"], row["save"], row["vectors"], row["activation"], row["phase"]
@@ -124,8 +127,10 @@ class Batch:
     problem: np.ndarray
     near: np.ndarray
 
+    chip: cost.Chip
+
     def errors(self, c: cost.Constants) -> np.ndarray:
-        return np.log(sum(self.form(self.counted, c).values()) / self.us)
+        return np.log(sum(self.form(self.counted, cost.scaled(c, self.chip)).values()) / self.us)
 
 
 def _stacked(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -148,8 +153,9 @@ def _bare_backward(counted: dict[str, Any], c: cost.Constants) -> dict[str, Any]
     return {"products": cost.products_time(counted, c)}
 
 
-def batches(chosen: Iterable[Row]) -> dict[str, list[Batch]]:
+def batches(chosen: Sequence[Row]) -> dict[str, list[Batch]]:
     """By arithmetic."""
+    chip = chosen[0].problem.chip or cost.FITTED
     lists: dict[tuple[str, Any], list[tuple[dict[str, Any], float, float, int, float]]] = defaultdict(list)
     for number, row in enumerate(chosen):
         p, arithmetic = row.problem, cost.arithmetic_of(row.problem)
@@ -171,20 +177,20 @@ def batches(chosen: Iterable[Row]) -> dict[str, list[Batch]]:
         # So that the many candidates of one kernel do not outweigh the few of another.
         scale = np.sqrt(np.array(weight) * min(1.0, 4000 / len(items)))
         columns = (np.array(column) for column in (us, scale, number, near))
-        found[arithmetic].append(Batch(form, _stacked(counted), *columns))
+        found[arithmetic].append(Batch(form, _stacked(counted), *columns, chip))
     return found
 
 
-def fit(of: Sequence[Batch], start: cost.Constants, rounds: int = 40) -> cost.Constants:
-    """The constants with the least squares; each stays within a factor of 50 of where it began."""
-    names = list(asdict(start))
+def fit(of: Sequence[Batch], start: cost.Constants, names: Sequence[str] = (), rounds: int = 40) -> cost.Constants:
+    """The constants with the least squares, or those of `names`; each stays within a factor of 50 of where it began."""
+    names = names or list(asdict(start))
     centre = np.log([getattr(start, name) for name in names])
     at, damping = centre.copy(), 1e-2
     weight, problem, near = (np.concatenate([getattr(b, name) for b in of]) for name in ("weight", "problem", "near"))
     total = np.maximum(np.bincount(problem, near), 1e-9)
 
     def constants(logs: np.ndarray) -> cost.Constants:
-        return cost.Constants(**dict(zip(names, np.exp(np.clip(logs, centre - 4, centre + 4)).tolist(), strict=True)))
+        return replace(start, **dict(zip(names, np.exp(np.clip(logs, centre - 4, centre + 4)).tolist(), strict=True)))
 
     def errors(logs: np.ndarray) -> np.ndarray:
         c = constants(logs)
@@ -271,21 +277,39 @@ def exceptions(every: Sequence[Row], times: Sequence[dict[str, float]]) -> list[
     return [(*key, name) for key, name in sorted(found.items())]
 
 
-def write(of: dict[str, cost.Constants], lines: Sequence[tuple[str, ...]]) -> None:
+def write_constants(of: dict[str, cost.Constants]) -> None:
     rounded = {arithmetic: asdict(of[arithmetic]) for arithmetic in sorted(of)}
     document = {"schema": "gemmnorm planner 1", "gpu": "NVIDIA H200", "fitted_to": RESULTS.name, "constants": rounded}
     tables.CONSTANTS.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def write_exceptions(lines: Sequence[tuple[str, ...]]) -> None:
     with tables.BEST.open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([tables.COLUMNS, *lines])
 
 
 def fitted(every: Sequence[Row]) -> dict[str, cost.Constants]:
     """By arithmetic; that of cast operands, which fewer problems have, begins with half precision's."""
-    of = batches(row for row in every if row.fitted)
+    of = batches([row for row in every if row.fitted])
     found: dict[str, cost.Constants] = {}
     for arithmetic in ("half", "tf32", "float32", "cast"):
-        values = asdict(fit(of[arithmetic], found["half"] if arithmetic == "cast" else cost.Constants()))
-        found[arithmetic] = cost.Constants(**{name: float(f"{value:.4g}") for name, value in values.items()})
+        found[arithmetic] = short(fit(of[arithmetic], found["half"] if arithmetic == "cast" else cost.Constants()))
+    return found
+
+
+def short(constants: cost.Constants) -> cost.Constants:
+    """Of four digits."""
+    return cost.Constants(**{name: float(f"{value:.4g}") for name, value in asdict(constants).items()})
+
+
+def fitted_alone(every: Sequence[Row], names: Sequence[str]) -> dict[str, cost.Constants]:
+    """The tables' constants, `names` of them fitted anew; cast operands, with few rows or none, begin with half's."""
+    of, found = batches(every), {name: cost.Constants(**values) for name, values in tables.constants().items()}
+    for arithmetic in ("half", "tf32", "float32", "cast"):
+        if arithmetic == "cast":
+            found["cast"] = replace(found["cast"], **{name: getattr(found["half"], name) for name in names})
+        if of[arithmetic]:
+            found[arithmetic] = short(fit(of[arithmetic], found[arithmetic], names))
     return found
 
 
@@ -346,7 +370,12 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="the figures of constants fitted to these results, too")
     parser.add_argument("--write", action="store_true", help="fit to an H200's, and write the tables")
     parser.add_argument("--variants", action="store_true", help="print what each variant wins")
+    parser.add_argument(
+        "--constants", default="", help="fit these alone, by commas, to the last run's rows, and write them"
+    )
     options = parser.parse_args()
+    if options.constants:
+        write_constants(fitted_alone(rows(options.results, kept=False, newest=True), options.constants.split(",")))
     if options.write and options.results != RESULTS:
         parser.error("--write: the tables are an H200's; expected its results")
     if options.variants:
@@ -359,7 +388,8 @@ def main() -> None:
         print("constants fitted to these results")
         report(every, times)
     if options.write:
-        write(of, exceptions(every, times))
+        write_constants(of)
+        write_exceptions(exceptions(every, times))
     chip = every[0].problem.chip or cost.FITTED
     of = {name: cost.scaled(cost.Constants(**values), chip) for name, values in tables.constants().items()}
     print("without the table of measured bests")

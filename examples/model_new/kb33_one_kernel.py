@@ -261,6 +261,20 @@ constexpr bool kHasField = false;
 template <class Params, class Field>
 constexpr bool kHasField<Field Params::*> = true;
 
+// `visit(at, load(at))` for at = first, first + step, ... below end, AHEAD of which are in flight: all are loaded, the last ones
+// again and for nothing, before one is visited. With a branch between the loads each would wait for the one before.
+template <int AHEAD, class Load, class Visit>
+__device__ __forceinline__ void visit_ahead(int first, int end, int step, const Load& load, const Visit& visit) {
+  for (int begin = first; begin < end; begin += step * AHEAD) {
+    decltype(load(0)) loaded[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) loaded[i] = load(min(begin + i * step, end - 1));
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+      if (begin + i * step < end) visit(begin + i * step, loaded[i]);
+  }
+}
+
 // A per-feature vector that may be absent.
 template <class T>
 __device__ __forceinline__ float value_or(const T* vector, i64 index, float absent) {
@@ -444,6 +458,7 @@ __device__ __forceinline__ void setmaxnreg_inc() {
 __device__ __forceinline__ void signal(u32* counter, u32 value) {
   asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
+// The number before, of others too: what they wrote before they signalled may be read.
 __device__ __forceinline__ u32 load_acquire(const u32* counter) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
@@ -883,7 +898,7 @@ __device__ __forceinline__ void sum_over_lanes(float (&value)[N], float* shared 
 // A group is of ROWS rows; there is a row of numbers for every kGroupRows, of which the first of a group counts.
 template <int COLUMNS, int ROWS>
 struct GroupMerge {
-  static constexpr int kColumns = COLUMNS, kLanes = kThreads / kColumns;
+  static constexpr int kColumns = COLUMNS, kLanes = kThreads / kColumns, kAhead = 8;
 
   int batch, features, groups;
   int j, lane;  // the thread's feature, which may lie beyond the last
@@ -896,24 +911,14 @@ struct GroupMerge {
   __device__ __forceinline__ bool inside() const { return j < features; }
 
   // Calls `add(sum, load(place), rows)` for every group, kAhead of whose numbers are in flight, then adds up over the lanes,
-  // in a fixed order, and hands the sums to all. A thread without a feature or a group reads the last one's.
+  // in a fixed order, and hands the sums to all. A thread without a feature reads the last one's.
   template <int N, class Load, class Add>
   __device__ __forceinline__ void add_up(float (&sum)[N], float* shared /* [kWarps * kColumns] */, const Load& load,
                                          const Add& add) const {
-    constexpr int kAhead = 8;
-    for (int first = lane; first < groups; first += kLanes * kAhead) {
-      decltype(load(i64{})) loaded[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int group = min(first + i * kLanes, groups - 1);
-        loaded[i] = load(mul_wide(group * (ROWS / kGroupRows), features) + min(j, features - 1));
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int group = first + i * kLanes;
-        if (group < groups) add(sum, loaded[i], min(ROWS, batch - group * ROWS));
-      }
-    }
+    visit_ahead<kAhead>(
+        lane, groups, kLanes,
+        [&](int group) { return load(mul_wide(group * (ROWS / kGroupRows), features) + min(j, features - 1)); },
+        [&](int group, decltype(load(i64{})) of_group) { add(sum, of_group, min(ROWS, batch - group * ROWS)); });
 #pragma unroll
     for (int i = 0; i < N; ++i) {
 #pragma unroll

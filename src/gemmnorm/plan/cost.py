@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from . import cast, small, split, tables
-from .gemm import Gemm, writes_product
+from .gemm import Gemm, bytes_of_x, writes_product
 from .gradient import Backward
 from .panels import ClusterPanel
 from .problem import CHIPS, DTYPE_BYTES, Chip, Problem
@@ -55,7 +55,7 @@ class Constants:
     # fused_gemm.
     tensor_ns: float = 0.6  # of a stage of K, for each column in 128 rows, where tensor cores are what limits it
     load_ns: float = 0.5  # of a stage of K, for each row and column that is loaded
-    misaligned: float = 0.3  # share by which a stage takes longer, where rows are no whole sectors
+    misaligned: float = 1.0  # share by which that takes longer, where rows are no whole sectors
     stage_ns: float = 50.0  # of a stage of K, whatever the tile
     prologue: float = 2.0  # launch, barriers, filling of the ring
     tile: float = 0.5  # of every tile, whatever its size
@@ -76,7 +76,8 @@ class Constants:
     # Statistics by the Gram matrix of x.
     gram: float = 6.0  # its barriers, the pivot
     gram_stage_ns: float = 300.0  # of 64 rows of a block's part
-    gram_square_ns: float = 600.0  # of 64 × 128 elements of the matrix, for 128 features
+    gram_tile: float = 1.5  # of a block's tile of features: its sums
+    gram_square_ns: float = 300.0  # of 64 × 64 elements of the matrix, for 128 features
     # Conversion of operands.
     block_ns: float = 3.0  # of a block of the launch that converts rows
     inside_row_ns: float = 3.0  # likewise, by the kernel itself
@@ -245,6 +246,11 @@ def count_cublas(problem: Problem, panel: ClusterPanel | None) -> Counted:
     return counted
 
 
+def misaligned_loads(problem: Problem, gemm: Gemm) -> float:
+    """How often `Constants.misaligned` counts: not at all, once where x is in the L2, twice where it is not."""
+    return gemm.misaligned(problem) * (2 - kept_by_l2(problem, bytes_of_x(problem)))
+
+
 def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` with all that stands before and after it."""
     tile, counted = gemm.tile, empty()
@@ -311,7 +317,7 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
         "traffic": traffic,
         "inside_bytes": inside,
         "inside_rows": inside_rows,
-        "misaligned": gemm.misaligned(problem),
+        "misaligned": misaligned_loads(problem, gemm),
         "partial": float(problem.out_features * out_size % cast.SECTOR_BYTES > 0),
         "inside": float(inside > 0),
         "split": float(problem.split),
@@ -432,8 +438,8 @@ def cublas_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 
 
 def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
-    stage = overlapped(c.tensor_ns * n["products"] * n["width"], c.load_ns * n["loaded"])
-    stage = stage * (1 + c.misaligned * n["misaligned"]) + c.stage_ns
+    load = c.load_ns * n["loaded"] * (1 + c.misaligned * n["misaligned"])
+    stage = overlapped(c.tensor_ns * n["products"] * n["width"], load) + c.stage_ns
     main = _throttled(n["stages"] * stage / 1e3, c)
     main = overlapped(main, n["inside_bytes"] / c.inside / 1e6 + n["inside_rows"] * c.inside_row_ns / 1e3)
     main = overlapped(main, n["staged"] * c.staged_ns / 1e3)
@@ -459,7 +465,7 @@ def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
 
 def small_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     main = n["stages"] * (c.small_stage_ns + c.small_alone_ns * n["alone"] + c.small_column_ns * n["columns"]) / 1e3
-    main = overlapped(main, n["small_loaded"] / c.small_loads / 1e6) * (1 + c.misaligned * n["misaligned"])
+    main = overlapped(main, n["small_loaded"] / c.small_loads / 1e6 * (1 + c.misaligned * n["misaligned"]))
     return {
         "prologue": c.first + n["waves"] * c.small_prologue,
         "main loop": overlapped(main, n["small_bytes"] / c.bandwidth / 1e6),

@@ -16,6 +16,7 @@ from .cost import (
     empty,
     gemm_terms,
     kept_by_l2,
+    misaligned_loads,
     overlapped,
     pass_terms,
     products_time,
@@ -27,15 +28,16 @@ from .problem import CHIPS, DTYPE_BYTES, Problem
 def count_two_passes(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` for statistics, their merge, and `fused_gemm` once more, as in evaluation."""
     second = _count_normalize(problem, gemm)
-    again = bytes_of_x(problem)
-    second["traffic"] -= again * kept_by_l2(problem, again)
     return {"first": count_gemm(problem, replace(gemm, schedule="exact-statistics")), "second": second}
 
 
 def _count_normalize(problem: Problem, gemm: Gemm) -> Counted:
-    """`fused_gemm` once the statistics are known."""
+    """`fused_gemm` once the statistics are known, of an x that was read for them."""
     known = replace(problem, training=False, cast=(), copied=())
-    return count_gemm(known, replace(gemm, schedule="normalize")) | {"misaligned": gemm.misaligned(problem)}
+    counted = count_gemm(known, replace(gemm, schedule="normalize"))
+    again = bytes_of_x(problem)
+    counted["traffic"] -= again * kept_by_l2(problem, again)
+    return counted | {"misaligned": misaligned_loads(problem, gemm)}
 
 
 def count_gram(problem: Problem, gemm: Gemm) -> Counted:
@@ -44,14 +46,17 @@ def count_gram(problem: Problem, gemm: Gemm) -> Counted:
     count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
     counted["launches"] += 2
     blocks, parts, slices = (problem.chip or CHIPS[90]).multiprocessors, gram.parts(problem), gram.slices(problem)
-    across, row_tiles = gram.across(problem), -(-problem.out_features // gram.TILE)
+    row_tiles, column_tiles = gram.tiles(problem)
+    stages = -(-problem.batch // (gram.STEP * slices))  # of a slice
     return counted | {
         "second": _count_normalize(problem, gemm),
-        "gram_stages": float(-(-problem.batch // (gram.STEP * slices))),
-        "gram_bytes": float(size * across**2 * gram.TILE * problem.batch),
-        "gram_partial_bytes": 8.0 * slices * parts * gram.TILE**2,
+        "gram_stages": float(stages),
+        "gram_far_bytes": float(bytes_of_x(problem)),
+        "gram_bytes": float(size * gram.across(problem) ** 2 * gram.TILE * problem.batch),
+        "gram_partial_bytes": 8.0 * parts * gram.TILE**2 * -(-problem.batch // (gram.STEP * stages)),
+        "gram_tiles": float(-(-row_tiles * column_tiles // blocks)),
         # Of the block with the longest tile, or of all blocks alike.
-        "gram_squares": max(2.0 * across, 2.0 * parts * row_tiles / blocks),
+        "gram_squares": max(column_tiles, row_tiles * column_tiles * (column_tiles + 1) / 2 / blocks),
     }
 
 
@@ -83,9 +88,10 @@ def gram_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     second = gemm_terms(n["second"], c)
     second["prologue"] = second["prologue"] - c.first + c.launch
     matrix = overlapped(n["gram_stages"] * c.gram_stage_ns / 1e3, n["gram_bytes"] / c.l2_bandwidth / 1e6)
+    matrix = overlapped(matrix, n["gram_far_bytes"] / c.bandwidth / 1e6)
     return {
         "Gram matrix": c.first + c.gram + matrix + n["gram_partial_bytes"] / c.l2_bandwidth / 1e6,
-        "squares": n["gram_squares"] * c.gram_square_ns / 1e3,
+        "squares": n["gram_tiles"] * c.gram_tile + n["gram_squares"] * c.gram_square_ns / 1e3,
         **{name: value + second.get(name, 0.0) for name, value in pass_terms(n, c).items()},
         **{name: value for name, value in second.items() if name not in pass_terms(n, c)},
     }

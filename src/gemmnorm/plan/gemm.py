@@ -442,7 +442,7 @@ def _counters(problem: Problem, gemm: Gemm) -> int:
     _, panels = gemm.tile.counts(problem, gemm.sharing)
     of_panels = COUNTERS + 2 * panels
     if gemm.schedule == "gram":
-        return COUNTERS
+        return COUNTERS + gram.tiles(problem)[0]
     if gemm.has_conversion(problem):
         count = of_panels + (panels + BANDS) * cast.chunks(problem)
     else:

@@ -6,10 +6,11 @@ from . import cast
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .steps import VECTORS, Buffer, Extent, Launch, Map
 
-TILE = 128  # rows and columns of a block's part of the matrix; features that it multiplies with so many columns
+TILE = 128  # rows and columns of a block's part of the matrix; features of a tile of W·G
 WARPS = 8
-STEP, ROW_BYTES = 64, 128  # rows of x, or columns of the weight, in a stage
-ROW_STAGES, COLUMN_STAGES = 6, 4  # of two operands, of three
+STEP = 64  # rows of x, or columns of the weight, in a stage; columns of the matrix in a tile of W·G
+ROW_BYTES = 128
+ROW_STAGES, COLUMN_STAGES = 6, 6  # of two operands, of three
 SCALARS = 5  # sums over columns that a feature needs
 
 
@@ -28,6 +29,11 @@ def slices(problem: Problem) -> int:
     return (problem.chip or CHIPS[90]).multiprocessors // parts(problem)
 
 
+def tiles(problem: Problem) -> tuple[int, int]:
+    """Of W·G: along the features, and along the columns of the matrix."""
+    return -(-problem.out_features // TILE), -(-problem.in_features // STEP)
+
+
 def serves(problem: Problem) -> bool:
     """The kernel has such operands, and a block for every part."""
     return problem.training and DTYPE_BYTES[problem.dtype] == 2 and slices(problem) > 0
@@ -35,13 +41,13 @@ def serves(problem: Problem) -> bool:
 
 def workspace(problem: Problem) -> tuple[Buffer, ...]:
     """The matrix and what it is made of; whether it is too inexact for any feature."""
-    pitch, row_tiles = across(problem) * TILE, -(-problem.out_features // TILE)
+    pitch, (row_tiles, column_tiles) = across(problem) * TILE, tiles(problem)
     shapes = {
         "gram_partial": (slices(problem) * parts(problem), TILE * TILE),
         "gram_sum": (slices(problem), pitch),
         "gram": (2 * pitch, pitch),
         "gram_columns": (3, pitch),
-        "gram_scalars": (across(problem) * row_tiles, SCALARS * TILE),
+        "gram_scalars": (column_tiles * row_tiles, SCALARS * TILE),
     }
     made = [
         Buffer(role, "bfloat16" if role == "gram" else "float32", tuple(Extent(size) for size in shape))
@@ -78,7 +84,7 @@ def launch(problem: Problem) -> Launch:
         maps=(
             Map("map_x", x, STEP, columns),
             Map("map_weight", weight, TILE, columns),
-            Map("map_gram", "gram", TILE, columns),
+            Map("map_gram", "gram", STEP, columns),
         ),
         roles=(("x", x),) if x != "x" else (),
         numbers=(("x_pitch", pitches.get(x, problem.in_features)),),
@@ -90,7 +96,8 @@ SHARED = (
     ROW_STAGES * 4 * STEP * ROW_BYTES  # boxes of x; then of the weight and the matrix
     + 2 * TILE * 2  # pivots
     + WARPS * 32 * 16  # sums of slices
-    + 2 * 3 * TILE * 4  # numbers of x's columns
+    + 2 * 3 * STEP * 4
+    + 16  # numbers of x's columns; whether a tile is the last
     + 2 * (ROW_STAGES + COLUMN_STAGES) * 8
     + 1024
 )

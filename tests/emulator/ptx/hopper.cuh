@@ -19,6 +19,7 @@ inline void fence_proxy_async_global() {}
 inline void named_barrier_sync(int barrier, int threads) { emulator::pass_barrier(barrier, threads); }
 inline void named_barrier_arrive(int barrier, int threads) { emulator::arrive_at_barrier(barrier, threads); }
 inline void prefetch_tensormap(const TensorMap&) {}
+inline void tma_prefetch(const TensorMap&, int, int) {}
 inline void stmatrix_trans(void* row, const u32 (&pairs)[4]) { emulator::store_transposed(row, pairs); }
 
 inline u32 pack_finite(float low, float high) {
@@ -60,6 +61,7 @@ inline void st_async_remote(float4* own, float4 v, u64* barrier, int rank) {
 }
 
 inline void signal(u32* counter, u32 value) { *counter += value; }
+inline u32 signal_and_count(u32* counter) { return (*counter)++; }
 inline u32 load_acquire(const u32* counter) { return *counter; }
 inline void wait_until(const u32* counter, u32 value) {
   emulator::wait("a counter in global memory", [=] { return *counter >= value; });

@@ -82,6 +82,20 @@ constexpr bool kHasField = false;
 template <class Params, class Field>
 constexpr bool kHasField<Field Params::*> = true;
 
+// `visit(at, load(at))` for at = first, first + step, … below end, AHEAD of which are in flight: all are loaded, the last ones
+// again and for nothing, before one is visited. With a branch between the loads each would wait for the one before.
+template <int AHEAD, class Load, class Visit>
+__device__ __forceinline__ void visit_ahead(int first, int end, int step, const Load& load, const Visit& visit) {
+  for (int begin = first; begin < end; begin += step * AHEAD) {
+    decltype(load(0)) loaded[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) loaded[i] = load(min(begin + i * step, end - 1));
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+      if (begin + i * step < end) visit(begin + i * step, loaded[i]);
+  }
+}
+
 // A per-feature vector that may be absent.
 template <class T>
 __device__ __forceinline__ float value_or(const T* vector, i64 index, float absent) {

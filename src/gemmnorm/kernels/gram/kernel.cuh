@@ -11,21 +11,23 @@
 // negative rstd: the next launch takes statistics from the product itself (ExactStatisticsEpilogue), and the merge after it
 // finishes the features so marked. All others are finished here, and where that is all of them both launches end at once.
 //
-// Four phases between barriers of the whole grid: partial Gram matrices of slices of the rows; their sum, as two bfloat16 for
-// each element; W·G, of which each element is multiplied by its own of W; the sums of that, a feature each.
+// Three phases between barriers of the whole grid: partial Gram matrices of slices of the rows; their sum, as two bfloat16 for
+// each element; W·G, of which each element is multiplied by its own of W. The block that is the last to have sums of a tile's
+// features finishes them.
 #pragma once
 #include "gemm/pipeline.cuh"
 #include "gemm/tile_scheduler.cuh"
+#include "gram/pivot.cuh"
 #include "memory_bound/statistics.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace gemmnorm {
 
-constexpr int kGramTile = 128;  // rows and columns of a block's part of G; features, and columns of G, in a tile of W·G
-constexpr int kGramStep = 64;   // rows of x, or columns of W, in a stage
+constexpr int kGramTile = 128;  // rows and columns of a block's part of G; features in a tile of W·G
+constexpr int kGramStep = 64;   // rows of x, or columns of W, in a stage; columns of G in a tile of W·G
 constexpr int kGramWarps = 8;   // two warpgroups that multiply 64 rows each; a ninth warp asks TMA for operands
 constexpr int kGramThreads = 32 * (kGramWarps + 1);
-constexpr int kPivotRows = 32;  // whose mean is p
+constexpr int kGramAhead = 17;  // slices in flight in a warp: all, where eight warps share out those of 132 blocks
 constexpr int kGramScalars = 5;  // sums over columns of G that a feature needs
 // M2 is exact enough from kSafeSquares / sqrt(batch) of the squares that cancel in it on, since x - p is rounded to T
 // (docs/site/mathematics.md); the mean where a deviation is kSafeMean of Σ |w_ni·p_i|.
@@ -34,6 +36,9 @@ constexpr float kSafeSquares = 3.0f, kSafeMean = 1e-4f;
 // Parts of G, each with its mirror image: (i, j) for i <= j.
 struct GramPart {
   int i, j;
+
+  // Of 16 rows by 8 columns, numbered, nobody needs those whose mirror image is there, 64 rows and columns on or back.
+  __device__ __forceinline__ bool needs(int rows, int columns) const { return i < j || rows < 4 || columns >= 8; }
 };
 __device__ __forceinline__ GramPart gram_part(int number, int parts_of_row) {
   int i = 0;
@@ -48,9 +53,9 @@ __device__ __forceinline__ GramPart gram_part(int number, int parts_of_row) {
 struct GramRows {
   unsigned char i[2][kGramStep * kRowBytes], j[2][kGramStep * kRowBytes];
 };
-// 64 columns of 128 rows each: features of W, and columns of G, which are its rows.
+// 64 columns each: of 128 features of W, and of 64 columns of G, which are its rows.
 struct GramColumns {
-  unsigned char weight[kGramTile * kRowBytes], high[kGramTile * kRowBytes], low[kGramTile * kRowBytes];
+  unsigned char weight[kGramTile * kRowBytes], high[kGramStep * kRowBytes], low[kGramStep * kRowBytes];
 };
 
 template <class T, int ROW_STAGES, int COLUMN_STAGES>
@@ -61,7 +66,8 @@ struct GramShared {
   };
   T pivot[2][kGramTile];
   alignas(16) float4 merged[kGramWarps][32];
-  float of_column[2][3][kGramTile];  // of x: pivot, sum, and the diagonal of G; of this tile and of the next
+  float of_column[2][3][kGramStep];  // of x: pivot, sum, and the diagonal of G; of this tile and of the next
+  bool last;                         // of all tiles of these features
   Pipeline<ROW_STAGES> row_ring;
   Pipeline<COLUMN_STAGES> column_ring;
 };
@@ -76,25 +82,6 @@ __device__ __forceinline__ void grid_sync(u32* arrived, u32 turn) {
   }
   __syncthreads();
   fence_proxy_async_global();
-}
-
-// The pivot of a column of x: about the mean of rows that are spread over the batch. x - pivot is rounded to T, and with a
-// pivot of five binary digits exact or unbiased; where the mean is small beside the deviations the pivot is zero.
-template <class T>
-__device__ __forceinline__ T pivot_of(const T* x, int column, int batch, int pitch) {
-  float v[kPivotRows], sum = 0.0f, spread = 0.0f;
-#pragma unroll
-  for (int r = 0; r < kPivotRows; ++r)
-    v[r] = to_float(x[static_cast<i64>(r) * batch / kPivotRows * pitch + column]);
-#pragma unroll
-  for (int r = 0; r < kPivotRows; ++r) sum += v[r];
-  const float mean = sum / kPivotRows;
-#pragma unroll
-  for (int r = 0; r < kPivotRows; ++r) spread += fabsf(v[r] - mean) / kPivotRows;
-  const float few_digits = __uint_as_float((__float_as_uint(mean) + 0x40000u) & 0xFFF80000u);
-  T pivot;  // nothing is left of a constant column
-  from_float(spread == 0.0f ? mean : fabsf(mean) > 0.5f * spread ? few_digits : 0.0f, pivot);
-  return pivot;
 }
 
 // A word of two elements of T as words of bfloat16 whose sum it is.
@@ -122,12 +109,12 @@ struct Gram {
   using T = typename Config::T;
   static constexpr int kRowStages = Config::kRowStages, kColumnStages = Config::kColumnStages;
   using Shared = GramShared<T, kRowStages, kColumnStages>;
-  using Accumulators = float[kGramTile / 2];
-
+  using Words = AsBfloat16<T>;
   const Params& p;
   Shared& shared;
   int warp, lane, warpgroup, row, quarter;  // row: of the warpgroup's 64, and 8 rows on; quarter: pair of columns of 8
   int parts_of_row, parts, slices, row_steps, pitch;  // row_steps: stages of x; pitch: columns of G in memory
+  int row_tiles, column_tiles;                        // of W·G
 
   __device__ __forceinline__ Gram(const Params& p_, Shared& shared_)
       : p(p_), shared(shared_), warp(threadIdx.x / 32), lane(threadIdx.x % 32), warpgroup(warp / 4) {
@@ -136,8 +123,11 @@ struct Gram {
     parts_of_row = (p.in_features + kGramTile - 1) / kGramTile;
     parts = parts_of_row * (parts_of_row + 1) / 2;
     row_steps = (p.batch + kGramStep - 1) / kGramStep;
-    slices = min(static_cast<int>(gridDim.x) / parts, row_steps);
+    const int most = static_cast<int>(gridDim.x) / parts, steps_of_slice = (row_steps + most - 1) / most;
+    slices = (row_steps + steps_of_slice - 1) / steps_of_slice;  // no more partial matrices than that takes
     pitch = parts_of_row * kGramTile;
+    row_tiles = (p.features + kGramTile - 1) / kGramTile;
+    column_tiles = (p.in_features + kGramStep - 1) / kGramStep;
   }
 
   // First phase: G of a part of its elements and a slice of the rows, to gram_partial and gram_sum.
@@ -160,6 +150,8 @@ struct Gram {
           if (!diagonal) tma_load(to.j[box], p.map_x, full, part.j * kGramTile + column, k * kGramStep, kEvictNormal);
         }
       });
+      for (int k = 0; k < column_tiles && blockIdx.x < row_tiles; ++k)  // for the third phase
+        tma_prefetch(p.map_weight, k * kGramStep, blockIdx.x * kGramTile);
       return;
     }
     static_assert(2 * kGramTile == 32 * kGramWarps, "a thread has a pivot");
@@ -169,7 +161,7 @@ struct Gram {
     shared.pivot[c / kGramTile][c % kGramTile] = pivot;
     if (diagonal && slice == 0 && c < kGramTile) p.gram_columns[column] = to_float(pivot);
     named_barrier_sync(1, 32 * kGramWarps);
-    Accumulators acc;
+    float acc[kGramTile / 2];
     float sum[2] = {};            // of x - p, of this thread's elements
     u32 a[2][kGramStep / 16][4];  // of this stage, and of the one that is multiplied
     PipelineState<kRowStages> state(0);
@@ -206,8 +198,9 @@ struct Gram {
 #pragma unroll
       for (int q = 0; q < 4; ++q)  // Σ(x_i - p_i)·x_j until here
         acc[4 * n + q] -= sum[q / 2] * to_float(shared.pivot[1][n * 8 + quarter * 2 + q % 2]);
-      to[(warp * (kGramTile / 8) + n) * 32 + lane] =
-          make_float4(acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]);
+      if (part.needs(warp, n))
+        to[(warp * kItemColumns + n) * 32 + lane] =
+            make_float4(acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]);
     }
     if (diagonal && quarter == 0) {
       float* own = p.gram_sum + static_cast<i64>(slice) * pitch + part.i * kGramTile + warpgroup * 64 + row;
@@ -236,49 +229,49 @@ struct Gram {
 
   // Second phase: the sums over slices, in a fixed order. As many warps share them out as leave none idle.
   __device__ __forceinline__ void merge_slices() {
-    const int items = parts * kVectors / 32;  // of 32 vectors
-    int warps = kGramWarps;                   // of an item
+    const int items = parts * kItems;
+    int warps = kGramWarps;  // of an item
     while (warps > 1 && items * warps > static_cast<int>(gridDim.x) * kGramWarps) warps /= 2;
     const int of_block = kGramWarps / warps;
     if (warp == kGramWarps) return merge_sums();
     for (int first = blockIdx.x * of_block; first < items; first += gridDim.x * of_block) {
-      const int item = first + warp / warps;
+      const int item = min(first + warp / warps, items - 1), rows = item % kItems / kItemColumns, columns = item % kItemColumns;
+      const GramPart part = gram_part(item / kItems, parts_of_row);
+      const bool needed = first + warp / warps < items && part.needs(rows, columns);
       float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (item < items) {
+      if (needed) {
         const float4* from = reinterpret_cast<const float4*>(p.gram_partial) + item * 32 + lane;
-#pragma unroll 16
-        for (int slice = warp % warps; slice < slices; slice += warps)
-          sum = sum_of(sum, load_l2(from + static_cast<i64>(slice) * parts * kVectors));
+        visit_ahead<kGramAhead>(
+            warp % warps, slices, warps, [&](int slice) { return load_l2(from + mul_wide(slice, parts * kVectors)); },
+            [&](int, float4 partial) { sum = sum_of(sum, partial); });
       }
       if (warps > 1) {
         named_barrier_sync(1, 32 * kGramWarps);
         shared.merged[warp][lane] = sum;
         named_barrier_sync(1, 32 * kGramWarps);
         if (warp % warps == 0)
+#pragma unroll 1
           for (int w = 1; w < warps; ++w) sum = sum_of(sum, shared.merged[warp + w][lane]);
       }
-      if (item < items && warp % warps == 0) store_merged(item, sum);
+      if (needed && warp % warps == 0)
+        store_merged(part.i * kGramTile + rows * 16 + lane / 4, part.j * kGramTile + columns * 8 + quarter * 2, sum);
     }
   }
   __device__ __forceinline__ void merge_sums() const {
     for (int c = blockIdx.x; c < pitch; c += gridDim.x) {
       float sum = 0.0f;
-#pragma unroll 4
-      for (int slice = lane; slice < slices; slice += 32) sum += load_l2(p.gram_sum + static_cast<i64>(slice) * pitch + c);
+      visit_ahead<8>(lane, slices, 32, [&](int slice) { return load_l2(p.gram_sum + mul_wide(slice, pitch) + c); },
+                     [&](int, float partial) { sum += partial; });
 #pragma unroll
       for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
       if (lane == 0) p.gram_columns[pitch + c] = sum;
     }
   }
 
-  // Four elements of G, of the vectors as the first phase stored them: each as two bfloat16, along a column of G, which is
-  // what the third phase reads as a row; twice, where it stands for its mirror image too.
-  __device__ __forceinline__ void store_merged(int item, float4 sum) const {
-    const GramPart part = gram_part(item / (kVectors / 32), parts_of_row);
-    const int place = item % (kVectors / 32), across = kGramTile / 8;
-    const int i = part.i * kGramTile + place / across * 16 + lane / 4;
-    const int j = part.j * kGramTile + place % across * 8 + quarter * 2;
-    const float times = part.i == part.j ? 1.0f : 2.0f;
+  // Four elements of G as a lane has them of wgmma, (i, j) the first: each as two bfloat16, along a column of G, which is what
+  // the third phase reads as a row; twice, where the third phase does not read its mirror image.
+  __device__ __forceinline__ void store_merged(int i, int j, float4 sum) const {
+    const float times = i / kGramStep == j / kGramStep ? 1.0f : 2.0f;
     const float element[4] = {sum.x * times, sum.y * times, sum.z * times, sum.w * times};
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
@@ -294,62 +287,61 @@ struct Gram {
   // Third phase: tiles of W·G, those of the last columns of G first, which take longest, since there is nothing below the
   // diagonal. Of each feature the sums over a tile's columns, to gram_scalars.
   __device__ __forceinline__ void multiply_weight() {
-    const int row_tiles = (p.features + kGramTile - 1) / kGramTile;
     const auto row_of = [&](int t) { return t % row_tiles; };
-    const auto column_of = [&](int t) { return parts_of_row - 1 - t / row_tiles; };
+    const auto column_of = [&](int t) { return column_tiles - 1 - t / row_tiles; };
     if (warp == kGramWarps) {
       if (lane > 0) return;
       PipelineState<kColumnStages> state(1);
-      for (int t = blockIdx.x; t < row_tiles * parts_of_row; t += gridDim.x)
-        produce(shared.column_ring, state, 0, steps_of(column_of(t)), sizeof(GramColumns), [&](int k, int stage, u64* full) {
+      for (int t = blockIdx.x; t < row_tiles * column_tiles; t += gridDim.x)
+        produce(shared.column_ring, state, 0, column_of(t) + 1, sizeof(GramColumns), [&](int k, int stage, u64* full) {
           GramColumns& to = shared.columns[stage];
           tma_load(to.weight, p.map_weight, full, k * kGramStep, row_of(t) * kGramTile, kEvictNormal);
-          tma_load(to.high, p.map_gram, full, k * kGramStep, column_of(t) * kGramTile, kEvictNormal);
-          tma_load(to.low, p.map_gram, full, k * kGramStep, pitch + column_of(t) * kGramTile, kEvictNormal);
+          tma_load(to.high, p.map_gram, full, k * kGramStep, column_of(t) * kGramStep, kEvictNormal);
+          tma_load(to.low, p.map_gram, full, k * kGramStep, pitch + column_of(t) * kGramStep, kEvictNormal);
         });
       return;
     }
     PipelineState<kColumnStages> state(0);
-    int turn = 0;
-    for (int t = blockIdx.x; t < row_tiles * parts_of_row; t += gridDim.x, ++turn) {
-      const int steps = steps_of(column_of(t));
-      float from[2];  // of numbers of columns, which arrive while the tile is multiplied
+    int odd = 0;  // whether this tile is
+    for (int t = blockIdx.x; t < row_tiles * column_tiles; t += gridDim.x, odd ^= 1) {
+      const int column = column_of(t), j = row_of(t) * kGramTile + threadIdx.x % kGramTile;
+      FeatureStatistics f = read_feature(p, min(j, p.features - 1));
+      f.batches = counted_batches(p);
+      float of_column = 0.0f;  // a number of a column, which arrives while the tile is multiplied
+      if (threadIdx.x < 3 * kGramStep)
+        of_column = load_l2(p.gram_columns + threadIdx.x / kGramStep * pitch + column * kGramStep + threadIdx.x % kGramStep);
+      float acc[kGramStep / 2] = {};
+      u32 words[2][kGramStep / 16][Words::kWords][4];  // of W: of this stage, and of the one that is multiplied
+      int own = 0;  // the stage of the tile's own columns of W: the last
+      for (int k = 0; k <= column; k += 2) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int c = min(static_cast<int>(threadIdx.x) + i * 32 * kGramWarps, 3 * kGramTile - 1);
-        from[i] = load_l2(p.gram_columns + c / kGramTile * pitch + column_of(t) * kGramTile + c % kGramTile);
-      }
-      Accumulators acc;
-      int stages[2] = {};  // of the tile's own columns of W: the last two
-      for (int k = 0; k < steps; ++k) {
-        mbarrier_wait(&shared.column_ring.full[state.stage], state.phase);
-        multiply_columns(shared.columns[state.stage], acc, k > 0, [&] {  // once the stage before has been multiplied
-          if (k > 0 && k < steps - 1 && lane == 0) shared.column_ring.release_before(state.stage);
-        });
-        stages[0] = stages[1];
-        stages[1] = state.stage;
-        state.advance();
+        for (int turn = 0; turn < 2; ++turn) {
+          if (k + turn > column) break;
+          own = state.stage;
+          mbarrier_wait(&shared.column_ring.full[own], state.phase);
+          multiply_columns(shared.columns[own], words[turn], acc);
+          wgmma_wait<1>();
+          if (k + turn > 0 && lane == 0) shared.column_ring.release_before(own);
+          state.advance();
+        }
       }
       wgmma_wait<0>();
-      float* of_columns = &shared.of_column[turn % 2][0][0];
-      of_columns[threadIdx.x] = from[0];
-      if (threadIdx.x < kGramTile) of_columns[32 * kGramWarps + threadIdx.x] = from[1];
+      if (threadIdx.x < 3 * kGramStep) shared.of_column[odd][threadIdx.x / kGramStep][threadIdx.x % kGramStep] = of_column;
       named_barrier_sync(1, 32 * kGramWarps);
-      const auto& of_column = shared.of_column[turn % 2];
       float scalars[2][kGramScalars] = {};
 #pragma unroll
-      for (int n = 0; n < kGramTile / 8; ++n)
+      for (int n = 0; n < kGramStep / 8; ++n)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const u32 both = weight_word(shared.columns[stages[n / 8]], n % 8, h);
+          const u32 both = weight_word(shared.columns[own], n, h);
 #pragma unroll
           for (int c = 0; c < 2; ++c)
-            add_element(element_of(both, c, T{}), acc[4 * n + 2 * h + c], of_column, n * 8 + quarter * 2 + c, scalars[h]);
+            add_element(element_of(both, c, T{}), acc[4 * n + 2 * h + c], shared.of_column[odd], n * 8 + quarter * 2 + c,
+                        scalars[h]);
         }
       __syncwarp();
-      if (lane == 0)
-        for (int stage : stages) mbarrier_arrive(&shared.column_ring.empty[stage]);
-      float* to = p.gram_scalars + (static_cast<i64>(column_of(t)) * row_tiles + row_of(t)) * kGramScalars * kGramTile;
+      if (lane == 0) mbarrier_arrive(&shared.column_ring.empty[own]);
+      float* to = scalars_of(row_of(t), column);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -357,45 +349,56 @@ struct Gram {
           const float sum = sum_of_quarters(scalars[h][s]);
           if (quarter == 0) to[s * kGramTile + warpgroup * 64 + row + h * 8] = sum;
         }
+      if (is_last(row_of(t)) && threadIdx.x < kGramTile && j < p.features) finish(row_of(t), j, f);
     }
   }
-  // Stages of W·G for a tile of columns of G: down to its own rows.
-  __device__ __forceinline__ static int steps_of(int column) { return (column + 1) * (kGramTile / kGramStep); }
+  // Sums over a tile's columns, for each of its features.
+  __device__ __forceinline__ float* scalars_of(int row_tile, int column) const {
+    return p.gram_scalars + mul_wide(column * row_tiles + row_tile, kGramScalars * kGramTile);
+  }
+  // All eight warps have written their sums of a tile, and all other tiles of these features are done.
+  __device__ __forceinline__ bool is_last(int row_tile) {
+    named_barrier_sync(1, 32 * kGramWarps);
+    if (column_tiles == 1) return true;
+    if (threadIdx.x == 0) {
+      u32* done = p.counters + 1 + row_tile;
+      shared.last = signal_and_count(done) == static_cast<u32>(column_tiles - 1);
+      if (shared.last) *done = 0;
+    }
+    named_barrier_sync(1, 32 * kGramWarps);
+    return shared.last;
+  }
 
   // Two elements of a feature of W: of 8 columns the n-th time; of `row`, or 8 rows on.
   __device__ __forceinline__ u32 weight_word(const GramColumns& from, int n, int h) const {
     return *reinterpret_cast<const u32*>(from.weight + swizzled_word(warpgroup * 64 + row + h * 8, n) + quarter * 4);
   }
 
-  // A stage, of which the last multiplication still runs afterwards.
-  template <class OnFirst>
-  __device__ __forceinline__ void multiply_columns(const GramColumns& from, Accumulators& acc, bool accumulate,
-                                                   const OnFirst& on_first) const {
-    using Words = AsBfloat16<T>;
-    using Multiply = WgmmaRegisters<bfloat16, kGramTile>;
-    const u64 high = k_major_descriptor(from.high), low = k_major_descriptor(from.low);
-    u32 a[2][Words::kWords][4];  // of this step, and of the one that is multiplied
+  // Begins to multiply a stage, by W's `words`.
+  __device__ __forceinline__ void multiply_columns(const GramColumns& from, u32 (&words)[kGramStep / 16][Words::kWords][4],
+                                                   float (&acc)[kGramStep / 2]) const {
+    using Multiply = WgmmaRegisters<bfloat16, kGramStep>;
 #pragma unroll
-    for (int step = 0; step < kGramStep / 16; ++step) {
-      auto& own = a[step % 2];
+    for (int step = 0; step < kGramStep / 16; ++step)
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        const Words words(weight_word(from, step * 2 + q / 2, q % 2));
+        const Words both(weight_word(from, step * 2 + q / 2, q % 2));
 #pragma unroll
-        for (int w = 0; w < Words::kWords; ++w) own[w][q] = words.word[w];
+        for (int w = 0; w < Words::kWords; ++w) words[step][w][q] = both.word[w];
       }
-      wgmma_fence();
-      Multiply::run(acc, own[0], high + step * kKMajorStep, accumulate || step > 0);
-      Multiply::run(acc, own[0], low + step * kKMajorStep, 1);
-      if (Words::kWords > 1) Multiply::run(acc, own[Words::kWords - 1], high + step * kKMajorStep, 1);
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (step == 0) on_first();
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kGramStep / 16; ++step) {
+      const u64 high = k_major_descriptor(from.high) + step * kKMajorStep, low = k_major_descriptor(from.low) + step * kKMajorStep;
+      Multiply::run(acc, words[step][0], high, 1);
+      if (Words::kWords > 1) Multiply::run(acc, words[step][Words::kWords - 1], high, 1);
+      Multiply::run(acc, words[step][0], low, 1);
     }
+    wgmma_commit();
   }
 
   // One element of W and of W·G. Of a feature: the quadratic form; w·p and Σ|w_i·p_i|; w·s; Σ w_i²·G_ii.
-  __device__ __forceinline__ static void add_element(float weight, float product, const float (&of_column)[3][kGramTile],
+  __device__ __forceinline__ static void add_element(float weight, float product, const float (&of_column)[3][kGramStep],
                                                      int column, float (&scalars)[kGramScalars]) {
     const float mean = weight * of_column[0][column];
     scalars[0] += product * weight;
@@ -405,36 +408,41 @@ struct Gram {
     scalars[4] += weight * weight * of_column[2][column];
   }
 
-  // Fourth phase: mean, rstd and running statistics of every feature of which they are exact enough.
-  __device__ __forceinline__ void finish_features() const {
-    const int row_tiles = (p.features + kGramTile - 1) / kGramTile;
-    for (int j = blockIdx.x * kGramThreads + threadIdx.x; j < p.features; j += gridDim.x * kGramThreads) {
-      FeatureStatistics f = read_feature(p, j);
-      f.batches = counted_batches(p);
-      float scalars[kGramScalars] = {};
-#pragma unroll 4
-      for (int column = 0; column < parts_of_row; ++column) {
-        const float* from = p.gram_scalars + (static_cast<i64>(column) * row_tiles + j / kGramTile) * kGramScalars * kGramTile;
+  // Mean, rstd and running statistics of a feature, if they are exact enough.
+  __device__ __forceinline__ void finish(int row_tile, int j, FeatureStatistics f) const {
+    struct Scalars {
+      float of[kGramScalars];
+    };
+    float scalars[kGramScalars] = {};
+    visit_ahead<4>(0, column_tiles, 1,
+                   [&](int column) {
+                     Scalars found;
 #pragma unroll
-        for (int s = 0; s < kGramScalars; ++s) scalars[s] += load_l2(from + s * kGramTile + j % kGramTile);
-      }
-      const float mean = scalars[1], magnitude = scalars[2], sum = scalars[3], diagonal = scalars[4];
-      const float offset = sum * sum / p.batch, m2 = scalars[0] - offset, deviation = kSafeMean * magnitude;
-      // Σ(x_i - p_i)·x_j, from which (w·s)·(w·p) was subtracted, was larger by that.
-      const float squares = larger(diagonal + fabsf(sum * mean), offset);
-      const bool exact = m2 >= larger(p.batch * deviation * deviation, kSafeSquares * squares / sqrtf(p.batch)) && m2 < 3e38f;
-      if (exact) {
-        f.mean = mean + sum / p.batch;
-        f.variance = f.scale * f.scale * m2 / p.batch;
-        finish_feature(p, j, f);
-      } else {
-        *p.inexact = 1;
-        p.rstd[j] = -1.0f;
-      }
+                     for (int s = 0; s < kGramScalars; ++s)
+                       found.of[s] = load_l2(scalars_of(row_tile, column) + s * kGramTile + j % kGramTile);
+                     return found;
+                   },
+                   [&](int, const Scalars& found) {
+#pragma unroll
+                     for (int s = 0; s < kGramScalars; ++s) scalars[s] += found.of[s];
+                   });
+    const float mean = scalars[1], magnitude = scalars[2], sum = scalars[3], diagonal = scalars[4];
+    const float offset = sum * sum / p.batch, m2 = scalars[0] - offset, deviation = kSafeMean * magnitude;
+    // Σ(x_i - p_i)·x_j, from which (w·s)·(w·p) was subtracted, was larger by that.
+    const float squares = larger(diagonal + fabsf(sum * mean), offset);
+    const bool exact = m2 >= larger(p.batch * deviation * deviation, kSafeSquares * squares / sqrtf(p.batch)) && m2 < 3e38f;
+    if (exact) {
+      f.mean = mean + sum / p.batch;
+      f.variance = f.scale * f.scale * m2 / p.batch;
+      finish_feature(p, j, f);
+    } else {
+      *p.inexact = 1;
+      p.rstd[j] = -1.0f;
     }
   }
 
   static constexpr int kVectors = kGramTile * kGramTile / 4;  // of four elements, in a part
+  static constexpr int kItemColumns = kGramTile / 8, kItems = kVectors / 32;  // of 16 rows by 8 columns
   __device__ __forceinline__ static float4 sum_of(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
   }
@@ -473,10 +481,8 @@ __device__ __forceinline__ void gram_statistics(const Params& p) {
   grid_sync(p.counters, 1);
   gram.merge_slices();
   grid_sync(p.counters, 2);
+  if (threadIdx.x == 0 && atomicAdd(p.counters, 1u) == 3 * gridDim.x - 1) *p.counters = 0;
   gram.multiply_weight();
-  grid_sync(p.counters, 3);
-  gram.finish_features();
-  if (threadIdx.x == 0 && atomicAdd(p.counters, 1u) == 4 * gridDim.x - 1) *p.counters = 0;
 }
 
 }  // namespace gemmnorm

@@ -120,6 +120,10 @@ __device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap& ma
       "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(mask), "l"(policy)
       : "memory");
 }
+// The same into the L2 alone: #data-movement-and-conversion-instructions-cp-async-bulk-prefetch-tensor
+__device__ __forceinline__ void tma_prefetch(const TensorMap& map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");
+}
 // A run of bytes, a multiple of 16, without a map, for the last time: #data-movement-and-conversion-instructions-cp-async-bulk
 __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   asm volatile(
@@ -189,6 +193,12 @@ __device__ __forceinline__ void setmaxnreg_inc() {
 // Counters in global memory that order what other blocks wrote: #memory-consistency-model
 __device__ __forceinline__ void signal(u32* counter, u32 value) {
   asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+// The number before, of others too: what they wrote before they signalled may be read.
+__device__ __forceinline__ u32 signal_and_count(u32* counter) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
 }
 __device__ __forceinline__ u32 load_acquire(const u32* counter) {
   u32 value;
