@@ -118,7 +118,7 @@ def merged(same: Sequence[Row]) -> Row:
 
 @dataclass
 class Batch:
-    """Candidates whose terms are of one form, as arrays: the problem's number, and how close to its fastest."""
+    """Candidates of one form of terms and one GPU, as arrays: the problem's number, and how close to its fastest."""
 
     form: Any
     counted: dict[str, Any]
@@ -126,7 +126,6 @@ class Batch:
     weight: np.ndarray
     problem: np.ndarray
     near: np.ndarray
-
     chip: cost.Chip
 
     def errors(self, c: cost.Constants) -> np.ndarray:
@@ -227,8 +226,8 @@ def fit(of: Sequence[Batch], start: cost.Constants, names: Sequence[str] = (), r
 
 
 def predicted(row: Row, of: dict[str, cost.Constants]) -> dict[str, float]:
-    """Microseconds by candidate; groupings that the planner does not list are left out."""
-    c, found = of[cost.arithmetic_of(row.problem)], {}
+    """Microseconds by candidate, by an H200's constants; groupings that the planner does not list are left out."""
+    c, found = cost.scaled(of[cost.arithmetic_of(row.problem)], row.problem.chip or cost.FITTED), {}
     for candidate in candidates(row.problem, row.phase):
         if candidate.refusal is None and candidate.name in row.us:
             form, counted = candidate.counted()
@@ -277,9 +276,11 @@ def exceptions(every: Sequence[Row], times: Sequence[dict[str, float]]) -> list[
     return [(*key, name) for key, name in sorted(found.items())]
 
 
-def write_constants(of: dict[str, cost.Constants]) -> None:
+def write_constants(of: dict[str, cost.Constants], alone: Sequence[str] = (), results: Path = RESULTS) -> None:
+    """The table; which constants are fitted `alone`, and to what, is written beside what all others are fitted to."""
     rounded = {arithmetic: asdict(of[arithmetic]) for arithmetic in sorted(of)}
-    document = {"schema": "gemmnorm planner 1", "gpu": "NVIDIA H200", "fitted_to": RESULTS.name, "constants": rounded}
+    document = {"schema": "gemmnorm planner 1", "gpu": "NVIDIA H200", "fitted_to": RESULTS.name,
+                "fitted_alone": dict.fromkeys(alone, results.name), "constants": rounded}  # fmt: skip
     tables.CONSTANTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -374,8 +375,10 @@ def main() -> None:
         "--constants", default="", help="fit these alone, by commas, to the last run's rows, and write them"
     )
     options = parser.parse_args()
-    if options.constants:
-        write_constants(fitted_alone(rows(options.results, kept=False, newest=True), options.constants.split(",")))
+    if alone := options.constants.split(",") if options.constants else []:
+        if unknown := set(alone) - set(asdict(cost.Constants())):
+            parser.error(f"--constants: expected names of cost.Constants; got {', '.join(sorted(unknown))}")
+        write_constants(fitted_alone(rows(options.results, False, newest=True), alone), alone, options.results)
     if options.write and options.results != RESULTS:
         parser.error("--write: the tables are an H200's; expected its results")
     if options.variants:
@@ -390,8 +393,7 @@ def main() -> None:
     if options.write:
         write_constants(of)
         write_exceptions(exceptions(every, times))
-    chip = every[0].problem.chip or cost.FITTED
-    of = {name: cost.scaled(cost.Constants(**values), chip) for name, values in tables.constants().items()}
+    of = {name: cost.Constants(**values) for name, values in tables.constants().items()}
     print("without the table of measured bests")
     report(every, [predicted(row, of) for row in every])
 

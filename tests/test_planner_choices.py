@@ -6,6 +6,7 @@ import csv
 import math
 import sys
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import fit_planner
 
 from gemmnorm import plan
-from gemmnorm.plan import tables
+from gemmnorm.plan import cost, tables
+from gemmnorm.plan.candidates import candidates
 
 # Kind → bounds of the mean, the 90% and the 99% quantile of the chosen candidate's measured time over the best one's.
 BOUNDS = {
@@ -43,6 +45,31 @@ def test_choices_are_close_to_the_measured_best(gpu: str) -> None:
         assert math.exp(sum(map(math.log, ordered)) / len(ordered)) <= mean, kind
         assert ordered[int(0.9 * (len(ordered) - 1))] <= most, kind
         assert ordered[int(0.99 * (len(ordered) - 1))] <= nearly_all, kind
+
+
+H100 = fit_planner.RESULTS.with_name("candidates-h100.json.gz")
+
+
+def shipped() -> dict[str, cost.Constants]:
+    return {name: cost.Constants(**values) for name, values in tables.constants().items()}
+
+
+def test_what_is_fitted_to_another_gpu_is_judged_with_its_bandwidth() -> None:
+    row = fit_planner.rows(H100, newest=True)[0]
+    times = fit_planner.predicted(row, shipped())
+    expected = {c.name: c.cost() for c in candidates(row.problem, row.phase) if c.name in times}
+    assert len(times) > 5 and times == pytest.approx(expected)
+
+
+def test_some_constants_are_fitted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the Gram kernel come back from elsewhere, and no other changes."""
+    known = shipped()
+    moved = {name: asdict(c) | {"gram": 3 * c.gram} for name, c in known.items()}
+    monkeypatch.setattr(tables, "constants", lambda: moved)
+    found = fit_planner.fitted_alone(fit_planner.rows(H100, kept=False, newest=True), ["gram"])
+    assert found["half"].gram == pytest.approx(known["half"].gram, rel=0.2) and found["cast"].gram == found["half"].gram
+    for name, constants in found.items():
+        assert asdict(constants) | {"gram": 0} == asdict(known[name]) | {"gram": 0}
 
 
 @pytest.mark.parametrize("forward", ["one_kernel", "cublas_folded_bn"])

@@ -458,7 +458,8 @@ __device__ __forceinline__ void setmaxnreg_inc() {
 __device__ __forceinline__ void signal(u32* counter, u32 value) {
   asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
-// The number before, of others too: what they wrote before they signalled may be read.
+// Counts one more, and returns the number before. What the block has written is there for those who count later; what others
+// wrote before they counted may be read.
 __device__ __forceinline__ u32 load_acquire(const u32* counter) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");

@@ -37,7 +37,8 @@ constexpr float kSafeSquares = 3.0f, kSafeMean = 1e-4f;
 struct GramPart {
   int i, j;
 
-  // Of 16 rows by 8 columns, numbered, nobody needs those whose mirror image is there, 64 rows and columns on or back.
+  // Whether some 16 rows by 8 columns of the part are needed: numbers count these. Of the four quarters of a part on the
+  // diagonal the lower left one is the mirror image of the upper right one.
   __device__ __forceinline__ bool needs(int rows, int columns) const { return i < j || rows < 4 || columns >= 8; }
 };
 __device__ __forceinline__ GramPart gram_part(int number, int parts_of_row) {
@@ -302,7 +303,7 @@ struct Gram {
       return;
     }
     PipelineState<kColumnStages> state(0);
-    int odd = 0;  // whether this tile is
+    int odd = 0;  // 1 in every second tile
     for (int t = blockIdx.x; t < row_tiles * column_tiles; t += gridDim.x, odd ^= 1) {
       const int column = column_of(t), j = row_of(t) * kGramTile + threadIdx.x % kGramTile;
       FeatureStatistics f = read_feature(p, min(j, p.features - 1));
@@ -356,7 +357,7 @@ struct Gram {
   __device__ __forceinline__ float* scalars_of(int row_tile, int column) const {
     return p.gram_scalars + mul_wide(column * row_tiles + row_tile, kGramScalars * kGramTile);
   }
-  // All eight warps have written their sums of a tile, and all other tiles of these features are done.
+  // Waits for the sums of all eight warps. Whether this tile is the last one of its features: all their sums may be read then.
   __device__ __forceinline__ bool is_last(int row_tile) {
     named_barrier_sync(1, 32 * kGramWarps);
     if (column_tiles == 1) return true;

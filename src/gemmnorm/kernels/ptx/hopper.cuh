@@ -194,7 +194,8 @@ __device__ __forceinline__ void setmaxnreg_inc() {
 __device__ __forceinline__ void signal(u32* counter, u32 value) {
   asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
-// The number before, of others too: what they wrote before they signalled may be read.
+// Counts one more, and returns the number before. What the block has written is there for those who count later; what others
+// wrote before they counted may be read.
 __device__ __forceinline__ u32 signal_and_count(u32* counter) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
