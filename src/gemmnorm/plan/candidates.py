@@ -179,7 +179,7 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
     rows, panels = tile.counts(problem)
     together, chunks = _group_panels(problem, tile), cast.chunks(problem)
     everything = Gemm(tile, "", together, panels, weight_rows=problem.out_features, chunks=chunks)
-    by_rows = replace(everything, group_panels=_panels_by_rows(problem, tile))
+    by_rows = replace(everything, group_panels=_panels_by_rows(problem, tile), queued=_queued(problem, tile))
     if not problem.training:
         yield replace(by_rows, schedule="evaluate")
     elif strategy == "gemm_stats_apply":
@@ -193,6 +193,15 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
     else:
         yield replace(everything, schedule="deferred")
         yield from _co_resident(problem, everything)
+
+
+def _queued(problem: Problem, tile: Tile) -> bool:
+    """Whether blocks take tiles as they become free: where the ring holds all of K, so that memory decides.
+
+    Blocks that drift apart are then served worse. Where K is large, neighbours that stay in step load the same x at the
+    same time, which wins more.
+    """
+    return tile.steps(problem) <= tile.stages and not problem.split
 
 
 def _several_waves(problem: Problem, tile: Tile) -> bool:
@@ -255,7 +264,7 @@ def _sharing(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
         if at_once == 0:
             return
         panels, together = at_once * SHARING, _dividing(at_once, together)
-    yield replace(gemm, panels=panels, group_panels=together * SHARING, sharing=SHARING)
+    yield replace(gemm, panels=panels, group_panels=together * SHARING, sharing=SHARING, queued=False)
 
 
 def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
@@ -317,6 +326,7 @@ def _multiplied_again(problem: Problem) -> Iterator[Candidate]:
     reason = gradient.refusal_to_recompute(problem)
     for tile in tiles(problem):
         _, across = tile.counts(problem)
-        gemm = Gemm(tile, "gradient", _panels_by_rows(problem, tile), across, weight_rows=problem.out_features)
+        together, queued = _panels_by_rows(problem, tile), _queued(problem, tile)
+        gemm = Gemm(tile, "gradient", together, across, weight_rows=problem.out_features, queued=queued)
         passes = None if gradient.brings_gradient(problem, tile) else "y's gradient does not fit the staging buffers"
         yield Candidate(problem, "backward", "one_kernel", Backward("multiplied again", gemm=gemm), reason or passes)

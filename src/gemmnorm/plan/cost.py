@@ -260,7 +260,6 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
     deferred, co_resident = gemm.schedule == "deferred", gemm.schedule == "co-resident"
     statistics = gemm.schedule in ("statistics", "exact-statistics")
     waves = -(-panels // gemm.panels) if co_resident else -(-rows * panels // blocks)
-    steps = -(-problem.in_features // tile.k)
     stored = deferred or writes_product(problem, gemm.schedule)
     of_tile = tile.rows * tile.columns
     staged = co_resident and tile.waits and not gemm.in_registers
@@ -296,7 +295,7 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
         _pass(problem, counted, (size + out_size) * elements, size * elements)
     return counted | {
         "waves": waves,
-        "stages": waves * steps,
+        "stages": waves * tile.steps(problem),
         "trained": waves * problem.training,
         "statistics": waves * of_tile * problem.training,
         "staged": (waves - 1) * of_tile * staged,

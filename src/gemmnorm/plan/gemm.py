@@ -138,7 +138,7 @@ class Tile:
         size += 32 if self.swapped else 2 * 4 * self.columns * 4  # sums over warps
         size += (2 * 2 + 4) * self.columns * 4  # coefficients and statistics
         size += (2 * 2 * self.width + 2 * 64) * 4 if self.planes == 2 else 0  # powers of two
-        size += 2 * self.stages * 8 + 5 * 8 + 64  # barriers
+        size += 2 * self.stages * 8 + 5 * 8 + 64 + 32 * 12  # barriers; tiles that were taken
         return -(-size // 1024) * 1024
 
     def without_staging(self) -> Tile:
@@ -146,6 +146,10 @@ class Tile:
         found = replace(self, staged=False)
         stage = self.planes * (self.rows + self.columns) * ROW_BYTES + 2 * 8
         return replace(found, stages=self.stages + (SHARED - found.shared) // stage)
+
+    def steps(self, problem: Problem) -> int:
+        """Stages of K."""
+        return -(-problem.in_features // self.k)
 
     @property
     def group_rows(self) -> int:
@@ -192,6 +196,7 @@ class Gemm:
         panels: that the grid has blocks for; all of them, or, co-resident, as many as run at once.
         cluster: blocks; the tiles of a panel where those are a cluster.
         sharing: blocks of a cluster, neighbours along the features, that load each tile of x once for all of them.
+        queued: blocks take tiles as they become free, by a counter of the launch.
         in_registers: co-resident tiles wait for their panel in registers, where shared memory has room too.
         weight_rows, x_rows, chunks: of the operands, that a launch before converts; the kernel converts the others
             beside its multiplications. All of the weight are `out_features`, all of x `ALL_ROWS`, whatever the batch.
@@ -207,6 +212,7 @@ class Gemm:
     chunks: int = 1
     cluster: int = 1
     sharing: int = 1
+    queued: bool = False
     in_registers: bool = False
 
     def words(self, problem: Problem) -> str:
@@ -216,6 +222,8 @@ class Gemm:
             found += f" in clusters of {self.cluster}"
         if self.sharing > 1:
             found += f" sharing x by {self.sharing}"
+        if self.queued:
+            found += " queued"
         if self.in_registers:
             found += " in registers"
         if self.converts(problem):
@@ -235,6 +243,16 @@ class Gemm:
     def has_conversion(self, problem: Problem) -> bool:
         """The kernel has the code that converts operands; where it splits them, even if none are left to it."""
         return self.schedule in ("deferred", "evaluate") if problem.split else self.converts(problem)
+
+    def in_step(self, problem: Problem) -> Gemm:
+        """With a ring of one stage more than a tile takes, where blocks take tiles and rows of y are no whole sectors.
+
+        Of two neighbouring tiles both write to the sectors at their border. These meet in the L2, unless a block is
+        several tiles ahead.
+        """
+        if not self.queued or problem.out_features * DTYPE_BYTES[problem.out_dtype] % cast.SECTOR_BYTES == 0:
+            return self
+        return replace(self, tile=replace(self.tile, stages=min(self.tile.stages, self.tile.steps(problem) + 1)))
 
     def misaligned(self, problem: Problem) -> float:
         """Whether partial sectors make loads longer than multiplications: 1 or 0."""
@@ -258,6 +276,7 @@ def fused_gemm(
     matrices: tuple[Map, ...],
     fields: tuple[str, ...],
     numbers: tuple[tuple[str, int], ...],
+    tile_counter: int,
 ) -> Launch:
     """What all launches of `fused_gemm` have in common.
 
@@ -267,10 +286,12 @@ def fused_gemm(
         operands: roles of x and the weight as they are multiplied.
         matrices: that are read or stored by tiles beside the operands.
         fields: of `Params`, between the maps and the numbers; numbers: that the plan decides.
+        tile_counter: which of the plan's counters blocks take tiles by, if they do.
     """
     tile, shared = gemm.tile, gemm.tile.shared + more_shared
     operand = "T" if problem.dtype != "float32" else "gemmnorm::fp16x2" if problem.split else "gemmnorm::tf32"
     numbers += (
+        *((("tile_counter", tile_counter),) if gemm.queued else ()),
         ("stream_x", int(streams_x(problem, gemm.schedule))),
         ("keep_product", int(writes_product(problem, gemm.schedule))),
     )
@@ -285,6 +306,7 @@ def fused_gemm(
             ("kTileColumns", tile.columns),
             ("kStages", tile.stages),
             ("kSharing", gemm.sharing),
+            ("kQueued", int(gemm.queued)),
             ("kSharedBytes", shared),
             ("Epilogue<>", f"gemmnorm::{epilogue}"),
             ("Conversion<>", f"gemmnorm::{conversion}"),
@@ -301,11 +323,18 @@ def fused_gemm(
     )
 
 
-def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Launch:
-    """A forward's launch. `unless_exact`: for statistics, where the Gram matrix of x has not given them."""
+def gemm_launch(problem: Problem, gemm: Gemm, tile_counter: int = 0, unless_exact: bool = False) -> Launch:
+    """A forward's launch.
+
+    Args:
+        tile_counter: which of the plan's counters blocks take tiles by, if they do.
+        unless_exact: for statistics, where the Gram matrix of x has not given them.
+    """
     schedule, converts = gemm.schedule, gemm.has_conversion(problem)
     if schedule == "exact-statistics":
         gemm = replace(gemm, tile=gemm.tile.without_staging())
+    else:
+        gemm = gemm.in_step(problem)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
     boxes_product = boxes if product_has_buffer(problem, schedule) else boxes_y
     results = (("product", boxes_product), ("y", boxes_y)) if gemm.tile.staged else ()  # else from registers to memory
@@ -340,6 +369,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, unless_exact: bool = False) -> Lau
             ("group_panels", gemm.group_panels),
             ("in_registers", int(gemm.in_registers)),
         ),
+        tile_counter=tile_counter,
     )  # fmt: skip
     waits = schedule == "deferred" or (schedule == "co-resident" and gemm.cluster == 1)
     return replace(
@@ -391,7 +421,9 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
     """
     features = Extent(problem.out_features)
     twice, by_gram = gemm.schedule in TWICE, gemm.schedule == "gram"
-    launch = gemm_launch(problem, replace(gemm, schedule="exact-statistics") if twice else gemm, by_gram)
+    own, queued = _own_counters(problem, gemm), 2 if twice else 1
+    counters = own + queued * gemm.queued + (fallback_counters(problem) if problem.split else 0)
+    launch = gemm_launch(problem, replace(gemm, schedule="exact-statistics") if twice else gemm, own, by_gram)
     steps: tuple[Step, ...] = (gram.launch(problem), launch) if by_gram else (launch,)
     product = Buffer("product", problem.dtype, (ROWS, features))
     y = Buffer("y", problem.out_dtype, (ROWS, features))
@@ -429,22 +461,19 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
         )
         if by_gram:
             merge = replace(merge, params=(*merge.params, "inexact"), absent=())
-        steps += (merge, gemm_launch(problem, again))
+        steps += (merge, gemm_launch(problem, again, own + 1))
     found = Plan(
-        problem, "forward", strategy, steps, tuple(outputs), tuple(workspace), aliases,
-        counters=_counters(problem, gemm),
+        problem, "forward", strategy, steps, tuple(outputs), tuple(workspace), aliases, counters=counters
     )  # fmt: skip
     return cast.with_operands(found, gemm.x_rows, gemm.weight_rows, gemm.chunks) if problem.made else found
 
 
-def _counters(problem: Problem, gemm: Gemm) -> int:
-    """32-bit numbers that the kernel counts with, and those of the features to compute once more."""
+def _own_counters(problem: Problem, gemm: Gemm) -> int:
+    """32-bit numbers that the kernel counts with, those left out by which blocks take tiles."""
     _, panels = gemm.tile.counts(problem, gemm.sharing)
     of_panels = COUNTERS + 2 * panels
     if gemm.schedule == "gram":
         return COUNTERS + gram.tiles(problem)[0]
     if gemm.has_conversion(problem):
-        count = of_panels + (panels + BANDS) * cast.chunks(problem)
-    else:
-        count = of_panels if gemm.schedule in ONE_LAUNCH else 0
-    return (count or of_panels) + fallback_counters(problem) if problem.split else count
+        return of_panels + (panels + BANDS) * cast.chunks(problem)
+    return of_panels if gemm.schedule in ONE_LAUNCH or problem.split else 0

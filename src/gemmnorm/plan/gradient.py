@@ -65,11 +65,10 @@ class Backward:
             panels_of_columns = -(-problem.out_features // _persistent_columns(problem))
             between = (*_between(problem, _persistent_rows(problem)), *merged)
             return (launch,), (*between, product), 2 + 2 * panels_of_columns
+        buffers = (*_between(problem), product)
         if self.gemm is not None:
-            launches = _multiplied_again(problem, self.gemm)
-        else:
-            launches = _three_launches(problem, self.split_products)
-        return launches, (*_between(problem), product), 0
+            return _multiplied_again(problem, self.gemm), buffers, 2 * self.gemm.queued
+        return _three_launches(problem, self.split_products), buffers, 0
 
 
 def refusal_to_recompute(problem: Problem) -> str | None:
@@ -99,6 +98,7 @@ def _multiplied_again(problem: Problem, found: Gemm) -> tuple[Launch, ...]:
 def _recomputed_product(problem: Problem, found: Gemm, epilogue: str) -> Launch:
     """`fused_gemm` with y's gradient in its epilogue: sums over rows, or the gradient of the product."""
     sums = epilogue == "GradientSumsEpilogue"
+    found = found if sums else found.in_step(problem)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
     grad_y = Map("map_grad_y", "grad_y", GROUP_ROWS, boxes_y, exact=True)
     grad_product = Map("map_grad_product", "grad_product", GROUP_ROWS, boxes, exact=True)
@@ -116,6 +116,7 @@ def _recomputed_product(problem: Problem, found: Gemm, epilogue: str) -> Launch:
             *VECTORS, "bn_weight", "bn_bias", "mean", "rstd", "counters",
         ),
         numbers=(("group_panels", found.group_panels),),
+        tile_counter=0 if sums else 1,
     )  # fmt: skip
     return replace(launch, absent=("num_batches_tracked", "inexact"), parts=("gemm/epilogue_gradient.cuh",))
 

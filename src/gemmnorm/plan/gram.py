@@ -96,8 +96,8 @@ SHARED = (
     ROW_STAGES * 4 * STEP * ROW_BYTES  # boxes of x; then of the weight and the matrix
     + 2 * TILE * 2  # pivots
     + WARPS * 32 * 16  # sums of slices
-    + 2 * 3 * STEP * 4
-    + 16  # numbers of x's columns; whether a tile is the last
+    + 2 * 3 * STEP * 4  # numbers of x's columns
+    + 16  # whether a tile is the last
     + 2 * (ROW_STAGES + COLUMN_STAGES) * 8
     + 1024
 )

@@ -23,9 +23,8 @@ from .steps import ROWS, VECTORS, Buffer, Extent, Launch, Plan
 
 MERGE = "merge_statistics"  # the launch at which a forward is cut
 COLUMNS = 16  # features of a block that merges ranks: on all ranks as many, so that all add up in one order
-EXCHANGE_BLOCKS = (
-    16  # few: while they wait, kernels of other streams, a collective among them, need multiprocessors too
-)
+# Few: while they wait, kernels of other streams, a collective among them, need multiprocessors too.
+EXCHANGE_BLOCKS = 16
 CUT = ("gemm_stats_apply", "cublas_folded_bn")  # strategies with such plans
 
 
@@ -105,7 +104,6 @@ def forward(problem: Problem, strategy: str, ranks: int) -> tuple[Plan, Plan, Pl
         outputs=(Buffer("y", problem.out_dtype, (ROWS, features)), *vectors),
         workspace=(),
         aliases=() if stored else (("product", "y"),),
-        counters=0,
     )
     return whole, statistics, normalize
 

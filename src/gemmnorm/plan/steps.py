@@ -216,6 +216,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "map_grad_product": ("gemmnorm::TensorMap", "[batch, features]"),
     "stored_product": ("{T}*", "[batch, features]"),
     "counters": ("unsigned int*", "zero, and left zero"),
+    "tile_counter": ("int", "which of the counters blocks take tiles by"),
     "group_panels": ("int", "panels that are worked on together"),
     "in_registers": ("int", "tiles wait for their panel there"),
     "stream_x": ("int", "whether the L2 should let go of x first"),

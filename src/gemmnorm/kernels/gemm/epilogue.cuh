@@ -54,7 +54,8 @@ __device__ __forceinline__ void store_staged_tiles(const Features<Params>& f, co
                                                    const Describe& describe, const OnStaged& on_staged,
                                                    const OnStored& on_stored) {
   u32 phase = 0;
-  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+  for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
+    const int t = walk.t;
     const Tile tile = scheduler.at(t);
     const StoreDescription d = describe(t);
     if (!d.stores) continue;

@@ -90,8 +90,8 @@ struct KnownStatisticsEpilogue {
         griddepcontrol_launch_dependents();
       }
       PipelineState<2> state(1);
-      for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
-        const Tile tile = scheduler.at(t);
+      for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
+        const Tile tile = scheduler.at(walk.t);
         auto& s = shared.epilogue;
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];

@@ -64,10 +64,10 @@ struct RecomputedGradient {
       }
       auto& s = shared.epilogue;
       PipelineState<2> state(1);
-      for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+      for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
         mbarrier_wait(&s.used[state.stage], state.phase);
         float(&numbers)[kNumbers][G::TN] = s.numbers[state.stage];
-        const LaneFeatures<G::TN> own(scheduler.at(t), f.p.features);
+        const LaneFeatures<G::TN> own(scheduler.at(walk.t), f.p.features);
         constexpr int kTogether = own.kOwn < 2 ? own.kOwn : 2;  // what the registers hold
 #pragma unroll 1
         for (int first = 0; first < own.kOwn; first += kTogether) {
@@ -96,17 +96,23 @@ struct RecomputedGradient {
     __device__ __forceinline__ static void transfer(const Features<Params>& f, const TileScheduler& scheduler, Smem& shared,
                                                     int consumer) {
       auto& ring = shared.epilogue.parts[consumer];
-      const int block = blockIdx.x, blocks = gridDim.x;
-      const int parts = (scheduler.tiles() - block + blocks - 1) / blocks * kParts;
-      const auto tile_of = [&](int part) { return scheduler.at(block + part / kParts * blocks); };
+      typename G::Walk loads(shared.taken), stores(shared.taken);
       PipelineState<kSlots> state(1);
-      for (int part = 0; part < parts + (SUMS ? 0 : kSlots); ++part) {
+      int left = SUMS ? 0 : kSlots;  // parts to be stored when all are loaded
+      for (int part = 0; loads.t < scheduler.tiles() || left-- > 0; ++part) {
         unsigned char* slot = shared.staging[consumer] + state.stage * kSlotBytes;
         mbarrier_wait(&ring.empty[state.stage], state.phase);
         if constexpr (!SUMS) {
-          if (part >= kSlots) store_part(f.p, slot, tile_of(part - kSlots), consumer, (part - kSlots) % kParts);
+          if (part >= kSlots) {
+            const int stored = (part - kSlots) % kParts;
+            store_part(f.p, slot, scheduler.at(stores.t), consumer, stored);
+            if (stored == kParts - 1) stores.advance();
+          }
         }
-        if (part < parts) load_part(f.p, slot, tile_of(part), consumer, part % kParts, &ring.full[state.stage]);
+        if (loads.t < scheduler.tiles()) {
+          load_part(f.p, slot, scheduler.at(loads.t), consumer, part % kParts, &ring.full[state.stage]);
+          if (part % kParts == kParts - 1) loads.advance();
+        }
         state.advance();
       }
     }

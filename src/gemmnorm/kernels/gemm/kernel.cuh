@@ -28,6 +28,7 @@ struct GemmShared {
   alignas(16) typename G::Scaling::Shared scaling;  // read two floats at a time
   alignas(16) typename G::Epilogue::Shared epilogue;  // likewise
   Pipeline<G::kStages, G::kSharing> ring;
+  typename G::Taken taken;
   u64 warps_done;  // completes when all warps but the producer's are done with the counters
 };
 
@@ -37,8 +38,11 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
                                            const typename G::Conversion& conversion) {
   const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
   PipelineState<G::kStages> state(1);
+  int next = 0, taken = 0;
 #pragma unroll 1
-  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+  for (int t = blockIdx.x; t < scheduler.tiles(); t = next) {
+    if constexpr (G::kQueued) next = take_tile(p.counters + p.tile_counter, scheduler.tiles());
+    else next = t + static_cast<int>(gridDim.x);
     const Tile tile = scheduler.at(t);
     const OperandBox x = operand_box<G::TM, G::kSharing>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
     int own_rows = 0;  // where the block's part of x begins
@@ -60,6 +64,7 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
         tma_load(shared.weight[stage][plane], *weight.map, full, column, tile.n * G::TN, kEvictNormal);
       }
     });
+    if constexpr (G::kQueued) shared.taken.put(taken++, next);
   }
 }
 
@@ -80,7 +85,8 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
   const bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
   if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
 #pragma unroll 1
-  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+  for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
+    const int t = walk.t;
     epilogue.begin(t);
     if constexpr (G::kSplit) {
       const typename G::Scaling scaling(f.p, shared.scaling, consumer);
@@ -127,6 +133,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     prefetch_tensormap(p.map_weight);
     prefetch_tensormap(p.map_last_weight);
     shared.ring.init(2);
+    shared.taken.init();
     shared.epilogue.init();
     shared.conversion.init();
     mbarrier_init(&shared.warps_done, kGemmThreads / 32 - 1);

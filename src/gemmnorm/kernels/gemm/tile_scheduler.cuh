@@ -1,6 +1,7 @@
 // The tiles of a product: how a tile is shared out among the consumer warpgroups, and in which order tiles are worked on.
 #pragma once
 #include "common/common.cuh"
+#include "ptx/hopper.cuh"
 
 namespace gemmnorm {
 
@@ -48,8 +49,7 @@ struct TileShape {
   }
 };
 
-// A persistent block takes tiles blockIdx.x, blockIdx.x + gridDim.x, … Their order: `group_panels` panels (columns of tiles)
-// at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2. Neighbouring
+// The order of a product's tiles: `group_panels` panels (columns of tiles) at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2. Neighbouring
 // blocks that share tiles of x have panels side by side: their number divides both numbers of panels, of which the last may
 // have no feature.
 struct TileScheduler {
@@ -72,6 +72,51 @@ template <int TM, int TN, int SHARING, class Params>
 __device__ __forceinline__ TileScheduler tile_scheduler(const Params& p) {
   constexpr int kFeatures = TN * SHARING;
   return {(p.batch + TM - 1) / TM, (p.features + kFeatures - 1) / kFeatures * SHARING, p.group_panels};
+}
+
+// The numbers of the tiles that a block has taken, for all roles of the block. A slot is written again when kSlots more are
+// taken: no role is behind by so many, since the producer is ahead of it by the ring's stages and two tiles at most.
+struct TakenTiles {
+  static constexpr int kSlots = 32;
+  int tile[kSlots];
+  u64 taken[kSlots];
+
+  __device__ __forceinline__ void init() {
+    for (int s = 0; s < kSlots; ++s) mbarrier_init(&taken[s], 1);
+  }
+  __device__ __forceinline__ void put(int i, int t) {
+    tile[i % kSlots] = t;
+    mbarrier_arrive(&taken[i % kSlots]);
+  }
+  __device__ __forceinline__ int at(int i) {
+    mbarrier_wait(&taken[i % kSlots], i / kSlots % 2);
+    return tile[i % kSlots];
+  }
+};
+struct NoTakenTiles {
+  __device__ __forceinline__ void init() {}
+};
+
+// How a role of a persistent block goes through the block's tiles: blockIdx.x, blockIdx.x + gridDim.x and so on; or, QUEUED,
+// blockIdx.x and those that the producer takes. All blocks then work on neighbouring tiles at any time, however unevenly memory
+// serves them, and what neighbours write to the same lines of y meets in the L2.
+template <bool QUEUED, class Taken>
+struct TileWalk {
+  Taken& taken;
+  int t = blockIdx.x, i = -1;
+
+  __device__ __forceinline__ explicit TileWalk(Taken& taken_) : taken(taken_) {}
+  __device__ __forceinline__ void advance() {
+    if constexpr (QUEUED) t = taken.at(++i);
+    else t += gridDim.x;
+  }
+};
+// Takes the next tile, as one thread of the block. Each of `tiles` tiles is followed by one call; the last of these leaves the
+// counter zero.
+__device__ __forceinline__ int take_tile(u32* counter, int tiles) {
+  const int taken = static_cast<int>(atomicAdd(counter, 1u));
+  if (taken == tiles - 1) *counter = 0;
+  return static_cast<int>(gridDim.x) + taken;
 }
 
 }  // namespace gemmnorm

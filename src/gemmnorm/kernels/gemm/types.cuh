@@ -23,6 +23,14 @@ template <class Element, int WIDTH>
 struct SelectMainloop<true, Element, WIDTH> {
   using type = SplitMainloop<WIDTH, false, false>;
 };
+template <bool QUEUED>
+struct SelectTaken {
+  using type = TakenTiles;
+};
+template <>
+struct SelectTaken<false> {
+  using type = NoTakenTiles;
+};
 template <bool SWAP_AB, class G>
 struct SelectAccumulator {
   using type = AccumulatorSwapAB<G>;
@@ -57,6 +65,9 @@ struct GemmTypes {
   using Epilogue = typename Config::template Epilogue<GemmTypes, Params>;
   static constexpr bool kStatisticsKnown = Epilogue::kStatisticsKnown;
   using Conversion = typename Config::template Conversion<GemmTypes, Params>;
+  static constexpr bool kQueued = Config::kQueued;  // blocks take tiles as they become free
+  using Taken = typename SelectTaken<kQueued>::type;
+  using Walk = TileWalk<kQueued, Taken>;
   using Mainloop = typename SelectMainloop<kSplit, typename Operand::Element, kWidth>::type;
   using AccumulatorTile = typename SelectAccumulator<Shape::kSwapAB, GemmTypes>::type;
   using Scaling = SplitScaling<GemmTypes, Params, kSplit>;
