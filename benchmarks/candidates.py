@@ -141,6 +141,14 @@ def middle() -> Iterator[Case]:
         yield case(kind, sizes, True, False)
 
 
+def long() -> Iterator[Case]:
+    """As people bring them, products of some tens of microseconds: their rows are often no whole lines or sectors."""
+    every = (drawn(seed) for seed in range(2000, 2400))
+    few = [(b, i, o) for b, i, o in every if b * i * o > 2e10 or b * i + i * o + b * o > 5e7]
+    for sizes, training in itertools.product(few[:120], (True, False)):
+        yield case("bf16", sizes, training, False)
+
+
 def grid() -> Iterator[Case]:
     problems = [
         case(kind, sizes, training, False)
@@ -157,6 +165,7 @@ def cases() -> Iterator[Case]:
     yield from held()
     yield from random.Random(0).sample(list(brought()), sum(1 for _ in brought()))
     yield from middle()
+    yield from long()
     yield from grid()
 
 

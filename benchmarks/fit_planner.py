@@ -4,9 +4,8 @@
     PYTHONPATH=src:benchmarks python benchmarks/fit_planner.py --write     fits, writes plan/tables/
     PYTHONPATH=src:benchmarks python benchmarks/fit_planner.py --variants  what each variant wins (docs/variants.md)
 
-`--results benchmarks/results/candidates-h100.json.gz` judges the H200's tables on another GPU; with `--fit` also what
-constants fitted to that GPU would predict. `--constants gram,gram_stage_ns` fits those alone, to the rows that the last
-run of `benchmarks/candidates.py` measured: after a change to one kernel, on whatever GPU there is.
+One set of constants serves both GPUs that were measured, each with its own bandwidth, L2 and multiprocessors. `--fit`
+prints what constants would predict that are fitted to one GPU alone.
 
 Levenberg-Marquardt on the logarithms of the constants. An error is the logarithm of predicted over measured time; it
 counts the less the slower a candidate is than the fastest of its problem, and once more less the mean error of its
@@ -35,9 +34,10 @@ from gemmnorm.plan import cost, ranking, tables
 from gemmnorm.plan.candidates import Candidate, candidates, with_other_group_panels
 from gemmnorm.plan.problem import Problem
 
-RESULTS = Path(__file__).parent / "results" / "candidates-h200.json.gz"
+RESULTS = {gpu: Path(__file__).parent / "results" / f"candidates-{gpu}.json.gz" for gpu in ("h200", "h100")}
 REGRET = 1.01  # of a held problem, from where the table has its measured best
 GEMM = "GEMM"  # the product alone, in a row of times
+GROUPING = re.compile(r"(?<=panels by )\d+")  # in a candidate's name: panels worked on together
 COMPARED = 8.0  # weight of an error less the mean of its problem's
 
 
@@ -49,6 +49,7 @@ class Row:
     kind: str
     phase: str
     held: bool
+    gpu: str
     us: dict[str, float]
     bare: float
 
@@ -69,29 +70,52 @@ class Row:
 
 def listed(problem: Problem, phase: str, kept: bool = True) -> list[Candidate]:
     """What the planner knows of today: a measured candidate that it has lost counts no more."""
-    every = [*candidates(problem, phase), *(with_other_group_panels(problem) if phase == "forward" else ())]
-    every += [] if kept else candidates(replace(problem, keep_product=False), phase)
+    every = list(candidates(problem, phase))
+    every += [] if kept or phase == "forward" else candidates(replace(problem, keep_product=False), phase)
     return [c for c in every if c.refusal is None]
 
 
-def rows(path: Path = RESULTS, kept: bool = True, newest: bool = False) -> list[Row]:
-    """The measurements of a file, or of its last run; a backward of a kept product, or of either if not `kept`."""
+def times(every: Iterable[Candidate], us: dict[str, float]) -> dict[str, float]:
+    """Microseconds by candidate; of one that was measured with other numbers of panels together, with the nearest."""
+    alike: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for name, time in us.items():
+        if found := GROUPING.search(name):
+            alike[GROUPING.sub("", name)].append((int(found[0]), time))
+    result = {}
+    for candidate in every:
+        name = candidate.name
+        found = GROUPING.search(name)
+        near = alike.get(GROUPING.sub("", name)) if found else None
+        if name in us:
+            result[name] = us[name]
+        elif found and near:
+            wanted = int(found[0])
+            result[name] = min(near, key=lambda pair: abs(math.log(pair[0] / wanted)))[1]
+    return result
+
+
+def rows(path: Path, kept: bool = True) -> list[Row]:
+    """The measurements of a file; a backward of a kept product, or of either if not `kept`."""
     document = json.loads(gzip.decompress(path.read_bytes()))
-    chip = measured.chip_of(document)
+    chip, gpu = measured.chip_of(document), document["gpu"]
     held = {(*sizes[:3], sizes[4]) for sizes in measured.HELD.values()} | {(*sizes, None) for sizes in measured.BROUGHT}
     found = []
     for row in document["rows"]:
-        if newest and row.get("sources", document["sources"]) != document["sources"]:
-            continue
         sizes = row["batch"], row["in"], row["out"]
         one = measured.case(
             row["kind"], sizes, row["training"], row["save"], row["vectors"], row["activation"], row["phase"]
         )
         one = measured.on(chip, one)
-        bare = row["us"][GEMM]
-        us = {c.name: row["us"][c.name] for c in listed(one.problem, row["phase"], kept) if c.name in row["us"]}
-        found.append(Row(one.problem, row["kind"], row["phase"], (*sizes, row["activation"]) in held, us, bare))
+        bare, others = row["us"][GEMM], with_other_group_panels(one.problem) if row["phase"] == "forward" else ()
+        us = {c.name: row["us"][c.name] for c in others if c.name in row["us"]}
+        us |= times(listed(one.problem, row["phase"], kept), row["us"])
+        found.append(Row(one.problem, row["kind"], row["phase"], (*sizes, row["activation"]) in held, gpu, us, bare))
     return [merged(same) for same in grouped(found).values()]
+
+
+def everything(kept: bool = True) -> list[Row]:
+    """The measurements of all GPUs."""
+    return [row for path in RESULTS.values() for row in rows(path, kept)]
 
 
 def grouped(every: Iterable[Row]) -> dict[tuple[Problem, str], list[Row]]:
@@ -154,24 +178,24 @@ def _bare_backward(counted: dict[str, Any], c: cost.Constants) -> dict[str, Any]
 
 def batches(chosen: Sequence[Row]) -> dict[str, list[Batch]]:
     """By arithmetic."""
-    chip = chosen[0].problem.chip or cost.FITTED
-    lists: dict[tuple[str, Any], list[tuple[dict[str, Any], float, float, int, float]]] = defaultdict(list)
+    lists: dict[tuple[str, cost.Chip, Any], list[tuple[dict[str, Any], float, float, int, float]]] = defaultdict(list)
     for number, row in enumerate(chosen):
         p, arithmetic = row.problem, cost.arithmetic_of(row.problem)
+        chip = p.chip or cost.FITTED
         for candidate in row.candidates():
             slower = row.us[candidate.name] / row.best
             if slower < 2.5:
                 form, counted = candidate.counted()
                 near = math.exp(-4 * (slower - 1))
-                lists[arithmetic, form].append((counted, row.us[candidate.name], 0.1 + near, number, near))
+                lists[arithmetic, chip, form].append((counted, row.us[candidate.name], 0.1 + near, number, near))
         if row.phase == "forward":
             counted = cost.count_product(p, p.batch, p.out_features, p.in_features)
-            lists[arithmetic, _bare].append((counted, row.bare, 0.5, number, 0.0))
+            lists[arithmetic, chip, _bare].append((counted, row.bare, 0.5, number, 0.0))
         else:
             counted = cost.count_products(replace(p, grad_dtypes=()))
-            lists[arithmetic, _bare_backward].append((counted, row.bare, 0.5, number, 0.0))
+            lists[arithmetic, chip, _bare_backward].append((counted, row.bare, 0.5, number, 0.0))
     found = defaultdict(list)
-    for (arithmetic, form), items in lists.items():
+    for (arithmetic, chip, form), items in lists.items():
         counted, us, weight, number, near = zip(*items, strict=True)
         # So that the many candidates of one kernel do not outweigh the few of another.
         scale = np.sqrt(np.array(weight) * min(1.0, 4000 / len(items)))
@@ -180,9 +204,9 @@ def batches(chosen: Sequence[Row]) -> dict[str, list[Batch]]:
     return found
 
 
-def fit(of: Sequence[Batch], start: cost.Constants, names: Sequence[str] = (), rounds: int = 40) -> cost.Constants:
-    """The constants with the least squares, or those of `names`; each stays within a factor of 50 of where it began."""
-    names = names or list(asdict(start))
+def fit(of: Sequence[Batch], start: cost.Constants, rounds: int = 40) -> cost.Constants:
+    """The constants with the least squares; each stays within a factor of 50 of where it began."""
+    names = list(asdict(start))
     centre = np.log([getattr(start, name) for name in names])
     at, damping = centre.copy(), 1e-2
     weight, problem, near = (np.concatenate([getattr(b, name) for b in of]) for name in ("weight", "problem", "near"))
@@ -226,10 +250,10 @@ def fit(of: Sequence[Batch], start: cost.Constants, names: Sequence[str] = (), r
 
 
 def predicted(row: Row, of: dict[str, cost.Constants]) -> dict[str, float]:
-    """Microseconds by candidate, by an H200's constants; groupings that the planner does not list are left out."""
+    """Microseconds by candidate, measured or not, by an H200's constants."""
     c, found = cost.scaled(of[cost.arithmetic_of(row.problem)], row.problem.chip or cost.FITTED), {}
     for candidate in candidates(row.problem, row.phase):
-        if candidate.refusal is None and candidate.name in row.us:
+        if candidate.refusal is None and candidate.strategy != "cublas_bn":
             form, counted = candidate.counted()
             found[candidate.name] = float(sum(form(counted, c).values()))
     return found
@@ -242,45 +266,54 @@ def figures(regrets: Sequence[float]) -> str:
     return f"{len(ordered):5d} problems: mean {mean:.4f}, 90% {at[0]:.3f}, 99% {at[1]:.3f}, worst {at[2]:.2f}"
 
 
-def report(every: Sequence[Row], times: Sequence[dict[str, float]]) -> None:
+def report(every: Sequence[Row], predictions: Sequence[dict[str, float]]) -> None:
+    """Figures of the choices; a problem whose choice was not measured, by a kernel of another day, is only counted."""
     groups: dict[str, list[float]] = defaultdict(list)
-    near = total = 0
-    for row, found in zip(every, times, strict=True):
-        regret = row.us[min(found, key=found.__getitem__)] / row.best
+    near = total = unknown = 0
+    for row, found in zip(every, predictions, strict=True):
+        known = {name: us for name, us in found.items() if name in row.us}
+        total += len(known)
+        near += sum(0.8 <= us / row.us[name] <= 1.25 for name, us in known.items())
+        choice = min(found, key=found.__getitem__)
+        if choice not in known:
+            unknown += 1
+            continue
+        regret = row.us[choice] / row.best
         mode = "training" if row.problem.training else "evaluation"
         for name in (
-            "all", f"{row.kind} {row.phase} {mode}", "fitted" if row.fitted else "held out",
+            "all", row.gpu, f"{row.gpu} {row.kind} {row.phase} {mode}", "fitted" if row.fitted else "held out",
             *(["held"] if row.held else []),
         ):  # fmt: skip
             groups[name].append(regret)
-        total += len(found)
-        near += sum(0.8 <= us / row.us[name] <= 1.25 for name, us in found.items())
     for name in sorted(groups):
-        print(f"{name:28s} {figures(groups[name])}")
-    print(f"predictions within 25%: {near / total:.1%} of {total}")
+        print(f"{name:44s} {figures(groups[name])}")
+    print(f"predictions within 25%: {near / total:.1%} of {total}; choices that were not measured: {unknown}")
 
 
-def exceptions(every: Sequence[Row], times: Sequence[dict[str, float]]) -> list[tuple[str, ...]]:
-    """Lines of the table of measured bests: problems of TARGETS and BROUGHT whose predicted choice is slower."""
+def exceptions(every: Sequence[Row], predictions: Sequence[dict[str, float]]) -> list[tuple[str, ...]]:
+    """Lines of the table of measured bests: problems of TARGETS and BROUGHT whose predicted choice is slower.
+
+    By the first GPU that the predicted choice was measured on.
+    """
     found: dict[tuple[str, ...], str] = {}
     seen: set[tuple[str, ...]] = set()
-    pairs = sorted(zip(every, times, strict=True), key=lambda pair: pair[0].problem.save)  # a line serves both
-    for row, predictions in pairs:
-        key = tables.key(row.problem, row.phase)
-        if row.problem.dtype == "float16" or (row.problem.save and key in seen):  # bfloat16's lines serve both
+    pairs = sorted(zip(every, predictions, strict=True), key=lambda pair: pair[0].problem.save)  # a line serves both
+    for row, prediction in pairs:
+        key, choice = tables.key(row.problem, row.phase), min(prediction, key=prediction.__getitem__)
+        # bfloat16's lines serve float16 too.
+        if not row.held or row.problem.dtype == "float16" or key in seen or choice not in row.us:
             continue
         seen.add(key)
-        if row.held and row.us[min(predictions, key=predictions.__getitem__)] > REGRET * row.best:
+        if row.us[choice] > REGRET * row.best:
             name = min(row.us, key=row.us.__getitem__)
-            found.setdefault(key, name if row.phase == "forward" else name.partition(" ")[2])  # `Candidate.listed`
+            found[key] = name if row.phase == "forward" else name.partition(" ")[2]  # `Candidate.listed`
     return [(*key, name) for key, name in sorted(found.items())]
 
 
-def write_constants(of: dict[str, cost.Constants], alone: Sequence[str] = (), results: Path = RESULTS) -> None:
-    """The table; which constants are fitted `alone`, and to what, is written beside what all others are fitted to."""
+def write_constants(of: dict[str, cost.Constants]) -> None:
     rounded = {arithmetic: asdict(of[arithmetic]) for arithmetic in sorted(of)}
-    document = {"schema": "gemmnorm planner 1", "gpu": "NVIDIA H200", "fitted_to": RESULTS.name,
-                "fitted_alone": dict.fromkeys(alone, results.name), "constants": rounded}  # fmt: skip
+    document = {"schema": "gemmnorm planner 1", "gpu": "NVIDIA H200",
+                "fitted_to": [path.name for path in RESULTS.values()], "constants": rounded}  # fmt: skip
     tables.CONSTANTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -303,21 +336,10 @@ def short(constants: cost.Constants) -> cost.Constants:
     return cost.Constants(**{name: float(f"{value:.4g}") for name, value in asdict(constants).items()})
 
 
-def fitted_alone(every: Sequence[Row], names: Sequence[str]) -> dict[str, cost.Constants]:
-    """The tables' constants, `names` of them fitted anew; cast operands, with few rows or none, begin with half's."""
-    of, found = batches(every), {name: cost.Constants(**values) for name, values in tables.constants().items()}
-    for arithmetic in ("half", "tf32", "float32", "cast"):
-        if arithmetic == "cast":
-            found["cast"] = replace(found["cast"], **{name: getattr(found["half"], name) for name in names})
-        if of[arithmetic]:
-            found[arithmetic] = short(fit(of[arithmetic], found[arithmetic], names))
-    return found
-
-
-def chosen(row: Row) -> str | None:
-    """What the planner takes, by name; None if that was not measured."""
-    ranked = ranking(row.problem, row.phase, None if row.phase == "forward" else next(iter(row.us)).split()[0])
-    return next((c.name for _, c in ranked if c.name in row.us), None)
+def chosen(row: Row) -> str:
+    """What the planner takes, by name; it may not have been measured."""
+    strategy = None if row.phase == "forward" else next(iter(row.us)).split()[0]
+    return ranking(row.problem, row.phase, strategy)[0][1].name
 
 
 # --- what variants win ------------------------------------------------------------------------------------------------
@@ -367,32 +389,23 @@ def variant_table(every: Sequence[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="measured by benchmarks/candidates.py")
-    parser.add_argument("--fit", action="store_true", help="the figures of constants fitted to these results, too")
-    parser.add_argument("--write", action="store_true", help="fit to an H200's, and write the tables")
-    parser.add_argument("--variants", action="store_true", help="print what each variant wins")
-    parser.add_argument(
-        "--constants", default="", help="fit these alone, by commas, to the last run's rows, and write them"
-    )
+    parser.add_argument("--fit", choices=RESULTS, help="the figures of constants fitted to this GPU alone, for it")
+    parser.add_argument("--write", action="store_true", help="fit, and write the tables")
+    parser.add_argument("--variants", action="store_true", help="print what each variant wins on an H200")
     options = parser.parse_args()
-    if alone := options.constants.split(",") if options.constants else []:
-        if unknown := set(alone) - set(asdict(cost.Constants())):
-            parser.error(f"--constants: expected names of cost.Constants; got {', '.join(sorted(unknown))}")
-        write_constants(fitted_alone(rows(options.results, False, newest=True), alone), alone, options.results)
-    if options.write and options.results != RESULTS:
-        parser.error("--write: the tables are an H200's; expected its results")
     if options.variants:
-        print(variant_table(rows(options.results, kept=False)))
+        print(variant_table(rows(RESULTS["h200"], kept=False)))
         return
-    every = rows(options.results)
-    if options.fit or options.write:
-        of = fitted(rows(options.results, kept=False))
-        times = [predicted(row, of) for row in every]
-        print("constants fitted to these results")
-        report(every, times)
+    if options.fit:
+        alone = rows(RESULTS[options.fit])
+        of = fitted(rows(RESULTS[options.fit], kept=False))
+        print(f"constants fitted to {options.fit}")
+        report(alone, [predicted(row, of) for row in alone])
+    every = everything()
     if options.write:
+        of = fitted(everything(kept=False))
         write_constants(of)
-        write_exceptions(exceptions(every, times))
+        write_exceptions(exceptions(every, [predicted(row, of) for row in every]))
     of = {name: cost.Constants(**values) for name, values in tables.constants().items()}
     print("without the table of measured bests")
     report(every, [predicted(row, of) for row in every])

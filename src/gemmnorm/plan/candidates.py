@@ -210,9 +210,15 @@ def _several_waves(problem: Problem, tile: Tile) -> bool:
 
 
 def _group_panels(problem: Problem, tile: Tile) -> int:
-    """Panels that are worked on together, so that the L2 holds what their tiles share: no small rest."""
+    """Panels that are worked on together, so that the L2 holds what their tiles share: all, where there are few.
+
+    Else a divisor of the number of multiprocessors: a block's tiles are then all of one panel of each group, and their
+    weight lies in the part of the L2 that is near.
+    """
     _, panels = tile.counts(problem)
-    return -(-panels // max(1, round(panels / GROUP_PANELS)))
+    most = max(1, GROUP_PANELS * tile.rows // WIDE)
+    together = _dividing((problem.chip or CHIPS[90]).multiprocessors, most)
+    return panels if 2 * panels <= 3 * together else together
 
 
 def _panels_by_rows(problem: Problem, tile: Tile) -> int:
@@ -238,11 +244,11 @@ def _co_resident(problem: Problem, everything: Gemm) -> Iterator[Gemm]:
     if rows <= LARGEST_CLUSTER and panels <= clusters_at_once(blocks, rows):
         yield replace(together, cluster=rows, group_panels=1)
     if rows * panels <= blocks:
-        yield replace(together, group_panels=_dividing(panels, everything.group_panels))
+        yield replace(together, group_panels=_dividing(panels, GROUP_PANELS))
     elif rows <= blocks and not problem.split:
         waves = -(-panels // (blocks // rows))
         at_once = -(-panels // waves)
-        several = replace(together, panels=at_once, group_panels=_dividing(at_once, everything.group_panels))
+        several = replace(together, panels=at_once, group_panels=_dividing(at_once, GROUP_PANELS))
         yield several
         if tile.waits:
             yield replace(several, in_registers=True)
@@ -263,7 +269,7 @@ def _sharing(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
         at_once = min(-(-gemm.panels // SHARING), blocks // (rows * SHARING))
         if at_once == 0:
             return
-        panels, together = at_once * SHARING, _dividing(at_once, together)
+        panels, together = at_once * SHARING, _dividing(at_once, GROUP_PANELS // SHARING)
     yield replace(gemm, panels=panels, group_panels=together * SHARING, sharing=SHARING, queued=False)
 
 

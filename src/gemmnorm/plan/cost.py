@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from . import cast, small, split, tables
-from .gemm import Gemm, bytes_of_x, writes_product
+from .gemm import TALL, WIDE, Gemm, bytes_of_x, writes_product
 from .gradient import Backward
 from .panels import ClusterPanel
 from .problem import CHIPS, DTYPE_BYTES, Chip, Problem
@@ -66,6 +66,9 @@ class Constants:
     unswapped: float = 1.0  # of a tile of fewer than 128 features in training: its sums pass through shared memory
     staged_ns: float = 0.2  # of an element that waits in shared memory, and leaves during the next tile's main loop
     store_ns: float = 0.1  # of a byte of a tile that is stored
+    tall: float = 0.1  # share by which x from device memory takes longer in tiles of 256 rows
+    border: float = 1.0  # times that two neighbours' sectors are written, where rows of y are no whole sectors
+    queued_border: float = 0.3  # likewise, where blocks take tiles as they become free
     partial_store: float = 1.0  # share by which that takes longer, where rows are no whole sectors
     normalize_ns: float = 0.1  # of an element that is normalised out of the L2
     registers_ns: float = 0.1  # of a byte of a tile that is stored from registers rather than shared memory
@@ -246,9 +249,9 @@ def count_cublas(problem: Problem, panel: ClusterPanel | None) -> Counted:
     return counted
 
 
-def misaligned_loads(problem: Problem, gemm: Gemm) -> float:
+def misaligned_loads(problem: Problem) -> float:
     """How often `Constants.misaligned` counts: not at all, once where x is in the L2, twice where it is not."""
-    return gemm.misaligned(problem) * (2 - kept_by_l2(problem, bytes_of_x(problem)))
+    return cast.misaligned(problem) * (2 - kept_by_l2(problem, bytes_of_x(problem)))
 
 
 def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
@@ -266,8 +269,13 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
     # The operands from device memory: x again for every group of panels where the L2 does not keep it.
     of_x, of_weight = problem.batch * problem.in_features * size, problem.out_features * problem.in_features * size
     panel_groups = -(-panels // gemm.group_panels)
-    again = (panel_groups - 1) * (1 - kept_by_l2(problem, of_x))
-    traffic = of_x * (1 + again) + of_weight + elements * ((0 if statistics else out_size) + size * stored)
+    # In turns: of twice what the L2 keeps nothing is left when its turn comes again.
+    again = (panel_groups - 1) * (1 - max(0.0, 2 * kept_by_l2(problem, of_x) - 1))
+    stores = (not statistics) * out_size + size * stored  # bytes of an element
+    traffic = of_x * (1 + again) + of_weight + elements * stores
+    partial = problem.out_features * out_size % cast.SECTOR_BYTES > 0
+    border = partial * 2 * cast.SECTOR_BYTES * problem.batch * (panels - 1) * stores / out_size
+    high = tile.rows / WIDE
     last = 0.0
     if deferred:  # the product again, once the last tile of its panel is there; of the last group beside nothing
         together = gemm.group_panels * tile.columns * problem.batch * size
@@ -305,7 +313,7 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
         "loaded": (tile.rows / gemm.sharing + tile.columns) * tile.planes,
         "products": 3 if tile.planes == 2 else 1,
         "tile_elements": waves * of_tile,
-        "tile_bytes": (1 if staged else waves) * of_tile * ((not statistics) * out_size + size * stored),
+        "tile_bytes": (1 if staged else waves) * of_tile * stores,
         "normalized": max(waves * of_tile - last / blocks, 0.0) if deferred else 0,
         "last_bytes": last * (size + out_size),
         "register_bytes": waves * of_tile * out_size * (gemm.in_registers or (co_resident and not tile.waits)),
@@ -316,8 +324,11 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
         "traffic": traffic,
         "inside_bytes": inside,
         "inside_rows": inside_rows,
-        "misaligned": misaligned_loads(problem, gemm),
-        "partial": float(problem.out_features * out_size % cast.SECTOR_BYTES > 0),
+        "misaligned": misaligned_loads(problem),
+        "tall_bytes": of_x * (1 + again) * (tile.rows == TALL),
+        "border_bytes": border * high * (not gemm.queued),
+        "queued_border_bytes": border * high**2 * gemm.queued,
+        "partial": float(partial),
         "inside": float(inside > 0),
         "split": float(problem.split),
     }
@@ -441,14 +452,16 @@ def gemm_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
     stage = overlapped(c.tensor_ns * n["products"] * n["width"], load) + c.stage_ns
     main = _throttled(n["stages"] * stage / 1e3, c)
     main = overlapped(main, n["inside_bytes"] / c.inside / 1e6 + n["inside_rows"] * c.inside_row_ns / 1e3)
-    main = overlapped(main, n["staged"] * c.staged_ns / 1e3)
+    main = overlapped(main, n["staged"] * c.staged_ns * (1 + c.partial_store * n["partial"]) / 1e3)
     main = overlapped(main, n["normalized"] * c.normalize_ns / 1e3)
     leaving = n["register_bytes"] * c.registers_ns + n["statistics"] * c.statistics_ns
     leaving = leaving + n["tile_elements"] * c.epilogue_ns
     leaving = leaving + n["tile_bytes"] * c.store_ns * (1 + c.partial_store * n["partial"])
     epilogue = leaving / 1e3 + n["waves"] * c.tile + n["swapped"] * c.swapped
     epilogue = epilogue + n["unswapped"] * c.unswapped + n["trained"] * c.statistics
-    beyond = overlapped(main + epilogue, n["traffic"] / c.bandwidth / 1e6) - main - epilogue
+    far = n["traffic"] + c.tall * n["tall_bytes"]
+    far = far + c.border * n["border_bytes"] + c.queued_border * n["queued_border_bytes"]
+    beyond = overlapped(main + epilogue, far / c.bandwidth / 1e6) - main - epilogue
     return {
         "prologue": c.first + c.prologue,
         "main loop": main,

@@ -35,9 +35,10 @@ def _count_normalize(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` once the statistics are known, of an x that was read for them."""
     known = replace(problem, training=False, cast=(), copied=())
     counted = count_gemm(known, replace(gemm, schedule="normalize"))
-    again = bytes_of_x(problem)
-    counted["traffic"] -= again * kept_by_l2(problem, again)
-    return counted | {"misaligned": misaligned_loads(problem, gemm)}
+    of_x = bytes_of_x(problem)
+    counted["traffic"] -= of_x * kept_by_l2(problem, of_x)
+    counted["tall_bytes"] *= 1 - kept_by_l2(problem, of_x)
+    return counted | {"misaligned": misaligned_loads(problem)}
 
 
 def count_gram(problem: Problem, gemm: Gemm) -> Counted:

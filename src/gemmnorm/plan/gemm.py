@@ -254,10 +254,6 @@ class Gemm:
             return self
         return replace(self, tile=replace(self.tile, stages=min(self.tile.stages, self.tile.steps(problem) + 1)))
 
-    def misaligned(self, problem: Problem) -> float:
-        """Whether partial sectors make loads longer than multiplications: 1 or 0."""
-        return cast.misaligned(problem) * (self.sharing == 1)
-
     @property
     def merges(self) -> bool:
         """A warp merges a panel's statistics for tiles that have left the registers."""
