@@ -1,4 +1,4 @@
-"""What the planner chooses, held against the H200 that it is fitted to, and an H100 (benchmarks/fit_planner.py)."""
+"""What the planner chooses, held against the GPUs that it is fitted to (benchmarks/fit_planner.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import math
 import sys
 from collections import defaultdict
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -31,15 +30,21 @@ BOUNDS = {
 HELD, SAVING = 1.03, 1.08
 
 
-@pytest.mark.parametrize("gpu", ["h200", "h100"])
+# The share of problems whose choice a GPU has not measured: an H200 has not run the kernels of today.
+UNKNOWN = {"h200": 0.2, "h100": 0.03}
+
+
+@pytest.mark.parametrize("gpu", fit_planner.RESULTS)
 def test_choices_are_close_to_the_measured_best(gpu: str) -> None:
-    regrets = defaultdict(list)
-    for row in fit_planner.rows(fit_planner.RESULTS.with_name(f"candidates-{gpu}.json.gz")):
+    regrets, every = defaultdict(list), fit_planner.rows(fit_planner.RESULTS[gpu])
+    for row in every:
         name = fit_planner.chosen(row)
-        assert name is not None, row.problem
+        if name not in row.us:
+            continue
         regret = row.us[name] / row.best
         regrets[row.kind].append(regret)
         assert gpu == "h100" or not row.held or regret <= (SAVING if row.problem.save else HELD), (row.problem, name)
+    assert sum(map(len, regrets.values())) >= (1 - UNKNOWN[gpu]) * len(every)
     for kind, found in regrets.items():
         ordered, (mean, most, nearly_all) = sorted(found), BOUNDS[kind]
         assert math.exp(sum(map(math.log, ordered)) / len(ordered)) <= mean, kind
@@ -47,29 +52,21 @@ def test_choices_are_close_to_the_measured_best(gpu: str) -> None:
         assert ordered[int(0.99 * (len(ordered) - 1))] <= nearly_all, kind
 
 
-H100 = fit_planner.RESULTS.with_name("candidates-h100.json.gz")
-
-
-def shipped() -> dict[str, cost.Constants]:
-    return {name: cost.Constants(**values) for name, values in tables.constants().items()}
-
-
-def test_what_is_fitted_to_another_gpu_is_judged_with_its_bandwidth() -> None:
-    row = fit_planner.rows(H100, newest=True)[0]
-    times = fit_planner.predicted(row, shipped())
+@pytest.mark.parametrize("gpu", fit_planner.RESULTS)
+def test_a_gpu_is_judged_with_its_own_bandwidth(gpu: str) -> None:
+    row = fit_planner.rows(fit_planner.RESULTS[gpu])[0]
+    times = fit_planner.predicted(row, {name: cost.Constants(**values) for name, values in tables.constants().items()})
     expected = {c.name: c.cost() for c in candidates(row.problem, row.phase) if c.name in times}
     assert len(times) > 5 and times == pytest.approx(expected)
 
 
-def test_some_constants_are_fitted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the Gram kernel come back from elsewhere, and no other changes."""
-    known = shipped()
-    moved = {name: asdict(c) | {"gram": 3 * c.gram} for name, c in known.items()}
-    monkeypatch.setattr(tables, "constants", lambda: moved)
-    found = fit_planner.fitted_alone(fit_planner.rows(H100, kept=False, newest=True), ["gram"])
-    assert found["half"].gram == pytest.approx(known["half"].gram, rel=0.2) and found["cast"].gram == found["half"].gram
-    for name, constants in found.items():
-        assert asdict(constants) | {"gram": 0} == asdict(known[name]) | {"gram": 0}
+def test_a_candidate_is_known_by_the_nearest_number_of_panels_together() -> None:
+    every = candidates(plan.Problem(16384, 4096, 4096, *["bfloat16"] * 4, training=True, chip=plan.chip_for(90)))
+    deferred = next(c for c in every if c.name == "one_kernel 256x128 deferred, 32 panels by 12")
+    others = {deferred.name.replace("by 12", f"by {count}"): float(count) for count in (4, 8, 16)}
+    assert fit_planner.times([deferred], others) == {deferred.name: 16.0}
+    assert fit_planner.times([deferred], others | {deferred.name: 1.0}) == {deferred.name: 1.0}
+    assert fit_planner.times([deferred], {"one_kernel 256x128 deferred, 16 panels by 8": 1.0}) == {}
 
 
 @pytest.mark.parametrize("forward", ["one_kernel", "cublas_folded_bn"])

@@ -751,8 +751,7 @@ struct TileShape {
   }
 };
 
-// A persistent block takes tiles blockIdx.x, blockIdx.x + gridDim.x, ... Their order: `group_panels` panels (columns of tiles)
-// at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2. Neighbouring
+// The order of a product's tiles: `group_panels` panels (columns of tiles) at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2. Neighbouring
 // blocks that share tiles of x have panels side by side: their number divides both numbers of panels, of which the last may
 // have no feature.
 struct TileScheduler {
@@ -775,6 +774,51 @@ template <int TM, int TN, int SHARING, class Params>
 __device__ __forceinline__ TileScheduler tile_scheduler(const Params& p) {
   constexpr int kFeatures = TN * SHARING;
   return {(p.batch + TM - 1) / TM, (p.features + kFeatures - 1) / kFeatures * SHARING, p.group_panels};
+}
+
+// The numbers of the tiles that a block has taken, for all roles of the block. A slot is written again when kSlots more are
+// taken: no role is behind by so many, since the producer is ahead of it by the ring's stages and two tiles at most.
+struct TakenTiles {
+  static constexpr int kSlots = 32;
+  int tile[kSlots];
+  u64 taken[kSlots];
+
+  __device__ __forceinline__ void init() {
+    for (int s = 0; s < kSlots; ++s) mbarrier_init(&taken[s], 1);
+  }
+  __device__ __forceinline__ void put(int i, int t) {
+    tile[i % kSlots] = t;
+    mbarrier_arrive(&taken[i % kSlots]);
+  }
+  __device__ __forceinline__ int at(int i) {
+    mbarrier_wait(&taken[i % kSlots], i / kSlots % 2);
+    return tile[i % kSlots];
+  }
+};
+struct NoTakenTiles {
+  __device__ __forceinline__ void init() {}
+};
+
+// How a role of a persistent block goes through the block's tiles: blockIdx.x, blockIdx.x + gridDim.x and so on; or, QUEUED,
+// blockIdx.x and those that the producer takes. All blocks then work on neighbouring tiles at any time, however unevenly memory
+// serves them, and what neighbours write to the same lines of y meets in the L2.
+template <bool QUEUED, class Taken>
+struct TileWalk {
+  Taken& taken;
+  int t = blockIdx.x, i = -1;
+
+  __device__ __forceinline__ explicit TileWalk(Taken& taken_) : taken(taken_) {}
+  __device__ __forceinline__ void advance() {
+    if constexpr (QUEUED) t = taken.at(++i);
+    else t += gridDim.x;
+  }
+};
+// Takes the next tile, as one thread of the block. Each of `tiles` tiles is followed by one call; the last of these leaves the
+// counter zero.
+__device__ __forceinline__ int take_tile(u32* counter, int tiles) {
+  const int taken = static_cast<int>(atomicAdd(counter, 1u));
+  if (taken == tiles - 1) *counter = 0;
+  return static_cast<int>(gridDim.x) + taken;
 }
 
 // --- memory_bound/group_tile.cuh -----------------------------------------------------------------------------------
@@ -1593,6 +1637,14 @@ template <class Element, int WIDTH>
 struct SelectMainloop<true, Element, WIDTH> {
   using type = SplitMainloop<WIDTH, false, false>;
 };
+template <bool QUEUED>
+struct SelectTaken {
+  using type = TakenTiles;
+};
+template <>
+struct SelectTaken<false> {
+  using type = NoTakenTiles;
+};
 template <bool SWAP_AB, class G>
 struct SelectAccumulator {
   using type = AccumulatorSwapAB<G>;
@@ -1626,6 +1678,9 @@ struct GemmTypes {
   using Epilogue = typename Config::template Epilogue<GemmTypes, Params>;
   static constexpr bool kStatisticsKnown = Epilogue::kStatisticsKnown;
   using Conversion = typename Config::template Conversion<GemmTypes, Params>;
+  static constexpr bool kQueued = Config::kQueued;  // blocks take tiles as they become free
+  using Taken = typename SelectTaken<kQueued>::type;
+  using Walk = TileWalk<kQueued, Taken>;
   using Mainloop = typename SelectMainloop<kSplit, typename Operand::Element, kWidth>::type;
   using AccumulatorTile = typename SelectAccumulator<Shape::kSwapAB, GemmTypes>::type;
   using Scaling = SplitScaling<GemmTypes, Params, kSplit>;
@@ -1658,6 +1713,7 @@ struct GemmShared {
   alignas(16) typename G::Scaling::Shared scaling;  // read two floats at a time
   alignas(16) typename G::Epilogue::Shared epilogue;  // likewise
   Pipeline<G::kStages, G::kSharing> ring;
+  typename G::Taken taken;
   u64 warps_done;  // completes when all warps but the producer's are done with the counters
 };
 
@@ -1667,8 +1723,11 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
                                            const typename G::Conversion& conversion) {
   const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
   PipelineState<G::kStages> state(1);
+  int next = 0, taken = 0;
 #pragma unroll 1
-  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+  for (int t = blockIdx.x; t < scheduler.tiles(); t = next) {
+    if constexpr (G::kQueued) next = take_tile(p.counters + p.tile_counter, scheduler.tiles());
+    else next = t + static_cast<int>(gridDim.x);
     const Tile tile = scheduler.at(t);
     const OperandBox x = operand_box<G::TM, G::kSharing>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
     int own_rows = 0;  // where the block's part of x begins
@@ -1683,6 +1742,7 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
         tma_load(shared.weight[stage][plane], *weight.map, full, column, tile.n * G::TN, kEvictNormal);
       }
     });
+    if constexpr (G::kQueued) shared.taken.put(taken++, next);
   }
 }
 
@@ -1703,7 +1763,8 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
   const bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
   if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
 #pragma unroll 1
-  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+  for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
+    const int t = walk.t;
     epilogue.begin(t);
     const typename G::Scaling scaling(f.p, shared.scaling, consumer);
     G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
@@ -1745,6 +1806,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     prefetch_tensormap(p.map_weight);
     prefetch_tensormap(p.map_last_weight);
     shared.ring.init(2);
+    shared.taken.init();
     shared.epilogue.init();
     shared.conversion.init();
     mbarrier_init(&shared.warps_done, kGemmThreads / 32 - 1);
@@ -1831,7 +1893,8 @@ __device__ __forceinline__ void store_staged_tiles(const Features<Params>& f, co
                                                    const Describe& describe, const OnStaged& on_staged,
                                                    const OnStored& on_stored) {
   u32 phase = 0;
-  for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
+  for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
+    const int t = walk.t;
     const Tile tile = scheduler.at(t);
     const StoreDescription d = describe(t);
     if (!d.stores) continue;
@@ -2736,8 +2799,8 @@ struct KnownStatisticsEpilogue {
                                                Smem& shared, int warp) {
       if (warp > 1) return;
       PipelineState<2> state(1);
-      for (int t = blockIdx.x; t < scheduler.tiles(); t += gridDim.x) {
-        const Tile tile = scheduler.at(t);
+      for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
+        const Tile tile = scheduler.at(walk.t);
         auto& s = shared.epilogue;
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
@@ -3272,7 +3335,8 @@ struct FusedGemmScaleBnConfig {
   static constexpr int kTileColumns = 128;
   static constexpr int kStages = 3;
   static constexpr int kSharing = 1;
-  static constexpr int kSharedBytes = 231424;
+  static constexpr int kQueued = 0;
+  static constexpr int kSharedBytes = 232448;
   template <class... A>
   using Epilogue = gemmnorm::DeferredEpilogue<A...>;
   template <class... A>
@@ -3332,7 +3396,8 @@ struct FusedGemmScaleBnEvaluateConfig {
   static constexpr int kTileColumns = 128;
   static constexpr int kStages = 3;
   static constexpr int kSharing = 1;
-  static constexpr int kSharedBytes = 231424;
+  static constexpr int kQueued = 0;
+  static constexpr int kSharedBytes = 232448;
   template <class... A>
   using Epilogue = gemmnorm::EvaluateEpilogue<A...>;
   template <class... A>
@@ -3798,9 +3863,9 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 8192] */, const torch
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.x_exponents = x_exponents;
     p.weight_exponents = weight_exponents; p.split_x = split_x; p.split_weight = split_weight;
     p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
-    p.amax_state = pointer<unsigned int>(counters) + 386; p.weight_rows = 2048; p.in_features = 8192;
+    p.amax_state = pointer<unsigned int>(counters) + 386; p.weight_rows = 1536; p.in_features = 8192;
     p.batch = batch;
-    launch(fused_gemm_split_operands, batch + 2048, 256, stream, p);
+    launch(fused_gemm_split_operands, batch + 1536, 256, stream, p);
   }
   {
     FusedGemmParams p;
@@ -3819,10 +3884,10 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 8192] */, const torch
     p.weight_exponents = weight_exponents; p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
     p.amax_state = pointer<unsigned int>(counters) + 386; p.fallback_features = fallback_features;
     p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps;
-    p.x_rows = 1073741824; p.weight_rows = 2048; p.group_panels = 8; p.stream_x = 0; p.keep_product = save ? 1 : 0;
+    p.x_rows = 1073741824; p.weight_rows = 1536; p.group_panels = 6; p.stream_x = 0; p.keep_product = save ? 1 : 0;
     p.batch = batch; p.in_features = 8192; p.features = 8192;
     launch_hopper(fused_gemm_scale_bn, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
-                  231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
+                  232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
   }
   {
     ComputeFallbackFeaturesParams p;
@@ -3873,9 +3938,9 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 8192] */,
     p.x = pointer<float>(x); p.weight = pointer<float>(weight); p.x_exponents = x_exponents;
     p.weight_exponents = weight_exponents; p.split_x = split_x; p.split_weight = split_weight;
     p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
-    p.amax_state = pointer<unsigned int>(counters) + 386; p.weight_rows = 2048; p.in_features = 8192;
+    p.amax_state = pointer<unsigned int>(counters) + 386; p.weight_rows = 1536; p.in_features = 8192;
     p.batch = batch;
-    launch(fused_gemm_split_operands, batch + 2048, 256, stream, p);
+    launch(fused_gemm_split_operands, batch + 1536, 256, stream, p);
   }
   {
     FusedGemmParams p;
@@ -3895,10 +3960,10 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 8192] */,
     p.weight_amax = weight_amax; p.weight_abs_sum = weight_abs_sum;
     p.amax_state = pointer<unsigned int>(counters) + 386; p.fallback_features = fallback_features;
     p.scale_stride = scale_stride; p.scale_value = scale_value; p.momentum = momentum; p.eps = eps;
-    p.x_rows = 1073741824; p.weight_rows = 2048; p.group_panels = 8; p.stream_x = 0; p.keep_product = 0;
+    p.x_rows = 1073741824; p.weight_rows = 1536; p.group_panels = 6; p.stream_x = 0; p.keep_product = 0;
     p.batch = batch; p.in_features = 8192; p.features = 8192;
     launch_hopper(fused_gemm_scale_bn_evaluate, std::min<int64_t>(64 * tiles_of_128, multiprocessors()), 384,
-                  231424 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
+                  232448 /* shared */, 1 /* cluster */, true /* cooperative */, stream, p);
   }
   {
     ComputeFallbackFeaturesParams p;
