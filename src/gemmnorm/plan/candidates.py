@@ -97,7 +97,7 @@ class Candidate:
 
     def plan(self) -> Plan:
         """The plan of these choices, with its predicted time."""
-        floor = cost.product_seconds(self.problem) * (2 if self.phase == "backward" else 1)
+        floor = _product_seconds(self.problem) * (2 if self.phase == "backward" else 1)
         assert self.variant is not None and self.refusal is None
         made = self.variant.plan(self.problem, self.strategy)
         return replace(made, seconds=self.cost() * 1e-6, floor=floor)
@@ -111,6 +111,12 @@ def candidates(problem: Problem, phase: str = "forward") -> tuple[Candidate, ...
     small_panels = (c for p in every for c in _small(p))
     gemms = (c for p in every if not (p.split and p.copied) for c in _gemms(p))  # what is split is read once as it is
     return (*_cublas(problem), *small_panels, *gemms)
+
+
+def _product_seconds(problem: Problem) -> float:
+    """The forward's product alone, by cuBLAS."""
+    c, sizes = cost.constants(problem), (problem.batch, problem.out_features, problem.in_features)
+    return float(c.first + cost.product_time(cost.count_product(problem, *sizes), c)) * 1e-6
 
 
 def with_other_group_panels(problem: Problem) -> tuple[Candidate, ...]:
@@ -196,12 +202,12 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
 
 
 def _queued(problem: Problem, tile: Tile) -> bool:
-    """Whether blocks take tiles as they become free: where the ring holds all of K, so that memory decides.
+    """Whether blocks take tiles as they become free: with several each, where the ring holds all of K.
 
-    Blocks that drift apart are then served worse. Where K is large, neighbours that stay in step load the same x at the
-    same time, which wins more.
+    Memory decides there, and serves blocks worse that drift apart. Where K is large, neighbours that stay in step load
+    the same x at the same time, which wins more.
     """
-    return tile.steps(problem) <= tile.stages and not problem.split
+    return tile.steps(problem) <= tile.stages and _several_waves(problem, tile) and not problem.split
 
 
 def _several_waves(problem: Problem, tile: Tile) -> bool:

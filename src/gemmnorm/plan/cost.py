@@ -110,9 +110,8 @@ Form = Callable[[Mapping[str, Any], Constants], dict[str, Any]]  # what is count
 
 def arithmetic_of(problem: Problem) -> str:
     """The name of its constants."""
-    if problem.cast:
-        return "cast"
-    return "half" if DTYPE_BYTES[problem.dtype] == 2 else "float32" if problem.arithmetic != "tf32" else "tf32"
+    wide = "float32" if problem.arithmetic != "tf32" else "tf32"
+    return "cast" if problem.cast else "half" if DTYPE_BYTES[problem.dtype] == 2 else wide
 
 
 @functools.cache
@@ -166,14 +165,8 @@ def _pass(problem: Problem, counted: Counted, nbytes: float, resident: float) ->
 
 
 def empty() -> Counted:
-    return {
-        "launches": 0,
-        "near_bytes": 0.0,
-        "far_bytes": 0.0,
-        "converted_bytes": 0.0,
-        "converted_blocks": 0,
-        "groups": 0,
-    }
+    names = ("launches", "near_bytes", "far_bytes", "converted_bytes", "converted_blocks", "groups")
+    return dict.fromkeys(names, 0.0)
 
 
 def count_product(problem: Problem, rows: int, columns: int, inner: int, out_dtype: str = "") -> Counted:
@@ -273,9 +266,8 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
     again = (panel_groups - 1) * (1 - max(0.0, 2 * kept_by_l2(problem, of_x) - 1))
     stores = (not statistics) * out_size + size * stored  # bytes of an element
     traffic = of_x * (1 + again) + of_weight + elements * stores
-    partial = problem.out_features * out_size % cast.SECTOR_BYTES > 0
+    partial, high = problem.out_features * out_size % cast.SECTOR_BYTES > 0, tile.rows / WIDE
     border = partial * 2 * cast.SECTOR_BYTES * problem.batch * (panels - 1) * stores / out_size
-    high = tile.rows / WIDE
     last = 0.0
     if deferred:  # the product again, once the last tile of its panel is there; of the last group beside nothing
         together = gemm.group_panels * tile.columns * problem.batch * size
@@ -497,10 +489,3 @@ def backward_terms(n: Mapping[str, Any], c: Constants) -> dict[str, Any]:
         + n["turns"] * c.persistent_gradient,
         **pass_terms(n, c),
     }
-
-
-def product_seconds(problem: Problem) -> float:
-    """The forward's product alone, by cuBLAS."""
-    c = constants(problem)
-    sizes = problem.batch, problem.out_features, problem.in_features
-    return float(c.first + product_time(count_product(problem, *sizes), c)) * 1e-6
