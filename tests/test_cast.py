@@ -76,7 +76,8 @@ def like(chosen: Plan) -> Callable[[Candidate], bool]:
             tile, schedule = c.variant.tile, c.variant.schedule
             finishes, _ = gemm.EPILOGUES["normalize" if schedule in gemm.TWICE else schedule]
             like = {"kTileRows": tile.rows, "kTileColumns": tile.columns, "Epilogue<>": f"gemmnorm::{finishes}"}
-            return like.items() <= members.items()
+            # Neighbours that share x have other last tiles, which wait in registers and round once less.
+            return (like | {"kSharing": c.variant.sharing}).items() <= members.items()
         return not ways.small_panel(c) or c.variant.blocks == members.get("kCluster")
 
     return wanted
