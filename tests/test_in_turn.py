@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import ways
 from emulator import COMPILER, Launcher, emulated
 from gpu_support import precision
 from test_emulated import SMALL_HOPPER
 from torch import Tensor
 
-from gemmnorm import linear_scale_batch_norm
+from gemmnorm import linear_scale_batch_norm, plan
 from gemmnorm.runtime import binding
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="no g++"), pytest.mark.usefixtures("no_small_panel")]
@@ -60,6 +61,32 @@ def test_calls_of_two_threads_on_one_stream_do_not_come_between_each_other(monke
     assert len(order) == 6 and len(set(order)) == 2 and len(set(order[:3])) == len(set(order[3:])) == 1
     for y, operands in zip(got, work, strict=True):
         assert relative_error(y, *operands) < 1e-5
+
+
+def test_a_call_of_one_launch_does_not_come_between_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[int] = []
+    plain = Launcher.__call__
+
+    def slow(self: Launcher, stream: int, values: Any) -> None:
+        order.append(threading.get_ident())
+        time.sleep(0.02)
+        plain(self, stream, values)
+
+    def one_launch(x: Tensor, weight: Tensor) -> Tensor:
+        with precision("bf16"), plan.forcing(ways.epilogue("CoResident")):
+            return linear_scale_batch_norm(x.bfloat16(), weight.bfloat16(), training=True, strategy="one_kernel")
+
+    calls = [(chain, graded()), (one_launch, ordinary())]
+    with emulated(SMALL_HOPPER), ThreadPoolExecutor(2) as pool:
+        for call, operands in calls:
+            call(*operands)
+        monkeypatch.setattr(Launcher, "__call__", slow)
+        first = pool.submit(chain, *calls[0][1])
+        while not order:
+            time.sleep(0.001)
+        pool.submit(one_launch, *calls[1][1]).result()
+        first.result()
+    assert len(order) == 4 and len(set(order[:3])) == 1 and order[3] != order[0]
 
 
 def test_a_call_that_breaks_off_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3782,6 +3782,20 @@ torch::Tensor take_counters(const torch::Tensor& like, cudaStream_t stream, int6
   return found;
 }
 
+// Held while a call's launches are made: where its numbers go from one to the next, no other thread's come between them. A
+// captured call has numbers of its own.
+std::unique_lock<std::mutex> take_turn(const torch::Tensor& like, cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
+  if (capture != cudaStreamCaptureStatusNone) return {};
+  static std::mutex mutex;
+  static auto& turns = *new std::map<std::pair<int, cudaStream_t>, std::mutex>();  // never destroyed, as above
+  std::unique_lock<std::mutex> lock(mutex);
+  std::mutex& turn = turns[{static_cast<int>(like.device().index()), stream}];
+  lock.unlock();
+  return std::unique_lock<std::mutex>(turn);
+}
+
 // Lifts the limits of 48 KB on a kernel's dynamic shared memory and of 8 blocks on its clusters, once for each device.
 void lift_limits(const void* kernel, int shared, int cluster) {
   if (shared <= 48 * 1024 && cluster <= 8) return;
@@ -3856,6 +3870,7 @@ Tensors forward_training(const torch::Tensor& x /* [batch, 4096] */, const torch
   float* weight_amax = scratch.piece<float>(8);
   float* weight_abs_sum = scratch.piece<float>(9);
   const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
+  const std::unique_lock<std::mutex> turn = take_turn(x, stream);
   const torch::Tensor counters = take_counters(x, stream, 230);
 
   {
@@ -3930,6 +3945,7 @@ Tensors forward_evaluation(const torch::Tensor& x /* [batch, 4096] */,
   float* weight_abs_sum = scratch.piece<float>(6);
   torch::Tensor product = y;
   const int scale_stride = scale && scale->numel() == 4096 ? 1 : 0;
+  const std::unique_lock<std::mutex> turn = take_turn(x, stream);
   const torch::Tensor counters = take_counters(x, stream, 230);
 
   {

@@ -345,6 +345,7 @@ class _Body:
             self.line(f"const int scale_stride = scale && scale->numel() == {features} ? 1 : 0;")
         if self.plan.counters:
             self.tensors.add("counters")
+            self.line("const std::unique_lock<std::mutex> turn = take_turn(x, stream);")
             self.line(f"const torch::Tensor counters = take_counters(x, stream, {self.plan.counters});")
         self.line("")
         for i, step in enumerate(self.plan.steps):

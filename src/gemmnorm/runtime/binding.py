@@ -6,7 +6,6 @@ addresses, and the launches.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -239,7 +238,7 @@ class Bound:
                 return self(inputs, scalars, wanted)
         driver.enter(index)
         handle, capturing = driver.stream_handle(index), driver.capturing()
-        if self._counters and len(self._steps) > 1 and not capturing:
+        if self._counters and not capturing:
             with counters(index).in_turn(handle):
                 return self._run(inputs, scalars, wanted, index, handle, capturing)
         return self._run(inputs, scalars, wanted, index, handle, capturing)
@@ -346,6 +345,23 @@ def scratch(index: int | None, stream: int) -> Tensor:
     return found
 
 
+class _Turn:
+    """A stream's turn. Where a call breaks off, its numbers may not be zero, and the stream gets others."""
+
+    __slots__ = ("_counters", "_lock", "_stream")
+
+    def __init__(self, counters: Counters, stream: int) -> None:
+        self._counters, self._stream, self._lock = counters, stream, threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._counters.forget(self._stream)
+        self._lock.release()
+
+
 class Counters:
     """Device memory that is zero whenever no kernel runs on it: the kernels leave it as they found it.
 
@@ -359,21 +375,17 @@ class Counters:
         self._blocks: list[Tensor] = []  # all memory that was ever handed out
         self._next, self._end = 0, 0  # addresses: what is left of the newest block
         self._lock = threading.Lock()
-        self._turns: dict[int, Any] = {}  # by stream
+        self._turns: dict[int, _Turn] = {}  # by stream
 
-    @contextlib.contextmanager
-    def in_turn(self, stream: int) -> Iterator[None]:
-        """Around the launches of one call, of which the numbers go from one to the next: no other call's come between.
+    def in_turn(self, stream: int) -> _Turn:
+        """Around the launches of a call: no other call's come between, which would change numbers that go on."""
+        found = self._turns.get(stream)
+        return self._turns.setdefault(stream, _Turn(self, stream)) if found is None else found
 
-        Where the call breaks off, the numbers may not be zero, and the stream gets others.
-        """
-        with self._turns.setdefault(stream, threading.RLock()):
-            try:
-                yield
-            except BaseException:
-                with self._lock:
-                    self._by_stream = {key: at for key, at in self._by_stream.items() if key[0] != stream}
-                raise
+    def forget(self, stream: int) -> None:
+        """The stream gets other numbers."""
+        with self._lock:
+            self._by_stream = {key: at for key, at in self._by_stream.items() if key[0] != stream}
 
     def take(self, stream: int, count: int, capturing: bool) -> tuple[int, Tensor | None]:
         """The address of at least `count` numbers for a call on `stream`, the current one; what to hold meanwhile."""
