@@ -363,6 +363,7 @@ def variant_of(name: str) -> list[str]:
     found += ["conversion inside the kernel"] if "converted before" in name else []
     found += ["x shared by two blocks"] if "sharing x" in name else []
     found += ["operands copied"] if "copied" in name else []
+    found += ["tiles are taken as blocks become free"] if "queued" in name else []
     return found
 
 

@@ -9,6 +9,8 @@
 //   kWaitsItself                    Auxiliary waits for the launches before (griddepcontrol), and nothing else reads what they
 //                                   write: the main loop of the first tile begins beside them. Only behind a GEMM of the same
 //                                   call that waits itself before it lets the next begin: all before the call is then complete
+//                                   Where blocks take tiles, they do so before they wait: by a counter that no launch which may
+//                                   still run uses
 //   kStores                         tiles are stored, and may pass through the staging buffers
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
 //   done_early(p)                   a consumer signals itself that it is done with the counters, before its last tile is stored,

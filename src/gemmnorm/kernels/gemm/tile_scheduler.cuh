@@ -49,9 +49,9 @@ struct TileShape {
   }
 };
 
-// The order of a product's tiles: `group_panels` panels (columns of tiles) at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2. Neighbouring
-// blocks that share tiles of x have panels side by side: their number divides both numbers of panels, of which the last may
-// have no feature.
+// The order of a product's tiles: `group_panels` panels (columns of tiles) at a time, along them first. Panels are then
+// complete early, while their weights and a band of x stay in the L2. Neighbouring blocks that share tiles of x have panels
+// side by side: their number divides both numbers of panels, of which the last may have no feature.
 struct TileScheduler {
   int tiles_m, tiles_n, group_panels;
 
