@@ -751,9 +751,9 @@ struct TileShape {
   }
 };
 
-// The order of a product's tiles: `group_panels` panels (columns of tiles) at a time, along them first. Panels are then complete early, while their weights and a band of x stay in the L2. Neighbouring
-// blocks that share tiles of x have panels side by side: their number divides both numbers of panels, of which the last may
-// have no feature.
+// The order of a product's tiles: `group_panels` panels (columns of tiles) at a time, along them first. Panels are then
+// complete early, while their weights and a band of x stay in the L2. Neighbouring blocks that share tiles of x have panels
+// side by side: their number divides both numbers of panels, of which the last may have no feature.
 struct TileScheduler {
   int tiles_m, tiles_n, group_panels;
 
@@ -1853,6 +1853,8 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 //   kWaitsItself                    Auxiliary waits for the launches before (griddepcontrol), and nothing else reads what they
 //                                   write: the main loop of the first tile begins beside them. Only behind a GEMM of the same
 //                                   call that waits itself before it lets the next begin: all before the call is then complete
+//                                   Where blocks take tiles, they do so before they wait: by a counter that no launch which may
+//                                   still run uses
 //   kStores                         tiles are stored, and may sweep through the staging buffers
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
 //   done_early(p)                   a consumer signals itself that it is done with the counters, before its last tile is stored,
