@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:benchmarks python benchmarks/fit_planner.py             the figures of the tables as they are
     PYTHONPATH=src:benchmarks python benchmarks/fit_planner.py --write     fits, writes plan/tables/
-    PYTHONPATH=src:benchmarks python benchmarks/fit_planner.py --variants  what each variant wins (docs/variants.md)
+    PYTHONPATH=src:benchmarks python benchmarks/fit_planner.py --variants h100   what each wins (docs/variants.md)
 
 One set of constants serves both GPUs that were measured, each with its own bandwidth, L2 and multiprocessors. `--fit`
 prints what constants would predict that are fitted to one GPU alone.
@@ -392,10 +392,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--fit", choices=RESULTS, help="the figures of constants fitted to this GPU alone, for it")
     parser.add_argument("--write", action="store_true", help="fit, and write the tables")
-    parser.add_argument("--variants", action="store_true", help="print what each variant wins on an H200")
+    parser.add_argument("--variants", choices=RESULTS, help="print what each variant wins on this GPU")
     options = parser.parse_args()
     if options.variants:
-        print(variant_table(rows(RESULTS["h200"], kept=False)))
+        print(variant_table(rows(RESULTS[options.variants], kept=False)))
         return
     if options.fit:
         alone = rows(RESULTS[options.fit])

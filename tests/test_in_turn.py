@@ -42,8 +42,8 @@ def relative_error(y: Tensor, x: Tensor, weight: Tensor) -> float:
     return float((y - exact).norm() / exact.norm())
 
 
-def test_calls_of_two_threads_on_one_stream_do_not_come_between_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launches of a call hand numbers on in the stream's counters."""
+def slowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on a launch takes a while; the threads that launch, in their order."""
     order: list[int] = []
     plain = Launcher.__call__
 
@@ -52,11 +52,17 @@ def test_calls_of_two_threads_on_one_stream_do_not_come_between_each_other(monke
         time.sleep(0.02)
         plain(self, stream, values)
 
+    monkeypatch.setattr(Launcher, "__call__", slow)
+    return order
+
+
+def test_calls_of_two_threads_on_one_stream_do_not_come_between_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launches of a call hand numbers on in the stream's counters."""
     work = [graded(), ordinary()]
     with emulated(SMALL_HOPPER), ThreadPoolExecutor(2) as pool:
         for operands in work:
             chain(*operands)
-        monkeypatch.setattr(Launcher, "__call__", slow)
+        order = slowed(monkeypatch)
         got = list(pool.map(lambda operands: chain(*operands), work))
     assert len(order) == 6 and len(set(order)) == 2 and len(set(order[:3])) == len(set(order[3:])) == 1
     for y, operands in zip(got, work, strict=True):
@@ -64,14 +70,6 @@ def test_calls_of_two_threads_on_one_stream_do_not_come_between_each_other(monke
 
 
 def test_a_call_of_one_launch_does_not_come_between_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[int] = []
-    plain = Launcher.__call__
-
-    def slow(self: Launcher, stream: int, values: Any) -> None:
-        order.append(threading.get_ident())
-        time.sleep(0.02)
-        plain(self, stream, values)
-
     def one_launch(x: Tensor, weight: Tensor) -> Tensor:
         with precision("bf16"), plan.forcing(ways.epilogue("CoResident")):
             return linear_scale_batch_norm(x.bfloat16(), weight.bfloat16(), training=True, strategy="one_kernel")
@@ -80,7 +78,7 @@ def test_a_call_of_one_launch_does_not_come_between_anothers(monkeypatch: pytest
     with emulated(SMALL_HOPPER), ThreadPoolExecutor(2) as pool:
         for call, operands in calls:
             call(*operands)
-        monkeypatch.setattr(Launcher, "__call__", slow)
+        order = slowed(monkeypatch)
         first = pool.submit(chain, *calls[0][1])
         while not order:
             time.sleep(0.001)
