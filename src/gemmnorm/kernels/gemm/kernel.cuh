@@ -41,8 +41,8 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
   int next = 0, taken = 0;
 #pragma unroll 1
   for (int t = blockIdx.x; t < scheduler.tiles(); t = next) {
-    if constexpr (G::kQueued) next = take_tile(p.counters + p.tile_counter, scheduler.tiles());
-    else next = t + static_cast<int>(gridDim.x);
+    u32 number = 0;
+    if constexpr (G::kQueued) number = draw_number(p.counters + p.tile_counter);
     const Tile tile = scheduler.at(t);
     const OperandBox x = operand_box<G::TM, G::kSharing>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
     int own_rows = 0;  // where the block's part of x begins
@@ -64,7 +64,12 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
         tma_load(shared.weight[stage][plane], *weight.map, full, column, tile.n * G::TN, kEvictNormal);
       }
     });
-    if constexpr (G::kQueued) shared.taken.put(taken++, next);
+    if constexpr (G::kQueued) {
+      next = drawn_tile(p.counters + p.tile_counter, number, scheduler.tiles());
+      shared.taken.put(taken++, next);
+    } else {
+      next = t + static_cast<int>(gridDim.x);
+    }
   }
 }
 

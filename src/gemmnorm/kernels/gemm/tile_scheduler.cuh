@@ -111,12 +111,12 @@ struct TileWalk {
     else t += gridDim.x;
   }
 };
-// Takes the next tile, as one thread of the block. Each of `tiles` tiles is followed by one call; the last of these leaves the
-// counter zero.
-__device__ __forceinline__ int take_tile(u32* counter, int tiles) {
-  const int taken = static_cast<int>(atomicAdd(counter, 1u));
-  if (taken == tiles - 1) *counter = 0;
-  return static_cast<int>(gridDim.x) + taken;
+// One thread takes the block's next tile: it draws a number, asks for the loads of the tile at hand while the number is on its
+// way, and has the tile by it. Each of `tiles` tiles is followed by one number; the last of these leaves the counter zero.
+__device__ __forceinline__ u32 draw_number(u32* counter) { return atomicAdd(counter, 1u); }
+__device__ __forceinline__ int drawn_tile(u32* counter, u32 number, int tiles) {
+  if (number == static_cast<u32>(tiles - 1)) *counter = 0;
+  return static_cast<int>(gridDim.x + number);
 }
 
 }  // namespace gemmnorm
