@@ -541,8 +541,7 @@ __device__ __forceinline__ MergedGroups merge_groups(const Params& p, const Merg
   return {mean, within[1] + between[0]};
 }
 
-// mean, rstd and running statistics of kColumns features a block, from group_mean and group_m2; behind the Gram matrix of x, of
-// those features alone that it left with a negative rstd.
+// mean, rstd and running statistics of kColumns features a block, from group_mean and group_m2.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_statistics(const Params& p) {
   constexpr bool FOLD = Config::kFold;
@@ -552,7 +551,6 @@ __device__ __forceinline__ void merge_statistics(const Params& p) {
   FeatureStatistics f = read_feature(p, min(j, p.features - 1));
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-
   f.batches = counted_batches(p);
   const MergedGroups of = merge_groups<FOLD>(p, merge, f.scale, f.bias, shared);
   if (!merge.inside() || merge.lane != 0) return;
@@ -627,7 +625,8 @@ __device__ __forceinline__ Affine<FORM> saved_affine(const Params& p, int j) {
 // y = phi(slope*d + shift): scale, shift, normalisation and activation in one sweep over the product (common/affine.cuh).
 //
 // Reads the product once and writes y once, which may be the product's own memory where both have one type. The planner takes
-// it after the product of cuBLAS, and after a GEMM of this package that only took statistics (gemm_stats_apply).
+// it after the product of cuBLAS, and after a GEMM of this package that only took statistics (gemm_stats_apply). It begins with
+// rows that the L2 still has, kReversed with the last ones: the launch before ended there. column_statistics ends with the first.
 
 template <class Config, class Params>
 __device__ __forceinline__ void normalize(const Params& p) {
@@ -636,7 +635,7 @@ __device__ __forceinline__ void normalize(const Params& p) {
   using Activation = typename Config::Activation;
   constexpr int N = Config::kVector;
   constexpr Form FORM = Config::kForm;
-  using Tile = GroupTile<N, Config::kThreadsX>;
+  using Tile = GroupTile<N, Config::kThreadsX, Config::kReversed>;
   const Tile tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
   Affine<FORM> affine[N];
@@ -987,6 +986,7 @@ struct FusedGemmScaleBnApplyConfig {
   static constexpr int kVector = 4;
   static constexpr int kThreadsX = 32;
   static constexpr auto kForm = gemmnorm::Form::kScaled;
+  static constexpr bool kReversed = false;
   using Activation = Identity;
 };
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_apply(
@@ -1002,6 +1002,7 @@ struct FusedGemmScaleBnEvaluateConfig {
   static constexpr int kVector = 4;
   static constexpr int kThreadsX = 32;
   static constexpr auto kForm = gemmnorm::Form::kRunning;
+  static constexpr bool kReversed = true;
   using Activation = Identity;
 };
 extern "C" __global__ void __launch_bounds__(256, 2) fused_gemm_scale_bn_evaluate(

@@ -813,12 +813,12 @@ struct TileWalk {
     else t += gridDim.x;
   }
 };
-// Takes the next tile, as one thread of the block. Each of `tiles` tiles is followed by one call; the last of these leaves the
-// counter zero.
-__device__ __forceinline__ int take_tile(u32* counter, int tiles) {
-  const int taken = static_cast<int>(atomicAdd(counter, 1u));
-  if (taken == tiles - 1) *counter = 0;
-  return static_cast<int>(gridDim.x) + taken;
+// One thread takes the block's next tile: it draws a number, asks for the loads of the tile at hand while the number is on its
+// way, and has the tile by it. Each of `tiles` tiles is followed by one number; the last of these leaves the counter zero.
+__device__ __forceinline__ u32 draw_number(u32* counter) { return atomicAdd(counter, 1u); }
+__device__ __forceinline__ int drawn_tile(u32* counter, u32 number, int tiles) {
+  if (number == static_cast<u32>(tiles - 1)) *counter = 0;
+  return static_cast<int>(gridDim.x + number);
 }
 
 // --- memory_bound/group_tile.cuh -----------------------------------------------------------------------------------
@@ -1662,6 +1662,7 @@ struct GemmTypes {
   using Operand = OperandTraits<typename Config::Operand>;
   static constexpr int TM = Config::kTileRows, TN = Config::kTileColumns, kStages = Config::kStages;
   static constexpr int kSharing = Config::kSharing;  // blocks, neighbours along the features, that load each tile of x together
+  static constexpr bool kShares = kSharing > 1;
   using Shape = TileShape<TM, TN>;
   static constexpr int kWidth = Shape::kWidth, kPlanes = Operand::kPlanes;
   static constexpr bool kSplit = kPlanes == 2;
@@ -1679,6 +1680,9 @@ struct GemmTypes {
   static constexpr bool kStatisticsKnown = Epilogue::kStatisticsKnown;
   using Conversion = typename Config::template Conversion<GemmTypes, Params>;
   static constexpr bool kQueued = Config::kQueued;  // blocks take tiles as they become free
+  static_assert(!kQueued || (!kShares && !Conversion::kConverts && !Epilogue::kMergesHere),
+                "neighbours, converted rows and complete panels come in the static order of tiles");
+  static_assert(!kQueued || kStages + 2 < TakenTiles::kSlots, "a slot may still be read when it is written again");
   using Taken = typename SelectTaken<kQueued>::type;
   using Walk = TileWalk<kQueued, Taken>;
   using Mainloop = typename SelectMainloop<kSplit, typename Operand::Element, kWidth>::type;
@@ -1726,8 +1730,8 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
   int next = 0, taken = 0;
 #pragma unroll 1
   for (int t = blockIdx.x; t < scheduler.tiles(); t = next) {
-    if constexpr (G::kQueued) next = take_tile(p.counters + p.tile_counter, scheduler.tiles());
-    else next = t + static_cast<int>(gridDim.x);
+    u32 number = 0;
+    if constexpr (G::kQueued) number = draw_number(p.counters + p.tile_counter);
     const Tile tile = scheduler.at(t);
     const OperandBox x = operand_box<G::TM, G::kSharing>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
     int own_rows = 0;  // where the block's part of x begins
@@ -1742,7 +1746,12 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
         tma_load(shared.weight[stage][plane], *weight.map, full, column, tile.n * G::TN, kEvictNormal);
       }
     });
-    if constexpr (G::kQueued) shared.taken.put(taken++, next);
+    if constexpr (G::kQueued) {
+      next = drawn_tile(p.counters + p.tile_counter, number, scheduler.tiles());
+      shared.taken.put(taken++, next);
+    } else {
+      next = t + static_cast<int>(gridDim.x);
+    }
   }
 }
 
@@ -2749,7 +2758,7 @@ __device__ __forceinline__ void compute_fallback_features(const Params& p) {
 //
 //   EvaluateEpilogue    the running statistics; serves every evaluation that keeps nothing for gradients
 //   NormalizeEpilogue   y = phi(slope*(a - mean) + shift) by those of the batch, which launches before have taken and merged
-//                       (ExactStatisticsEpilogue, or the Gram matrix of x); taken in training where the product is cheaper to
+//                       (epilogue_statistics.cuh, or the Gram matrix of x); taken in training where the product is cheaper to
 //                       multiply again than to read again. Where gradients are wanted it also stores a - mean
 //
 // Warp 1 computes the next tile's coefficients while the current one is multiplied, into one of two buffers.

@@ -53,7 +53,8 @@ Two more launches merge the partial statistics and apply scale and shift.
 _GRAM = """\
 Mean and variance of every feature come from the Gram matrix of x, about a pivot near its mean: a_n = x*w_n has the mean
 w_n*mean(x) and the sum of squares w_n^T*G*w_n. That takes in_features/features of the product's operations. Where the
-terms of a sum cancel too far, a device-side flag lets the next launch take the statistics from the product itself.
+terms of a sum cancel too far, a device-side flag lets the next launch take the statistics from the product itself. The
+last launch multiplies and normalises what it has in its registers (and stores the product where a backward wants it).
 """
 _TWO_PASSES = """\
 The product is multiplied twice and y stored once: a first launch takes statistics alone, a second merges them, a third

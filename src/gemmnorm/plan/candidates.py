@@ -218,8 +218,8 @@ def _several_waves(problem: Problem, tile: Tile) -> bool:
 def _group_panels(problem: Problem, tile: Tile) -> int:
     """Panels that are worked on together, so that the L2 holds what their tiles share: all, where there are few.
 
-    Else a divisor of the number of multiprocessors: a block's tiles are then all of one panel of each group, and their
-    weight lies in the part of the L2 that is near.
+    Else a divisor of the number of multiprocessors. In the static order a block's tiles are then all of one panel of
+    each group, and their weight lies in the part of the L2 that is near.
     """
     _, panels = tile.counts(problem)
     most = max(1, GROUP_PANELS * tile.rows // WIDE)

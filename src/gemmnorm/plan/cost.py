@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from . import cast, small, split, tables
-from .gemm import TALL, WIDE, Gemm, bytes_of_x, writes_product
+from .gemm import TALL, WIDE, Gemm, bytes_of_x, partial_sectors, stored_dtypes
 from .gradient import Backward
 from .panels import ClusterPanel
 from .problem import CHIPS, DTYPE_BYTES, Chip, Problem
@@ -66,10 +66,10 @@ class Constants:
     unswapped: float = 1.0  # of a tile of fewer than 128 features in training: its sums pass through shared memory
     staged_ns: float = 0.2  # of an element that waits in shared memory, and leaves during the next tile's main loop
     store_ns: float = 0.1  # of a byte of a tile that is stored
+    partial_store: float = 1.0  # share by which that takes longer, where rows are no whole sectors
     tall: float = 0.1  # share by which x from device memory takes longer in tiles of 256 rows
     border: float = 1.0  # times that two neighbours' sectors are written, where rows of y are no whole sectors
     queued_border: float = 0.3  # likewise, where blocks take tiles as they become free
-    partial_store: float = 1.0  # share by which that takes longer, where rows are no whole sectors
     normalize_ns: float = 0.1  # of an element that is normalised out of the L2
     registers_ns: float = 0.1  # of a byte of a tile that is stored from registers rather than shared memory
     wait: float = 1.5  # of a wave for a panel's statistics, between any blocks
@@ -125,7 +125,7 @@ def _fitted() -> dict[str, Constants]:
 
 
 def constants(problem: Problem) -> Constants:
-    """The constants fitted on an H200, with the bandwidth of the problem's GPU."""
+    """The constants fitted, of an H200, with the bandwidth of the problem's GPU."""
     return _constants(arithmetic_of(problem), problem.chip or FITTED)
 
 
@@ -256,7 +256,6 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
     deferred, co_resident = gemm.schedule == "deferred", gemm.schedule == "co-resident"
     statistics = gemm.schedule in ("statistics", "exact-statistics")
     waves = -(-panels // gemm.panels) if co_resident else -(-rows * panels // blocks)
-    stored = deferred or writes_product(problem, gemm.schedule)
     of_tile = tile.rows * tile.columns
     staged = co_resident and tile.waits and not gemm.in_registers
     # The operands from device memory: x again for every group of panels where the L2 does not keep it.
@@ -264,10 +263,10 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
     panel_groups = -(-panels // gemm.group_panels)
     # In turns: of twice what the L2 keeps nothing is left when its turn comes again.
     again = (panel_groups - 1) * (1 - max(0.0, 2 * kept_by_l2(problem, of_x) - 1))
-    stores = (not statistics) * out_size + size * stored  # bytes of an element
+    stores = sum(DTYPE_BYTES[dtype] for dtype in stored_dtypes(problem, gemm.schedule))  # bytes of an element
     traffic = of_x * (1 + again) + of_weight + elements * stores
-    partial, high = problem.out_features * out_size % cast.SECTOR_BYTES > 0, tile.rows / WIDE
-    border = partial * 2 * cast.SECTOR_BYTES * problem.batch * (panels - 1) * stores / out_size
+    partial, high = partial_sectors(problem, gemm.schedule), tile.rows / WIDE
+    border = partial * 2 * cast.SECTOR_BYTES * problem.batch * (panels - 1)  # two sectors of each row of each border
     last = 0.0
     if deferred:  # the product again, once the last tile of its panel is there; of the last group beside nothing
         together = gemm.group_panels * tile.columns * problem.batch * size
@@ -319,8 +318,8 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
         "misaligned": misaligned_loads(problem),
         "tall_bytes": of_x * (1 + again) * (tile.rows == TALL),
         "border_bytes": border * high * (not gemm.queued),
-        "queued_border_bytes": border * high**2 * gemm.queued,
-        "partial": float(partial),
+        "queued_border_bytes": border * high**2 * gemm.queued,  # high tiles: a block is longer at each, too
+        "partial": float(partial > 0),
         "inside": float(inside > 0),
         "split": float(problem.split),
     }

@@ -21,14 +21,14 @@ from .cost import (
     pass_terms,
     products_time,
 )
-from .gemm import Gemm, bytes_of_x
+from .gemm import FIRST, TALL, Gemm, bytes_of_x
 from .problem import CHIPS, DTYPE_BYTES, Problem
 
 
 def count_two_passes(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` for statistics, their merge, and `fused_gemm` once more, as in evaluation."""
     second = _count_normalize(problem, gemm)
-    return {"first": count_gemm(problem, replace(gemm, schedule="exact-statistics")), "second": second}
+    return {"first": count_gemm(problem, replace(gemm, schedule=FIRST["two-pass"])), "second": second}
 
 
 def _count_normalize(problem: Problem, gemm: Gemm) -> Counted:
@@ -36,16 +36,22 @@ def _count_normalize(problem: Problem, gemm: Gemm) -> Counted:
     known = replace(problem, training=False, cast=(), copied=())
     counted = count_gemm(known, replace(gemm, schedule="normalize"))
     of_x = bytes_of_x(problem)
-    counted["traffic"] -= of_x * kept_by_l2(problem, of_x)
-    counted["tall_bytes"] *= 1 - kept_by_l2(problem, of_x)
+    _keep(counted, problem, gemm, of_x, 0)
     return counted | {"misaligned": misaligned_loads(problem)}
 
 
+def _keep(counted: Counted, problem: Problem, gemm: Gemm, of_x: float, others: float) -> None:
+    """Take off what the L2 still has of x and of so many other bytes, which the launch before read too."""
+    near = kept_by_l2(problem, of_x + others)
+    counted["traffic"] -= (of_x + others) * near
+    counted["tall_bytes"] -= of_x * near * (gemm.tile.rows == TALL)
+
+
 def count_gram(problem: Problem, gemm: Gemm) -> Counted:
-    """Statistics by the Gram matrix of x, two launches that find them, and `fused_gemm`."""
+    """Statistics by the Gram matrix of x, a launch that finds them, and `fused_gemm`."""
     counted, size = empty(), DTYPE_BYTES[problem.dtype]
     count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
-    counted["launches"] += 2
+    counted["launches"] += 1
     blocks, parts, slices = (problem.chip or CHIPS[90]).multiprocessors, gram.parts(problem), gram.slices(problem)
     row_tiles, column_tiles = gram.tiles(problem)
     stages = -(-problem.batch // (gram.STEP * slices))  # of a slice
@@ -64,15 +70,14 @@ def count_gram(problem: Problem, gemm: Gemm) -> Counted:
 def count_again(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` for sums, their merge, and `fused_gemm` for the product's gradient; two products by cuBLAS."""
     out_size, problem = DTYPE_BYTES[problem.out_dtype], replace(problem, cast=())
-    sums = count_gemm(problem, replace(gemm, schedule="exact-statistics"))
+    sums = count_gemm(problem, replace(gemm, schedule=FIRST["two-pass"]))  # it stores nothing either
     # It writes the product's gradient as an evaluation writes y.
     known = replace(problem, training=False, out_dtype=problem.dtype)
     gradient = count_gemm(known, replace(gemm, schedule="normalize"))
     grad_y = problem.batch * problem.out_features * out_size
     for n in (sums, gradient):  # y's gradient comes while a tile is multiplied
         n["traffic"] += grad_y
-    again = bytes_of_x(problem) + grad_y
-    gradient["traffic"] -= again * kept_by_l2(problem, again)
+    _keep(gradient, problem, gemm, bytes_of_x(problem), grad_y)
     return {"first": sums, "second": gradient, **count_products(problem)}
 
 

@@ -45,7 +45,7 @@ def forward(problem: Problem, strategy: str, panel: ClusterPanel | None = None) 
         steps += [memory_bound.column_statistics(problem, fold), memory_bound.merge(problem, fold)]
         workspace += [Buffer(role, "float32", (GROUPS, features)) for role in ("group_mean", "group_m2")]
     if panel is None:
-        steps.append(memory_bound.normalize(problem, fold, "offset"))
+        steps.append(memory_bound.normalize(problem, fold, "offset", after_product=not problem.training))
     product = Buffer("product", problem.dtype, (ROWS, features))
     vectors = [Buffer(role, "float32", (features,)) for role in ("mean", "rstd")]
     outputs, aliases = [Buffer("y", problem.out_dtype, (ROWS, features))], []

@@ -48,6 +48,7 @@ ENTRIES = {
     "evaluate": "fused_gemm_scale_bn_evaluate",
     "statistics": "fused_gemm_statistics",
     "exact-statistics": "fused_gemm_statistics",
+    "missing-statistics": "fused_gemm_statistics",
     "normalize": "fused_gemm_scale_bn_apply",
 }
 COUNTERS = 2  # before the two of each panel
@@ -58,8 +59,10 @@ EPILOGUES = {
     "evaluate": ("EvaluateEpilogue", "evaluate"),
     # Two more launches merge the groups' statistics and normalise.
     "statistics": ("StatisticsEpilogue", "statistics"),
-    # Of "two-pass" and "gram": a launch merges these, and the last multiplies again, with known statistics.
+    # Of "two-pass", merged by another launch; of "gram", where the Gram matrix has not given them. The last launch of
+    # both multiplies again, with known statistics.
     "exact-statistics": ("ExactStatisticsEpilogue", "statistics"),
+    "missing-statistics": ("MissingStatisticsEpilogue", "statistics"),
     "normalize": ("NormalizeEpilogue", "evaluate"),
     # A block has all rows of its features.
     "single-tile": ("SingleTileEpilogue", "single_tile"),
@@ -68,8 +71,8 @@ EPILOGUES = {
     # Tiles are stored, and normalised out of the L2 once their panel is complete.
     "deferred": ("DeferredEpilogue", "deferred"),
 }
-TWICE = ("two-pass", "gram")  # schedules that launch "exact-statistics" and "normalize"
-UNSTORED = (*TWICE, "exact-statistics", "normalize")  # schedules that have no use for a product
+FIRST = {"two-pass": "exact-statistics", "gram": "missing-statistics"}  # schedules that multiply twice, and their first
+UNSTORED = (*FIRST, *FIRST.values(), "normalize")  # schedules that have no use for a product
 ONE_LAUNCH = ("single-tile", "co-resident", "deferred")  # training schedules that are one
 # Fields of the operands that the kernel converts, and of what only split operands have.
 _CONVERTED = ("source_x", "source_weight", "converted_x", "converted_weight")
@@ -245,12 +248,11 @@ class Gemm:
         return self.schedule in ("deferred", "evaluate") if problem.split else self.converts(problem)
 
     def in_step(self, problem: Problem) -> Gemm:
-        """With a ring of one stage more than a tile takes, where blocks take tiles and rows of y are no whole sectors.
+        """With a ring of one stage more than a tile takes, where blocks take tiles and store rows of partial sectors.
 
-        Of two neighbouring tiles both write to the sectors at their border. These meet in the L2, unless a block is
-        several tiles ahead.
+        What two neighbouring tiles write to the same sector meets in the L2, unless a block is several tiles ahead.
         """
-        if not self.queued or problem.out_features * DTYPE_BYTES[problem.out_dtype] % cast.SECTOR_BYTES == 0:
+        if not self.queued or not partial_sectors(problem, self.schedule):
             return self
         return replace(self, tile=replace(self.tile, stages=min(self.tile.stages, self.tile.steps(problem) + 1)))
 
@@ -319,15 +321,10 @@ def fused_gemm(
     )
 
 
-def gemm_launch(problem: Problem, gemm: Gemm, tile_counter: int = 0, unless_exact: bool = False) -> Launch:
-    """A forward's launch.
-
-    Args:
-        tile_counter: which of the plan's counters blocks take tiles by, if they do.
-        unless_exact: for statistics, where the Gram matrix of x has not given them.
-    """
+def gemm_launch(problem: Problem, gemm: Gemm, tile_counter: int = 0) -> Launch:
+    """A forward's launch. `tile_counter`: which of the plan's counters blocks take tiles by, if they do."""
     schedule, converts = gemm.schedule, gemm.has_conversion(problem)
-    if schedule == "exact-statistics":
+    if schedule in FIRST.values():
         gemm = replace(gemm, tile=gemm.tile.without_staging())
     else:
         gemm = gemm.in_step(problem)
@@ -339,7 +336,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, tile_counter: int = 0, unless_exac
     own = _SPLIT if problem.prepared else tuple(field for field in _SPLIT if field != "weight_checksums")
     own = own if problem.split else ()
     absent = tuple(field for field in (*_CONVERTED, *_SPLIT) if field not in (*dict(made), *own))
-    absent += ("num_batches_tracked",) if unless_exact else ("inexact",)  # the launch before has counted
+    absent += ("inexact",) if schedule != "missing-statistics" else ()
     epilogue, file = EPILOGUES[schedule]
     parts = [f"gemm/epilogue_{file}.cuh"]
     parts += [f"gemm/conversion_{'split' if problem.split else 'cast'}.cuh"] if converts else []
@@ -354,8 +351,8 @@ def gemm_launch(problem: Problem, gemm: Gemm, tile_counter: int = 0, unless_exac
         operands=(x, weight),
         matrices=tuple(Map(f"map_{name}", name, GROUP_ROWS, columns, exact=True) for name, columns in results),
         fields=(
-            "stored_product", "y", *VECTORS, "running_mean", "running_var",
-            "inexact" if unless_exact else "num_batches_tracked", "bn_weight", "bn_bias", "momentum", "eps",
+            "stored_product", "y", *VECTORS, "running_mean", "running_var", "num_batches_tracked",
+            *(("inexact",) if schedule == "missing-statistics" else ()), "bn_weight", "bn_bias", "momentum", "eps",
             "group_mean", "group_m2", "mean", "rstd", "merged_slope", "merged_shift", "counters", *dict(made), *own,
         ),
         numbers=(
@@ -400,7 +397,20 @@ def bytes_of_x(problem: Problem) -> int:
 
 def writes_product(problem: Problem, schedule: str) -> bool:
     """A launch stores every tile of the product: where gradients are wanted, or another launch normalises it."""
-    return schedule == "statistics" or (problem.saves_product and schedule not in ("exact-statistics", "gradient"))
+    return schedule == "statistics" or (problem.saves_product and schedule not in (*FIRST.values(), "gradient"))
+
+
+def stored_dtypes(problem: Problem, schedule: str) -> tuple[str, ...]:
+    """Of the matrices [batch, out_features] that tiles store."""
+    product = writes_product(problem, schedule) or schedule in ("deferred", "gradient")
+    y = schedule not in ("statistics", "gradient", *FIRST.values())
+    return (problem.dtype,) * product + (problem.out_dtype,) * y
+
+
+def partial_sectors(problem: Problem, schedule: str) -> int:
+    """How many of these have rows that are no whole sectors: two neighbouring tiles write to those at their border."""
+    rows = [problem.out_features * DTYPE_BYTES[dtype] for dtype in stored_dtypes(problem, schedule)]
+    return sum(row % cast.SECTOR_BYTES > 0 for row in rows)
 
 
 def product_has_buffer(problem: Problem, schedule: str) -> bool:
@@ -411,15 +421,15 @@ def product_has_buffer(problem: Problem, schedule: str) -> bool:
 def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
     """`one_kernel`: the launch alone. `gemm_stats_apply`: with statistics, then their merge and the normalisation.
 
-    That reads the product, or in two passes multiplies again.
+    That reads the product, or multiplies again, after a pass that only took statistics or after the Gram matrix of x.
 
     What converts operands comes before, and of split ones a launch that computes flagged features once more after it.
     """
     features = Extent(problem.out_features)
-    twice, by_gram = gemm.schedule in TWICE, gemm.schedule == "gram"
+    twice, by_gram = gemm.schedule in FIRST, gemm.schedule == "gram"
     own, queued = _own_counters(problem, gemm), 2 if twice else 1
     counters = own + queued * gemm.queued + (fallback_counters(problem) if problem.split else 0)
-    launch = gemm_launch(problem, replace(gemm, schedule="exact-statistics") if twice else gemm, own, by_gram)
+    launch = gemm_launch(problem, replace(gemm, schedule=FIRST.get(gemm.schedule, gemm.schedule)), own)
     steps: tuple[Step, ...] = (gram.launch(problem), launch) if by_gram else (launch,)
     product = Buffer("product", problem.dtype, (ROWS, features))
     y = Buffer("y", problem.out_dtype, (ROWS, features))
@@ -450,14 +460,12 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
             workspace = [buffer for buffer in workspace if buffer.role not in PREPARED]
     merge = memory_bound.merge(problem, True, gemm.tile.group_rows)
     if gemm.schedule == "statistics":
-        steps += (merge, memory_bound.normalize(problem, fold=True, offset="group_mean"))
+        steps += (merge, memory_bound.normalize(problem, fold=True, offset="group_mean", after_product=True))
     elif twice:
         again = replace(
             gemm, schedule="normalize", x_rows=ALL_ROWS, weight_rows=problem.out_features, chunks=cast.chunks(problem)
         )
-        if by_gram:
-            merge = replace(merge, params=(*merge.params, "inexact"), absent=())
-        steps += (merge, gemm_launch(problem, again, own + 1))
+        steps += (*(() if by_gram else (merge,)), gemm_launch(problem, again, own + 1))
     found = Plan(
         problem, "forward", strategy, steps, tuple(outputs), tuple(workspace), aliases, counters=counters
     )  # fmt: skip
@@ -469,7 +477,7 @@ def _own_counters(problem: Problem, gemm: Gemm) -> int:
     _, panels = gemm.tile.counts(problem, gemm.sharing)
     of_panels = COUNTERS + 2 * panels
     if gemm.schedule == "gram":
-        return COUNTERS + gram.tiles(problem)[0]
+        return COUNTERS + max(gram.tiles(problem)[0], panels)
     if gemm.has_conversion(problem):
         return of_panels + (panels + BANDS) * cast.chunks(problem)
     return of_panels if gemm.schedule in ONE_LAUNCH or problem.split else 0

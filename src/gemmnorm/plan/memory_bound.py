@@ -99,12 +99,15 @@ def merge(problem: Problem, fold: bool, rows: int = GROUP_ROWS) -> Launch:
         ("group_mean", "group_m2", *VECTORS, "running_mean", "running_var", "num_batches_tracked", "momentum", "eps",
          "mean", "rstd", "batch", "features"),
         merge_grid(problem),
-        absent=("inexact",),
     )  # fmt: skip
 
 
-def normalize(problem: Problem, fold: bool, offset: str) -> Launch:
-    """Scale, shift, normalisation and activation over the product; `offset` is the role of what was subtracted."""
+def normalize(problem: Problem, fold: bool, offset: str, after_product: bool) -> Launch:
+    """Scale, shift, normalisation and activation over the product; `offset` is the role of what was subtracted.
+
+    It begins with rows that the L2 still has: the last ones `after_product`, else the first, which `column_statistics`
+    reads last.
+    """
     t = tiling(problem)
     return Launch(
         "fused_gemm_scale_bn_apply" if problem.training else "fused_gemm_scale_bn_evaluate",
@@ -114,6 +117,7 @@ def normalize(problem: Problem, fold: bool, offset: str) -> Launch:
             *type_members(problem),
             *t.members,
             ("kForm", form(problem, fold)),
+            ("kReversed", _flag(after_product)),
             ("Activation", "Activation"),
         ),
         ("product", "offset", *VECTORS, "mean", "rstd", "running_mean", "running_var", "bn_weight", "bn_bias", "eps",

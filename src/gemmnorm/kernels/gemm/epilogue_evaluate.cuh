@@ -2,7 +2,7 @@
 //
 //   EvaluateEpilogue    the running statistics; serves every evaluation that keeps nothing for gradients
 //   NormalizeEpilogue   y = φ(slope·(a - mean) + shift) by those of the batch, which launches before have taken and merged
-//                       (ExactStatisticsEpilogue, or the Gram matrix of x); taken in training where the product is cheaper to
+//                       (epilogue_statistics.cuh, or the Gram matrix of x); taken in training where the product is cheaper to
 //                       multiply again than to read again. Where gradients are wanted it also stores a - mean
 //
 // Warp 1 computes the next tile's coefficients while the current one is multiplied, into one of two buffers.

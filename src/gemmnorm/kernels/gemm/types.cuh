@@ -66,6 +66,9 @@ struct GemmTypes {
   static constexpr bool kStatisticsKnown = Epilogue::kStatisticsKnown;
   using Conversion = typename Config::template Conversion<GemmTypes, Params>;
   static constexpr bool kQueued = Config::kQueued;  // blocks take tiles as they become free
+  static_assert(!kQueued || (!kShares && !Conversion::kConverts && !Epilogue::kMergesHere),
+                "neighbours, converted rows and complete panels come in the static order of tiles");
+  static_assert(!kQueued || kStages + 2 < TakenTiles::kSlots, "a slot may still be read when it is written again");
   using Taken = typename SelectTaken<kQueued>::type;
   using Walk = TileWalk<kQueued, Taken>;
   using Mainloop = typename SelectMainloop<kSplit, typename Operand::Element, kWidth>::type;

@@ -8,8 +8,8 @@
 //
 // A square of a sum is lost where the terms of the sum cancel: w_nᵀ·G·w_n has the rounding errors of Σ_i w_ni²·G_ii, and the
 // mean those of Σ_i |w_ni·p_i|. Where M2 is too small beside these, or no number, `inexact` says so and the feature has a
-// negative rstd: the next launch takes statistics from the product itself (ExactStatisticsEpilogue), and the merge after it
-// finishes the features so marked. All others are finished here, and where that is all of them both launches end at once.
+// negative rstd: the next launch takes statistics from the product itself and finishes the features so marked
+// (MissingStatisticsEpilogue). All others are finished here, and where that is all of them the next launch ends at once.
 //
 // Three phases between barriers of the whole grid: partial Gram matrices of slices of the rows; their sum, as two bfloat16 for
 // each element; W·G, of which each element is multiplied by its own of W. The block that is the last to have sums of a tile's

@@ -1,7 +1,8 @@
 // y = φ(slope·d + shift): scale, shift, normalisation and activation in one sweep over the product (common/affine.cuh).
 //
 // Reads the product once and writes y once, which may be the product's own memory where both have one type. The planner takes
-// it after the product of cuBLAS, and after a GEMM of this package that only took statistics (gemm_stats_apply).
+// it after the product of cuBLAS, and after a GEMM of this package that only took statistics (gemm_stats_apply). It begins with
+// rows that the L2 still has, kReversed with the last ones: the launch before ended there. column_statistics ends with the first.
 #pragma once
 #include "common/affine.cuh"
 #include "memory_bound/group_tile.cuh"
@@ -15,7 +16,7 @@ __device__ __forceinline__ void normalize(const Params& p) {
   using Activation = typename Config::Activation;
   constexpr int N = Config::kVector;
   constexpr Form FORM = Config::kForm;
-  using Tile = GroupTile<N, Config::kThreadsX>;
+  using Tile = GroupTile<N, Config::kThreadsX, Config::kReversed>;
   const Tile tile(p.batch, p.features);
   griddepcontrol_launch_dependents();
   Affine<FORM> affine[N];

@@ -118,8 +118,7 @@ __device__ __forceinline__ MergedGroups merge_groups(const Params& p, const Merg
   return {mean, within[1] + between[0]};
 }
 
-// mean, rstd and running statistics of kColumns features a block, from group_mean and group_m2; behind the Gram matrix of x, of
-// those features alone that it left with a negative rstd.
+// mean, rstd and running statistics of kColumns features a block, from group_mean and group_m2.
 template <class Config, class Params>
 __device__ __forceinline__ void merge_statistics(const Params& p) {
   constexpr bool FOLD = Config::kFold;
@@ -129,12 +128,9 @@ __device__ __forceinline__ void merge_statistics(const Params& p) {
   FeatureStatistics f = read_feature(p, min(j, p.features - 1));
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  if (p.inexact && *p.inexact == 0) return;
-
   f.batches = counted_batches(p);
   const MergedGroups of = merge_groups<FOLD>(p, merge, f.scale, f.bias, shared);
   if (!merge.inside() || merge.lane != 0) return;
-  if (p.inexact && !(p.rstd[j] < 0.0f)) return;
   f.mean = of.mean;
   f.variance = (FOLD ? f.scale * f.scale * of.m2 : of.m2) / p.batch;
   finish_feature(p, j, f);
