@@ -21,7 +21,7 @@ from .steps import Plan
 
 LARGEST_CLUSTER = 4  # blocks of `fused_gemm`: of larger ones fewer run at once than there are multiprocessors for
 # Panels that are worked on together: 4 to 16 differ by some percent, and a small last group costs most.
-GROUP_PANELS, OTHER_GROUP_PANELS = 8, (4, 6, 12, 16, 24)
+GROUP_PANELS, OTHER_GROUP_PANELS = 8, (4, 6, 8, 12, 16, 24)
 WEIGHT_SHARE = 1 / 8  # of the L2, up to which the weight stays there while x and y go by
 SHARING = 2  # blocks that load x together
 SHARES = (0.0, 0.25, 0.5)  # of the rows that later waves need, converted before as well; or all
@@ -202,12 +202,12 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
 
 
 def _queued(problem: Problem, tile: Tile) -> bool:
-    """Whether blocks take tiles as they become free: with several each, where the ring holds all of K.
+    """Whether blocks take tiles as they become free: with several each, where the ring holds at least half of K.
 
     Memory decides there, and serves blocks worse that drift apart. Where K is large, neighbours that stay in step load
     the same x at the same time, which wins more.
     """
-    return tile.steps(problem) <= tile.stages and _several_waves(problem, tile) and not problem.split
+    return tile.steps(problem) <= 2 * tile.stages and _several_waves(problem, tile) and not problem.split
 
 
 def _several_waves(problem: Problem, tile: Tile) -> bool:

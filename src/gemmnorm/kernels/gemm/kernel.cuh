@@ -151,6 +151,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     cluster_wait();
   }
   if (!G::Epilogue::kWaitsItself || G::Conversion::kConverts) {
+    if (p.inexact) griddepcontrol_launch_dependents();  // mostly there is nothing to do, and the next launch comes meanwhile
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
   }
