@@ -1861,7 +1861,8 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 //   kMergesHere                     those of the batch are merged in this launch, through its counters
 //   kWaitsItself                    Auxiliary waits for the launches before (griddepcontrol), and nothing else reads what they
 //                                   write: the main loop of the first tile begins beside them. Only behind a GEMM of the same
-//                                   call that waits itself before it lets the next begin: all before the call is then complete
+//                                   call that waits itself before it lets the next begin: all before the call is then complete;
+//                                   or two behind the Gram matrix, which begins when all before it is
 //                                   Where blocks take tiles, they do so before they wait: by a counter that no launch which may
 //                                   still run uses
 //   kStores                         tiles are stored, and may sweep through the staging buffers
