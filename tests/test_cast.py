@@ -74,7 +74,7 @@ def like(chosen: Plan) -> Callable[[Candidate], bool]:
     def wanted(c: Candidate) -> bool:
         if isinstance(c.variant, gemm.Gemm):
             tile, schedule = c.variant.tile, c.variant.schedule
-            finishes, _ = gemm.EPILOGUES["normalize" if schedule in gemm.TWICE else schedule]
+            finishes, _ = gemm.EPILOGUES["normalize" if schedule in gemm.FIRST else schedule]
             like = {"kTileRows": tile.rows, "kTileColumns": tile.columns, "Epilogue<>": f"gemmnorm::{finishes}"}
             # Neighbours that share x have other last tiles, which wait in registers and round once less.
             return (like | {"kSharing": c.variant.sharing}).items() <= members.items()
