@@ -160,6 +160,7 @@ def test_the_operators_are_registered_with_the_types_of_their_functions(project,
         "-fPIC",
         "-shared",
         "-DTORCH_EXTENSION_NAME=_two_blocks",
+        f"-D_GLIBCXX_USE_CXX11_ABI={torch._C._GLIBCXX_USE_CXX11_ABI:d}",
         "-o",
         library,
     ]

@@ -32,7 +32,8 @@ CASES = [
 ]
 OPERATOR = "gemmnorm::linear_scale_batch_norm"
 MODULES = ("torch", "copy", "pickle", "functools", "accelerate", "lightning", "peft", "torchao", "transformers")
-NOT_HERE = (ImportError, AttributeError, torch.onnx.OnnxExporterError)  # a tool, or this PyTorch's part of it
+# A tool, or this PyTorch's part of it. The two errors are one from PyTorch 2.5 on.
+NOT_HERE = (ImportError, AttributeError, torch.onnx.OnnxExporterError, torch.onnx.errors.OnnxExporterError)
 
 
 @pytest.fixture
@@ -59,7 +60,8 @@ def made(code: str, fuse: Callable[[nn.Module], nn.Module]) -> Any:
 
         names["fully_shard"] = functools.partial(fully_shard, mesh=dist.init_device_mesh("cpu", (1,)))
     if "parallelize_module" in code:
-        names |= vars(importlib.import_module("torch.distributed.tensor.parallel")) | vars(torch.distributed.tensor)
+        names |= vars(importlib.import_module("torch.distributed.tensor.parallel"))
+        names["Replicate"] = torch.distributed.tensor.Replicate  # from PyTorch 2.5 on
         names["mesh"] = dist.init_device_mesh("cpu", (1,))
     if "Trainer" in code:
         names |= two_steps()
