@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python benchmarks/candidates.py --out candidates.json.gz --budget 400
 
-`--add FILE` keeps the rows of an earlier run, and measures the problems again that have candidates which it lacks; with
-`--again` all problems, where a kernel has changed; with `--near gram` those where candidates of that name compete.
+`--add FILE` keeps the rows of an earlier run, and measures problems that it lacks, and those again that have candidates
+which it lacks; with `--again` all problems, where a kernel has changed; with `--near gram` those where candidates of
+that name compete.
 `--list` prints the problems and how many kernels they need, without a GPU. Problems come in the order of their value:
 those that TARGETS holds, random ones, then a grid; `--budget` seconds stop the run cleanly and keep what is there.
 
@@ -141,12 +142,10 @@ def middle() -> Iterator[Case]:
         yield case(kind, sizes, True, False)
 
 
-def long() -> Iterator[Case]:
-    """As people bring them, products of some tens of microseconds: their rows are often no whole lines or sectors."""
-    every = (drawn(seed) for seed in range(2000, 2400))
-    few = [(b, i, o) for b, i, o in every if b * i * o > 2e10 or b * i + i * o + b * o > 5e7]
-    for sizes, training in itertools.product(few, (True, False)):
-        yield case("bf16", sizes, training, False)
+def more() -> Iterator[Case]:
+    """As people bring them: their rows are often no whole lines or sectors, which those of the grid are."""
+    for seed, training in itertools.product(range(2000, 2400), (True, False)):
+        yield case("bf16", drawn(seed), training, False)
 
 
 def grid() -> Iterator[Case]:
@@ -165,7 +164,7 @@ def cases() -> Iterator[Case]:
     yield from held()
     yield from random.Random(0).sample(list(brought()), sum(1 for _ in brought()))
     yield from middle()
-    yield from long()
+    yield from more()
     yield from grid()
 
 
@@ -305,7 +304,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kinds and phases, by commas: bf16,backward or training")
     parser.add_argument("--features", type=int, default=1 << 30, help="problems of no more of them")
     parser.add_argument("--rows", type=int, default=1 << 30, help="likewise")
-    parser.add_argument("--add", help="an earlier run's file: measure those of its problems that have new candidates")
+    parser.add_argument("--add", help="an earlier run's file: measure what it lacks, problems or their candidates")
     parser.add_argument("--again", action="store_true", help="with --add, problems too that lack no candidate")
     parser.add_argument(
         "--near", help="with --add, those whose candidates of this name were within a quarter of the best"
@@ -331,7 +330,7 @@ def main() -> None:
     if options.near:
         chosen = [c for c in chosen if near(options.near, known.get(described(c.row), {}))]
     elif options.add and not options.again:
-        chosen = [c for c in chosen if any(f.name not in known.get(described(c.row), {f.name: 0}) for f in found(c))]
+        chosen = [c for c in chosen if any(f.name not in known.get(described(c.row), {}) for f in found(c))]
     if options.list:
         for one in chosen:
             print(one.row, len(found(one)))
