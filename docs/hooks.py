@@ -149,7 +149,7 @@ def result(name: str) -> dict[str, Any]:
 
 def figures() -> str:
     """The README's table, of the published result file."""
-    text: str = readme_table().table(result("h200"), "h200")
+    text: str = readme_table().table(result("h100"), "h100")
     return re.sub(r"\[([^\]]+)\]\(benchmarks/[^)]*\)", r"`\1`", text.replace("<details>", '<details markdown="1">'))
 
 
@@ -157,7 +157,7 @@ def slower() -> str:
     """Where the faster of eager and torch.compile is ahead by more than 3%, among problems that nobody chose."""
     from gemmnorm.bench.random_problems import SLOWER, behind
 
-    tool, document = readme_table(), result("h200-random")
+    tool, document = readme_table(), result("h100-random")
     rows = [row for row in document["rows"] if row["chosen"] and row["compile_ms"]]
     ahead = sorted((row for row in rows if behind(row) > SLOWER), key=behind, reverse=True)
     lines = [
