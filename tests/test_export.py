@@ -98,6 +98,14 @@ def test_the_python_part_runs_from_a_string_and_equals_the_model(nested):
     compare(load_source(nested.source, "nested_new"), "cpu", 1e-5)
 
 
+def test_a_scale_that_becomes_none_raises_as_in_the_original(nested):
+    for name in ("Model", "ModelNew"):
+        model = getattr(load_source(nested.source, "nested_new"), name)(32)
+        model.block.gain = None
+        with pytest.raises(TypeError):
+            model(torch.randn(40, 32))
+
+
 def test_the_file_is_the_source_word_for_word_then_what_harnesses_ask_for(nested):
     assert nested.source.startswith(MODEL.rstrip())
     generated = nested.source[len(MODEL.rstrip()) :]

@@ -1498,7 +1498,7 @@ class _FusedChain(torch.autograd.Function):
         return None, None, gx, gw, gb, gs, None, None, None, gg, gt, None, None, None, None
 
 
-def fused_linear_scale_batch_norm(x, linear, bn, scale=None):
+def fused_linear_scale_batch_norm(x, linear, bn, scale=1.0):
     """Linear(4096, 4096) -> scale -> BatchNorm1d: by the kernels where they serve, else by the modules."""
     in_features, out_features, dtype = 4096, 4096, torch.float32
     scale_vector = scale if isinstance(scale, torch.Tensor) else None
@@ -1517,7 +1517,7 @@ def fused_linear_scale_batch_norm(x, linear, bn, scale=None):
     kernels = _kernels_for(x.device) if serves else None
     if kernels is None:
         y = linear(x)
-        return bn(y if scale is None else y * scale)
+        return bn(y if scale_vector is None and scale == 1.0 else y * scale)
     if training and x.shape[0] == 1:
         size = torch.Size([1, out_features])
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
@@ -1529,7 +1529,7 @@ def fused_linear_scale_batch_norm(x, linear, bn, scale=None):
     return _FusedChain.apply(
         kernels, ("training" if training else "evaluation"), x, weight, linear.bias, scale_vector,
         bn.running_mean, bn.running_var, counter, bn.weight, bn.bias,
-        float(scale) if scale is not None and scale_vector is None else 1.0, momentum, bn.eps, save,
+        float(scale) if scale_vector is None else 1.0, momentum, bn.eps, save,
     )
 
 

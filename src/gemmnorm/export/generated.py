@@ -132,9 +132,9 @@ _UNSAVED = "    serves = serves and (training or not save)  # in evaluation noth
 # TMA reads the weight, from addresses that are multiples of 16.
 _ALIGNED = "    weight = linear.weight.clone() if linear.weight.data_ptr() % 16 else linear.weight\n"
 _ORIGINAL = {
-    False: "        return bn(y if scale is None else y * scale)",
+    False: "        return bn(y if scale_vector is None and scale == 1.0 else y * scale)",
     True: """\
-        y = bn(y if scale is None else y * scale)
+        y = bn(y if scale_vector is None and scale == 1.0 else y * scale)
         activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
         return y if activation is None else activation(y)""",
 }
@@ -148,7 +148,7 @@ def _what(kind: Kind) -> str:
 
 
 def _parameters(kinds: Iterable[Kind]) -> str:
-    return "x, linear, bn, scale=None" + (", activation=None" if any(kind.activation for kind in kinds) else "")
+    return "x, linear, bn, scale=1.0" + (", activation=None" if any(kind.activation for kind in kinds) else "")
 
 
 def _function_head(contents: Contents) -> str:
