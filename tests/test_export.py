@@ -1,15 +1,14 @@
-"""The exported file: its Python on the CPU, its CUDA through nvcc where there is one, its build on a GPU."""
+"""The exported file: its Python on the CPU, its CUDA through nvcc where there is one. On a GPU: test_export_gpu.py."""
 
 from __future__ import annotations
 
 import re
 import shutil
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from export_support import EXAMPLES, NESTED, compare, hopper, small
 
 from gemmnorm import export as exporting
 from gemmnorm import plan
@@ -21,77 +20,12 @@ from gemmnorm.plan import small as small_panels
 from gemmnorm.runtime import measured
 from gemmnorm.userfiles import load_source
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-MODEL = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = nn.Linear(width, 24)
-        self.gain = nn.Parameter(torch.randn(()))
-        self.bn = nn.BatchNorm1d(24)
-
-    def forward(self, x):
-        return F.leaky_relu(self.bn(self.linear(x) * self.gain), 0.2)
-
-
-class Model(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.block = Block(width)
-        self.head = nn.Sequential(nn.Linear(24, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-
-    def forward(self, x):
-        return self.head(self.block(x))
-
-
-def get_inputs():
-    return [torch.randn(40, 32)]
-
-
-def get_init_inputs():
-    return [32]
-"""
-
 
 @pytest.fixture(scope="module")
 def nested(tmp_path_factory):
     path = tmp_path_factory.mktemp("export") / "nested.py"
-    path.write_text(MODEL)
+    path.write_text(NESTED)
     return exporting.export(path, path.with_name("nested_new.py"))
-
-
-def compare(module, device: str, tolerance: float, batch: int = 40) -> None:
-    """Model and ModelNew under one seed: names, outputs, gradients and buffers, in training and in evaluation."""
-    arguments = module.get_init_inputs()
-    torch.manual_seed(5)
-    old = module.Model(*arguments).to(device)
-    torch.manual_seed(5)
-    new = module.ModelNew(*arguments).to(device)
-    assert isinstance(new, module.Model)
-    for (name, a), (other, b) in zip(old.state_dict().items(), new.state_dict().items(), strict=True):
-        assert name == other and torch.equal(a, b)
-    for training in (True, False):
-        old.train(training), new.train(training)
-        x = torch.randn(batch, module.get_inputs()[0].shape[1], device=device).to(module.get_inputs()[0].dtype)
-        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        ya, yb = old(a), new(b)
-        grad = torch.randn_like(ya)
-        ya.backward(grad), yb.backward(grad)
-        close = {"rtol": tolerance, "atol": tolerance}
-        torch.testing.assert_close(yb, ya, **close)
-        torch.testing.assert_close(b.grad, a.grad, **close)
-        for (name, p), q in zip(old.named_parameters(), new.parameters(), strict=True):
-            torch.testing.assert_close(q.grad, p.grad, msg=lambda text, name=name: f"{name}: {text}", **close)
-        for p, q in zip(old.buffers(), new.buffers(), strict=True):
-            torch.testing.assert_close(q, p, **close)
-        with torch.no_grad():
-            torch.testing.assert_close(new(x), old(x), **close)
 
 
 def test_the_python_part_runs_from_a_string_and_equals_the_model(nested):
@@ -107,8 +41,8 @@ def test_a_scale_that_becomes_none_raises_as_in_the_original(nested):
 
 
 def test_the_file_is_the_source_word_for_word_then_what_harnesses_ask_for(nested):
-    assert nested.source.startswith(MODEL.rstrip())
-    generated = nested.source[len(MODEL.rstrip()) :]
+    assert nested.source.startswith(NESTED.rstrip())
+    generated = nested.source[len(NESTED.rstrip()) :]
     for word in (*exporting.REFUSED, r"__file__", r"from __future__"):
         assert not re.search(word, generated), word
     for word in ("load_inline", "__global__", "fused_gemm_scale_bn_", "class ModelNew(Model)"):
@@ -118,7 +52,7 @@ def test_the_file_is_the_source_word_for_word_then_what_harnesses_ask_for(nested
 
 def test_a_model_without_a_chain_is_refused_with_the_reason(tmp_path):
     path = tmp_path / "none.py"
-    path.write_text(MODEL.replace("nn.BatchNorm1d(24)", "nn.LayerNorm(24)").replace("nn.BatchNorm1d(16)", "nn.ReLU()"))
+    path.write_text(NESTED.replace("nn.BatchNorm1d(24)", "nn.LayerNorm(24)").replace("nn.BatchNorm1d(16)", "nn.ReLU()"))
     with pytest.raises(GemmNormValueError, match="chain"):
         exporting.export(path, tmp_path / "new.py")
     assert not (tmp_path / "new.py").exists()
@@ -126,29 +60,9 @@ def test_a_model_without_a_chain_is_refused_with_the_reason(tmp_path):
 
 def test_a_synchronised_chain_is_refused(tmp_path):
     path = tmp_path / "synchronised.py"
-    path.write_text(MODEL.replace("nn.BatchNorm1d(24)", "nn.SyncBatchNorm(24)"))
+    path.write_text(NESTED.replace("nn.BatchNorm1d(24)", "nn.SyncBatchNorm(24)"))
     with pytest.raises(GemmNormValueError, match="a SyncBatchNorm cannot be written out"):
         exporting.export(path, tmp_path / "new.py")
-
-
-def small(path: Path, dtype: str = "bfloat16", batch: int = 256, features: int = 512) -> Path:
-    """examples/small.py with another dtype, batch size or number of features."""
-    text = (EXAMPLES / "small.py").read_text()
-    for old, new in (
-        ("momentum=momentum)\n", f"momentum=momentum)\n        self.to(torch.{dtype})\n"),
-        ("torch.randn(batch_size, in_features)", f"torch.randn(batch_size, in_features).to(torch.{dtype})"),
-        ("batch_size = 256", f"batch_size = {batch}"),
-        ("out_features = 512", f"out_features = {features}"),
-    ):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    path.write_text(text)
-    return path
-
-
-def hopper(folder: Path, strategy: str = "one_kernel", dtype: str = "bfloat16", batch: int = 256):
-    path = small(folder / f"small_{dtype}_{batch}.py", dtype, batch)
-    return exporting.export(path, folder / f"{strategy}_{path.name}", strategy=strategy, target="sm_90")
 
 
 def host_function(source: str, name: str) -> str:
@@ -315,7 +229,7 @@ def test_a_strategy_that_cannot_be_written_out_says_why(tmp_path, strategy, dtyp
 
 def test_several_chains_with_the_own_product(tmp_path):
     path = tmp_path / "nested.py"
-    path.write_text(MODEL.replace("    def forward(self, x):\n        return self.head",
+    path.write_text(NESTED.replace("    def forward(self, x):\n        return self.head",
                                   "        self.bfloat16()\n\n    def forward(self, x):\n        return self.head")
                     .replace("torch.randn(40, 32)", "torch.randn(40, 32).bfloat16()"))  # fmt: skip
     source = exporting.export(path, None, strategy="one_kernel", target="sm_90").source
@@ -389,115 +303,3 @@ def _broken(path: Path, line: str) -> Path:
     broken = path.with_name("broken.py")
     broken.write_text(path.read_text().replace('_HOST = r"""\n', f'_HOST = r"""\n{line}\n'))
     return broken
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name",
-    ["nested", "small", "kb33_cublas_bn", "kb33_cublas_folded_bn", "kb39_cublas_folded_bn", "kb33_one_kernel",
-     "kb39_one_kernel"],
-)  # fmt: skip
-def test_built_by_load_inline_and_equal(nested, name, tmp_path):
-    """Every batch size runs the kernels; float32 without TF32, so that 1e-4 is asked of the founding files too."""
-    if name.endswith("one_kernel") and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    if name == "nested":
-        source = nested.source
-    elif name == "small":
-        source = exporting.export(EXAMPLES / "small.py", None).source
-    else:
-        source = (EXAMPLES / "model_new" / f"{name}.py").read_text()
-    module = load_source(source, name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        assert module._kernels_for(torch.device("cuda")) is not None
-    calls = []
-    original = module._FusedChain.apply
-    module._FusedChain.apply = lambda *args: (calls.append(1), original(*args))[1]
-    for batch in (40, 129, 1000):
-        # Gradients are compared in the module's own scale, where sums over the batch reach thousands.
-        compare(module, "cuda", 2e-4 if name == "nested" else 5e-3, batch)
-    assert calls
-    assert isinstance(module.ModelNew(*module.get_init_inputs()), nn.Module)
-
-
-ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
-
-
-def assert_near(found, wanted, batch: int, name: str) -> None:
-    """By norm, within 2 %; of elements that are one, or sums over the batch, where the true values are smaller."""
-    least = (wanted.numel() * batch) ** 0.5
-    error = (found.float() - wanted).norm().item()
-    assert error <= 0.02 * max(wanted.norm().item(), least), f"{name}: {error}"
-
-
-def compare_half(module, batch: int) -> None:
-    """ModelNew in half precision against Model in float32 with the same parameters."""
-    arguments = module.get_init_inputs()
-    torch.manual_seed(5)
-    old = module.Model(*arguments).cuda().float()
-    torch.manual_seed(5)
-    new = module.ModelNew(*arguments).cuda()
-    for training in (True, False):
-        old.train(training), new.train(training)
-        x = torch.randn(batch, module.get_inputs()[0].shape[1], device="cuda").bfloat16()
-        a, b = x.float().requires_grad_(), x.clone().requires_grad_()
-        ya, yb = old(a), new(b)
-        grad = torch.randn_like(yb)
-        old.zero_grad(), new.zero_grad()
-        ya.backward(grad.float()), yb.backward(grad)
-        assert_near(yb, ya, 1, "y")
-        assert_near(b.grad, a.grad, 1, "x")
-        for (name, p), q in zip(old.named_parameters(), new.parameters(), strict=True):
-            assert_near(q.grad, p.grad, batch, name)
-        with torch.no_grad():
-            assert_near(new(x), old(x.float()), 1, "y alone")
-        for (name, p), q in zip(old.named_buffers(), new.buffers(), strict=True):
-            assert_near(q, p.float(), 1, name)
-
-
-def compare_captured(module, batch: int) -> None:
-    """A captured call, replayed among calls that are not, gives what they give."""
-    model = module.ModelNew(*module.get_init_inputs()).cuda()
-    x = torch.randn(batch, module.get_inputs()[0].shape[1], device="cuda").to(module.get_inputs()[0].dtype)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.no_grad():
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            model(x)
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            y = model(x)
-        for _ in range(3):
-            x.normal_()
-            wanted = model(x)
-            graph.replay()
-            torch.testing.assert_close(y, wanted)
-
-
-@pytest.mark.gpu
-@ON_HOPPER
-@pytest.mark.parametrize(
-    ("strategy", "dtype", "batch"),
-    [
-        ("one_kernel", "bfloat16", 64),
-        ("one_kernel", "bfloat16", 256),
-        ("one_kernel", "bfloat16", 16384),
-        ("one_kernel", "float32", 256),
-        ("gemm_stats_apply", "bfloat16", 256),
-    ],
-)
-def test_the_own_product_built_by_load_inline_and_equal(strategy, dtype, batch, tmp_path):
-    """Batches on both sides of every condition: one tile, one wave, more; full and partly empty groups."""
-    module = load_source(hopper(tmp_path, strategy, dtype, batch).source, f"{strategy}_{dtype}_{batch}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        assert module._kernels_for(torch.device("cuda")) is not None
-    for rows in sorted({40, 128, 129, 1000, 2049, 8192, batch}):
-        if dtype == "bfloat16":
-            compare_half(module, rows)
-        else:
-            compare(module, "cuda", 5e-3, rows)
-        compare_captured(module, rows)

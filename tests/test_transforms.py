@@ -53,6 +53,23 @@ def test_function_transforms(name: str) -> None:
     torch.testing.assert_close(transform(module, x), transform(lambda v: plain(module, v), x))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_through_a_branch(compiled: bool) -> None:
+    """PyTorch takes gradients of a branch only where each operation's inputs all have one: no operator with a None."""
+    module = stir(gemmnorm.LinearScaleBatchNorm1d(6, 4, bias=False)).eval()
+    x = torch.randn(5, 6)
+
+    def branches(f: Any, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda v: f(v).square(), lambda v: f(-v), (x,))
+
+    call = torch.compile(branches, backend="aot_eager") if compiled else branches
+    for signed in (x * x.sum().sign(), -x * x.sum().sign()):
+        a, b = signed.clone().requires_grad_(), signed.clone().requires_grad_()
+        got, want = call(module, a), (plain(module, b).square() if signed.sum() > 0 else plain(module, -b))
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got.sum(), a), torch.autograd.grad(want.sum(), b))
+
+
 counts_ours = pytest.mark.skipif(
     torch.ops.gemmnorm.linear_scale_batch_norm not in flop_registry, reason="PyTorch 2.4 looks under another name"
 )

@@ -172,6 +172,20 @@ def in_a_subgraph() -> bool:
         return True
 
 
+_CONTROL_FLOW = ("cond", "while_loop", "map", "map_impl", "scan", "associative_scan")
+
+
+@traced_as_constant
+def in_control_flow() -> bool:
+    """Called at trace time: Dynamo traces a branch, or the body of a loop, of PyTorch's control flow operators."""
+    try:
+        translator: Any = sys.modules["torch._dynamo.symbolic_convert"]
+        bodies = translator.InstructionTranslator.current_tx().output.current_tracer.source_fn_stack
+        return any(name in _CONTROL_FLOW for name, _ in bodies)
+    except (KeyError, AttributeError):  # private names: docs/private_api.md
+        return False
+
+
 UNKNOWN = "this PyTorch lacks private names that gemmnorm needs (docs/private_api.md)"
 
 
@@ -179,10 +193,13 @@ def why_plain_ops() -> str | None:
     """Who needs the single operations: a function transform or mode, forward-mode differentiation, a trace, an export.
 
     None where nobody does, `UNKNOWN` where PyTorch does not say. What is exported holds PyTorch's own operations and
-    runs without this package.
+    runs without this package. In a branch or loop PyTorch takes gradients only of operations all of whose inputs have
+    one, which a bias of None has not.
     """
     if torch.compiler.is_compiling():
-        return "exported" if is_exporting() else None
+        if is_exporting():
+            return "exported"
+        return "inside a branch or loop" if torch.is_grad_enabled() and in_control_flow() else None
     try:
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return "inside a function transform"
