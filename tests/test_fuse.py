@@ -298,6 +298,25 @@ def without_gradients(self: Any, x: Tensor) -> Tensor:
     return chain(self, x)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+doubled = Doubled.apply
+
+
+def a_function_without_gradients(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = doubled(x)
+    return chain(self, x)
+
+
 def autocast(self: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return chain(self, x)
@@ -332,6 +351,7 @@ def own_tensor(self: Any, x: Tensor) -> Tensor:
 UNTRACEABLE = {
     decides: "decides by the data",
     without_gradients: "switches gradients",
+    a_function_without_gradients: "switches gradients",
     autocast: "enters an autocast region",
     draws: "decides by the data",
     draws_in_python: "draws random numbers",

@@ -287,7 +287,17 @@ class Reversed(torch.autograd.Function):
         return -ctx.factor * grad, None
 
 
-reverse = Reversed.apply
+class Scaled(Reversed):
+    @staticmethod
+    def forward(x: Tensor, factor: float = 4.0) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+
+
+reverse, scale = Reversed.apply, Scaled.apply
 
 
 def assigns_items(self: Any, x: Tensor) -> Tensor:
@@ -378,6 +388,7 @@ FUSED: dict[str, tuple[Callable[..., Any], list[dict[str, Any]], int]] = {
     "a partial function": (lambda self, x: self.part(normed(self, x)), [{"x": X}], 3),
     "another class": (inherits, [{"x": X}], 3),
     "a Function": (lambda self, x: reverse(normed(self, Reversed.apply(x, 3.0)), 0.5), [{"x": X}], 3),
+    "a Function's context": (lambda self, x: scale(normed(self, Scaled.apply(x)), 0.5), [{"x": X}], 3),
     "items": (assigns_items, [{"x": X}], 3),
     "a buffer": (changes_a_buffer, [{"x": X}], 3),
     "numbers": (repeats, [{"x": X}, {"x": X, "n": 3}, {"x": X, "p": 0.0}], 3),

@@ -31,7 +31,7 @@ from .outside import (
     namespace_of,
     path_of,
 )
-from .scanning import CONTAINERS, Scan, Untraceable, changed_by, content
+from .scanning import CONTAINERS, Scan, Untraceable, changed_by, content, is_bound
 from .scanning import is_of_users as is_of_user
 from .stand_ins import IN_PLACE
 from .structure import as_written, forward_of
@@ -293,8 +293,9 @@ class Recorder:
     ) -> Iterator[tuple[str, Any]]:
         """Those of a function by its identity; of what a copy of the owner has a copy of, by what it consists of."""
         names: tuple[str, ...] = ()
-        if isinstance(value, types.MethodType):
-            names = ("__func__",) if defined or isinstance(value.__self__, nn.Module) else ("__func__", "__self__")
+        if is_bound(value):
+            function = "__func__" if isinstance(value, types.MethodType) else "__name__"
+            names = (function,) if defined or isinstance(value.__self__, nn.Module) else (function, "__self__")
         elif isinstance(value, functools.partial):
             names = ("func", "args", "keywords")
         if not defined:

@@ -275,6 +275,13 @@ def is_of_users(filename: str) -> bool:
     return not of_others and _ASSERTS not in filename
 
 
+def is_bound(value: Any) -> bool:
+    """A method of an object or class; that of a class may be compiled: `autograd.Function.apply`, from PyTorch 2.15."""
+    if isinstance(value, types.BuiltinMethodType):
+        return isinstance(value.__self__, type) and issubclass(value.__self__, torch.autograd.Function)
+    return isinstance(value, types.MethodType)
+
+
 def is_of_python(filename: str) -> bool:
     return filename.startswith("<frozen") or (filename.startswith(_STDLIB) and "-packages" not in filename)
 

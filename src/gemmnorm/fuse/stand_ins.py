@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import logging
 import operator
 import os
@@ -270,18 +271,52 @@ def _making(tracer: fx.Tracer, plain: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _of_class(cls: Any, name: str) -> Any:
+    """A static method that `cls` has or inherits, whatever its metaclass says."""
+    return next(vars(c)[name] for c in cls.__mro__ if name in vars(c)).__get__(None, cls)
+
+
+def _of_functions() -> dict[str, property]:
+    """What `apply` of an `autograd.Function` looks up on its class: given stand-ins, the whole call is recorded.
+
+    `apply` itself may have been taken from its class long before, and is compiled from PyTorch 2.15 on. It looks
+    `setup_context` up first, and `forward` with gradients switched off.
+    """
+    unset = _of_class(torch.autograd.Function, "setup_context")
+    with_gradients = True
+
+    def setup_context(cls: Any) -> Any:
+        nonlocal with_gradients
+        plain = _of_class(cls, "setup_context")
+        if not getattr(_here, "records", False):
+            return plain
+        with_gradients = torch.is_grad_enabled()
+        if plain is unset:
+            return plain
+        return lambda ctx, inputs, output: None if issubclass(type(output), fx.Proxy) else plain(ctx, inputs, output)
+
+    def forward(cls: Any) -> Any:
+        plain = _of_class(cls, "forward")
+        with_context = _of_class(cls, "setup_context") is unset
+
+        @functools.wraps(plain)
+        def record(*args: Any, **kwargs: Any) -> Any:
+            given = next((a for a in (*args, *kwargs.values()) if issubclass(type(a), fx.Proxy)), None)
+            if given is None:
+                return plain(*args, **kwargs)
+            apply = vars(torch.autograd.Function)["apply"].__get__(None, cls)
+            with torch.set_grad_enabled(with_gradients):
+                return given.tracer.create_proxy("call_function", apply, args[with_context:], kwargs)
+
+        return record if getattr(_here, "records", False) else plain
+
+    return {"setup_context": property(setup_context), "forward": property(forward)}
+
+
 @contextlib.contextmanager
 def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
     """While active, questions are answered honestly; the value has those about the surroundings, with the answers."""
     answers: dict[str, Any] = {}
-    base: Any
-    base, torch_apply = torch.autograd.Function.__bases__[0], torch.autograd.Function.__dict__["apply"].__func__
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        given = next((a for a in (*args, *kwargs.values()) if issubclass(type(a), fx.Proxy)), None)
-        if given is None:
-            return super(base, cls).apply(*args, **kwargs)
-        return given.tracer.create_proxy("call_function", types.MethodType(torch_apply, cls), args, kwargs)
 
     def enter(plain: Callable[[Any], Any], reason: str) -> Callable[[Any], Any]:
         def refuse(region: Any) -> Any:
@@ -306,7 +341,8 @@ def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
         stack.enter_context(_replaced(logging.Logger, "isEnabledFor", _would_log(answers)))
         for cls, reason in _ENTERED.items():
             stack.enter_context(_replaced(cls, "__enter__", enter(vars(cls)["__enter__"], reason)))
-        stack.enter_context(_replaced(base, "apply", classmethod(apply)))
+        for name, looked_up in _of_functions().items():
+            stack.enter_context(_replaced(type(torch.autograd.Function), name, looked_up))
         stack.enter_context(_replaced(_here, "tracer", tracer))
         stack.enter_context(_replaced(_here, "records", True))
         yield answers

@@ -14,7 +14,6 @@ import keyword
 import math
 import operator
 import re
-import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from .comparing import HOLDS, literal
 from .matching import Found, resolve
 from .outside import import_line, known_as
 from .recorder import Method
-from .scanning import Untraceable
+from .scanning import Untraceable, is_bound
 from .views import does_nothing
 
 LINE = 116
@@ -318,7 +317,7 @@ class Writer:
 
     def _callable(self, target: Any) -> str:
         """The name of a function, importing it if need be."""
-        if isinstance(target, types.MethodType):  # of a class, such as the `apply` of a torch.autograd.Function
+        if is_bound(target):  # of a class, such as the `apply` of a torch.autograd.Function
             return f"{self._callable(target.__self__)}.{target.__name__}"
         name = getattr(target, "__name__", "")
         for prefix, module in _MODULES.items():
