@@ -112,8 +112,9 @@ def questions(conditions: Sequence[str], catches: bool) -> tuple[list[str], str,
     text = " or ".join(conditions)
     if not catches or not any(map(_MAY_RAISE.search, conditions)):
         return [], f"not ({text})", text
+    # `not (not …)` becomes one instruction on Python 3.14, which Dynamo does not expect.
     return [
-        "try:", f"    {HOLDS} = not ({text})", "except Exception:", f"    {HOLDS} = False",
+        "try:", f"    {HOLDS} = False if {text} else True", "except Exception:", f"    {HOLDS} = False",
     ], HOLDS, f"not {HOLDS}"  # fmt: skip
 
 
