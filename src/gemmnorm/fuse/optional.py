@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from .guards import part_of_input, shape_of
 from .recorder import Method
-from .scanning import Untraceable
+from .scanning import CONSTANTS, Untraceable
 from .structure import forward_of
 
 
@@ -98,7 +98,7 @@ def _gives(load: dis.Instruction, names: set[str]) -> bool:
 
 
 def _is_none(instruction: dis.Instruction) -> bool:
-    return instruction.opname in ("LOAD_CONST", "RETURN_CONST") and instruction.argval is None
+    return instruction.opname in (*CONSTANTS, "RETURN_CONST") and instruction.argval is None
 
 
 def _named(instruction: dis.Instruction) -> tuple[str, ...]:

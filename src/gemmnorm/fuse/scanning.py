@@ -29,6 +29,7 @@ _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _CONTEXTS = {"no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "saved_tensors_hooks"}
 _CONTEXTS |= {"record_function", "nullcontext", "catch_warnings", "save_on_cpu"}
 _CATCHES = {"CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"}
+CONSTANTS = ("LOAD_CONST", "LOAD_COMMON_CONSTANT")  # what loads None: the second from Python 3.15 on
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _MATCHES = {"MATCH_SEQUENCE", "MATCH_MAPPING", "MATCH_CLASS", "MATCH_KEYS"}
 
@@ -171,7 +172,7 @@ class Scan:
                 if found is not None:
                     self._note_global(found, vars(place), value)
                 self._follow_method(code, str(value))
-            if name not in ("LOAD_CONST", "COPY", "NOT_TAKEN", "CACHE", "NOP"):
+            if name not in (*CONSTANTS, "COPY", "NOT_TAKEN", "CACHE", "NOP"):
                 before = [*before[-1:], instruction]
 
     def _note_global(self, value: Any, namespace: Any, name: str) -> None:
