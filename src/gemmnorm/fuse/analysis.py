@@ -50,6 +50,7 @@ class OwnerPlan:
         assumed: descendants that do not run as modules.
         definitions: (class or Python module, name, function) of what was read and has to be found there.
         methods: (name, function) of those of the owner's class, which the instance has not got.
+        written: (function, its byte code) of those that were read; what reloads a module in a notebook exchanges that.
         kinds: (path as names, class, what it counts as) of the children that the chains compute.
         forms: what `forward` does, by which of its parameters are given.
     """
@@ -65,6 +66,7 @@ class OwnerPlan:
     assumed: tuple[Assumed, ...] = ()
     definitions: tuple[tuple[Any, str, Any], ...] = ()
     methods: tuple[tuple[str, Any], ...] = ()
+    written: tuple[tuple[Any, Any], ...] = ()
     kinds: tuple[tuple[tuple[str, ...], type, type | None], ...] = ()
     signature: str = ""
     forwarded: str = ""
@@ -262,6 +264,7 @@ def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) ->
             assumed=(*dict.fromkeys((*plan.assumed, *further.assumed)),),
             definitions=(*dict.fromkeys((*plan.definitions, *further.definitions)),),
             methods=(*dict.fromkeys((*plan.methods, *further.methods)),),
+            written=(*dict.fromkeys((*plan.written, *further.written)),),
             kinds=further.kinds,
             forms=(*plan.forms, *further.forms),
         )
@@ -284,7 +287,8 @@ def _plan_of_traces(
     assumed: dict[Assumed, None] = {}
     conditions: dict[str, None] = {}
     definitions: dict[tuple[Any, str, Any], None] = {}
-    for trace in (_joined_recording(owner, t, mode, records, assumed) for mode, t in enumerate(pair)):
+    recordings = [_joined_recording(owner, t, mode, records, assumed) for mode, t in enumerate(pair)]
+    for trace in recordings:
         conditions |= dict.fromkeys(_conditions(owner, trace))
         definitions |= dict.fromkeys(trace.definitions)
         namespace |= trace.namespaces
@@ -312,6 +316,7 @@ def _plan_of_traces(
         original=original_class(owner),
         definitions=(*dict.fromkeys((*definitions, *structure.forwards(owner, (*plain, *(a.path for a in assumed))))),),
         methods=(*dict.fromkeys(m for trace in pair for m in trace.methods),),
+        written=(*dict.fromkeys((f, f.__code__) for trace in recordings for f in trace.functions),),
         kinds=(*dict.fromkeys(structure.kinds(owner, chains)),),
         chains=tuple(chains),
         refusals=tuple(Refusal(path, _joined(path, where), why) for where, why in reasons),
@@ -339,8 +344,7 @@ def _conditions(owner: nn.Module, trace: Trace) -> list[str]:
     named = (str(node.target) for node in trace.graph.nodes if node.op == "get_attr")
     tested = [p for p in named if trace.tests_values or p.rpartition(".")[2] in trace.tested_attributes]
     found += [f"{render(path)} is None" for path in tested]
-    if trace.tests_values:
-        found += optional.conditions(owner, trace.graph)
+    found += optional.conditions(owner, trace.graph, trace.tests_values)
     guards.forget(trace.graph)
     return found
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
 import hashlib
 import inspect
 import linecache
@@ -170,7 +171,7 @@ def fusion_of(module: nn.Module) -> Fusion | None:
 
 def _install(owner: nn.Module, fusion: Fusion) -> None:
     _drop_idle_forward(owner)
-    if not issubclass(type(owner), Fused):
+    if not hasattr(owner, "_gemmnorm_fused"):
         owner.__class__ = _fused_class(type(owner))
     owner.__dict__[_KEY] = fusion
 
@@ -221,35 +222,50 @@ class Fused:
     def __init_subclass__(cls, **_: Any) -> None:
         """A class that keeps a list of its subclasses is not to hear of this one."""
 
-    def __prepare_scriptable__(self) -> Any:
-        """`torch.jit.script` asks for what it is to read; the fused `forward` is not TorchScript."""
-        raise GemmNormRuntimeError(
-            "torch.jit.script: expected modules whose source is TorchScript; got a fused one. Script"
-            " gemmnorm.unfuse(model), or take torch.jit.trace or torch.export, which see the plain operations"
-        )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the original class plus "fuse this": the class that `fuse` made cannot be imported."""
-        found = super().__reduce_ex__(max(int(protocol), 2))
-        owner: Any = self
-        original = original_class(owner)
-        if original is type(owner) or not isinstance(found, tuple) or found[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return found  # a class derived later, or an original that has a way of its own
-        if _KEY not in self.__dict__:
-            return (copyreg.__newobj__, (original,), *found[2:])  # type: ignore[attr-defined]
-        return (restore, (original,), *found[2:])
+def _bases(original: type[nn.Module]) -> tuple[type, ...]:
+    """Python gives an instance another class where both get their `__dict__` behind the same base.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
-        owner: Any = self
-        fusion = fusion_of(owner)
-        if fusion is None or fusion.plan is None:  # out of a pickle
-            plan = plan_of(owner)
-            left_out = () if fusion is None else fusion.left_out
-            if any(chain.linear not in left_out for chain in plan.chains):
-                _install(owner, Fusion(plan, left_out))
-            else:
-                _uninstall(owner)
+    A class gets its own where a base without one stands before `nn.Module`, as ABC or Generic.
+    """
+    layout: Any = original
+    while layout.__base__.__dictoffset__:
+        layout = layout.__base__
+    return (Fused, original) if layout.__base__ is object else (original,)
+
+
+def _prepare_scriptable(self: Any) -> Any:
+    """`torch.jit.script` asks for what it is to read; the fused `forward` is not TorchScript."""
+    raise GemmNormRuntimeError(
+        "torch.jit.script: expected modules whose source is TorchScript; got a fused one. Script"
+        " gemmnorm.unfuse(model), or take torch.jit.trace or torch.export, which see the plain operations"
+    )
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """As the original class plus "fuse this": the class that `fuse` made cannot be imported."""
+    found = super(self._gemmnorm_fused, self).__reduce_ex__(max(int(protocol), 2))
+    original = original_class(self)
+    if original is type(self) or not isinstance(found, tuple) or found[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return found  # a class derived later, or an original that has a way of its own
+    if _KEY not in self.__dict__:
+        return (copyreg.__newobj__, (original,), *found[2:])  # type: ignore[attr-defined]
+    return (restore, (original,), *found[2:])
+
+
+def _set_state(self: Any, state: dict[str, Any]) -> None:
+    super(self._gemmnorm_fused, self).__setstate__(state)
+    fusion = fusion_of(self)
+    if fusion is None or fusion.plan is None:  # out of a pickle
+        plan = plan_of(self)
+        left_out = () if fusion is None else fusion.left_out
+        if any(chain.linear not in left_out for chain in plan.chains):
+            _install(self, Fusion(plan, left_out))
+        else:
+            _uninstall(self)
+
+
+_METHODS = {"__prepare_scriptable__": _prepare_scriptable, "__reduce_ex__": _reduce, "__setstate__": _set_state}
 
 
 def restore(original: type[nn.Module]) -> nn.Module:
@@ -268,17 +284,12 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
     if found is not None and vars(found)["_gemmnorm_written"] is written:
         return found
 
-    described = (
-        "__module__",
-        "__qualname__",
-        "__doc__",
-        "__firstlineno__",
-    )  # the last is what 3.13 finds the source by
+    described = ("__module__", "__qualname__", "__doc__", "__firstlineno__")  # 3.13 finds the source by the last
     body = {name: vars(original)[name] for name in described if name in vars(original)}
     if _LEAVES and original.__module__.startswith("torch."):
         body["__module__"] = __package__
-    body |= {"forward": _forward_or(written), "_gemmnorm_original": original, "_gemmnorm_written": written}
-    _classes[original] = found = types.new_class(original.__name__, (Fused, original), {}, lambda ns: ns.update(body))
+    body |= {"forward": _forward_or(written), "_gemmnorm_original": original, "_gemmnorm_written": written, **_METHODS}
+    _classes[original] = found = types.new_class(original.__name__, _bases(original), {}, lambda ns: ns.update(body))
     found._gemmnorm_fused = found  # type: ignore[attr-defined] # tells it from classes derived of it, to Dynamo too
     return found
 
@@ -300,6 +311,9 @@ def _forward_or(written: Callable[..., Any]) -> Callable[..., Any]:
     forward: Any = namespace["forward"]
     forward.__defaults__ = tuple(p.default for p in optional if p.kind is not p.KEYWORD_ONLY) or None
     forward.__kwdefaults__ = {p.name: p.default for p in optional if p.kind is p.KEYWORD_ONLY} or None
+    functools.update_wrapper(forward, written, ("__module__", "__name__", "__qualname__", "__doc__"))
+    del forward.__wrapped__  # whoever unwraps what is around a `forward` would go on to the original
+    with contextlib.suppress(Exception):  # a name in a string that is not there
+        forward.__annotations__ = inspect.get_annotations(written, eval_str=True)
     forward.__signature__ = found
-    forward.__doc__, forward.__qualname__ = written.__doc__, written.__qualname__
     return forward  # type: ignore[no-any-return]

@@ -20,8 +20,9 @@ from torch import fx, nn
 from .. import activations
 from ..children import is_batch_norm, is_linear, product_class
 
-LENGTH = len  # while something is recorded, another stands in for it
+LENGTH, ATTRIBUTE = len, getattr  # while something is recorded, others stand in for them
 _LARGE, RANK = 1 << 20, 2  # a size, and a number of dimensions, of an imagined input
+COMPARED = "compared"  # the key under which a node says that it is an attribute which is compared with None
 _DECIDED = "decided"  # the key under which a node says how it was decided
 _COMPARE = {
     operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
@@ -75,7 +76,7 @@ def _property(node: Any) -> tuple[fx.Node, tuple[str, ...]]:
     """`x.device.type`: the input, parameter or buffer, and the names behind it; none where it is not of that kind."""
     names: tuple[str, ...] = ()
     source = node
-    while source.op == "call_function" and source.target is getattr and source.args[1] in _PROPERTIES:
+    while source.op == "call_function" and source.target is ATTRIBUTE and source.args[1] in _PROPERTIES:
         names, source = (source.args[1], *names), source.args[0]
     known = source.op == "get_attr" or part_of_input(source) is not None
     return source, names if known and names[:1] != ("type",) else ()
@@ -90,7 +91,7 @@ def _asked(node: fx.Node) -> tuple[fx.Node, int | None] | None:
         return (given, node.args[1]) if type(node.args[1]) is int else None
     if node.op != "call_function":
         return None
-    if node.target is getattr and node.args[1] == "ndim":
+    if node.target is ATTRIBUTE and node.args[1] == "ndim":
         return given, None
     if node.target is LENGTH:
         shape = shape_of(given)
@@ -104,7 +105,7 @@ def _asked(node: fx.Node) -> tuple[fx.Node, int | None] | None:
 def shape_of(node: Any) -> fx.Node | None:
     """The value whose whole shape `node` is."""
     if isinstance(node, fx.Node):
-        attribute = node.op == "call_function" and node.target is getattr and node.args[1] == "shape"
+        attribute = node.op == "call_function" and node.target is ATTRIBUTE and node.args[1] == "shape"
         method = node.op == "call_method" and node.target == "size" and len(node.args) == 1
         if attribute or method:
             return node.args[0]  # type: ignore[return-value]
@@ -184,7 +185,7 @@ def _keeps_rows(module: nn.Module) -> bool:
 
 def forget(graph: fx.Graph) -> None:
     """Take the decisions, and what only they asked for, out of a recording."""
-    waiting = [node for node in graph.nodes if _DECIDED in node.meta or iterated(node)]
+    waiting = [node for node in graph.nodes if {_DECIDED, COMPARED} & {*node.meta} or iterated(node)]
     while waiting:
         node = waiting.pop()
         if node.users or node.op == "placeholder" or getattr(node, "_erased", False):
@@ -236,4 +237,4 @@ def part_of_input(node: Any) -> str | None:
         return f"{source}.get({', '.join(map(repr, node.args[1:]))})"
     if node.target is operator.getitem:
         return f"{source}[{node.args[1]!r}]"
-    return f"{source}.{node.args[1]}" if node.target is getattr else None
+    return f"{source}.{node.args[1]}" if node.target is ATTRIBUTE else None

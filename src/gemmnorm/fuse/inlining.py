@@ -71,6 +71,7 @@ def inline(owner: nn.Module, outer: Trace, node: fx.Node, inner: Trace) -> Trace
         namespaces={**outer.namespaces, **inner.namespaces},
         relations=(*outer.relations, *(entry for entry in relations if entry not in outer.relations)),
         definitions=(*dict.fromkeys((*outer.definitions, *inner.definitions, *methods)),),
+        functions=(*dict.fromkeys((*outer.functions, *inner.functions)),),
         tested_attributes=outer.tested_attributes | inner.tested_attributes,
         tests_values=outer.tests_values or inner.tests_values,
     )

@@ -15,25 +15,32 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from .guards import part_of_input, shape_of
+from .guards import COMPARED, part_of_input, shape_of
 from .recorder import Method
-from .scanning import CONSTANTS, Untraceable
+from .scanning import Untraceable, is_none
 from .structure import forward_of
 
+_MAY_BE_NONE = ("grad", "grad_fn", "_grad", "_grad_fn", "_base", "name", "_backward_hooks")  # of a tensor
 
-def conditions(owner: nn.Module, graph: fx.Graph) -> Iterator[str]:
+
+def conditions(owner: nn.Module, graph: fx.Graph, all_values: bool) -> Iterator[str]:
     """Expressions in the inputs, one of which is true where a value is None that a stand-in is not.
+
+    Without `all_values` they are about the attributes alone that are compared with None.
 
     Raises:
         Untraceable: a value may be None that is no part of an input.
     """
     for node in graph.nodes:
-        if not _may_be_none(owner, node):
-            continue
         text = part_of_input(node)
+        compared = COMPARED in node.meta and (text is not None or _may_be_none(owner, node))
+        if not compared and not (all_values and _may_be_none(owner, node)):
+            continue
         if text is None:
             name = getattr(node.target, "__name__", node.target)
             raise Untraceable(f"compares a value with None, and what {name} gives may be None")
+        if node.target is getattr:
+            text = f"getattr({part_of_input(node.args[0])}, {node.args[1]!r}, None)"
         yield f"{text} is None"
 
 
@@ -49,7 +56,7 @@ def _may_be_none(owner: nn.Module, node: fx.Node) -> bool:
         module = owner.get_submodule(node.target.path)
         return _gives_none(inspect.getattr_static(type(module), node.target.name, None))
     if node.target is getattr:
-        return not hasattr(Tensor, str(node.args[1])) or node.args[1] in ("grad", "grad_fn")
+        return not hasattr(Tensor, str(node.args[1])) or node.args[1] in _MAY_BE_NONE
     if node.target is operator.getitem:
         source, index = node.args
         if not isinstance(source, fx.Node) or type(index) not in (int, str) or shape_of(source) is not None:
@@ -66,10 +73,10 @@ def _gives_none(function: Any, within: bool = False) -> bool:
         return True
     uses = _uses(function)
     names = _names_of_none(function, uses)
-    if within and any(_is_none(instruction) for instruction, _ in uses):
+    if within and any(is_none(instruction) for instruction, _ in uses):
         return True
     return any(
-        (load.opname == "RETURN_CONST" and _is_none(load)) or (use.opname == "RETURN_VALUE" and _gives(load, names))
+        (load.opname == "RETURN_CONST" and is_none(load)) or (use.opname == "RETURN_VALUE" and _gives(load, names))
         for load, use in uses
     )
 
@@ -94,11 +101,7 @@ def _names_of_none(function: types.FunctionType, uses: list[tuple[dis.Instructio
 
 def _gives(load: dis.Instruction, names: set[str]) -> bool:
     """It loads None, or what one of `names` stands for."""
-    return _is_none(load) or ("LOAD_FAST" in load.opname and _named(load)[-1] in names)
-
-
-def _is_none(instruction: dis.Instruction) -> bool:
-    return instruction.opname in (*CONSTANTS, "RETURN_CONST") and instruction.argval is None
+    return is_none(load) or ("LOAD_FAST" in load.opname and _named(load)[-1] in names)
 
 
 def _named(instruction: dis.Instruction) -> tuple[str, ...]:

@@ -10,15 +10,18 @@ import dis
 import functools
 import inspect
 import os
+import re
 import sysconfig
 import types
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterator
-from typing import Any
+from collections.abc import Callable, Container, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+T = TypeVar("T")
 ANY = "*"  # among the tested parameters: any of them may be
 TORCH = os.path.join(torch.__path__[0], "")  # and not torchvision or torch_geometric
 CONTAINERS = (list, dict, set, deque, OrderedDict)
@@ -31,6 +34,12 @@ _CONTEXTS |= {"record_function", "nullcontext", "catch_warnings", "save_on_cpu"}
 _CATCHES = {"CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"}
 CONSTANTS = ("LOAD_CONST", "LOAD_COMMON_CONSTANT")  # what loads None: the second from Python 3.15 on
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+_OF_TENSORS = (torch.dtype, torch.layout, torch.memory_format)
+_INTROSPECTION = {
+    "type": "asks for the type of a value",
+    "globals": "reads variables by globals()",
+}
 _MATCHES = {"MATCH_SEQUENCE", "MATCH_MAPPING", "MATCH_CLASS", "MATCH_KEYS"}
 
 
@@ -68,6 +77,7 @@ class Scan:
         methods: those of the owner whose names occur.
         loads: the line where something of that name is read.
         stores: the line where an attribute of that name is assigned.
+        own: the byte code of the owner's methods, whose first parameter is the owner.
     """
 
     def __init__(self, owner: type[nn.Module], forward: types.FunctionType, whole: Container[str]) -> None:
@@ -90,6 +100,7 @@ class Scan:
         self.methods: dict[str, Any] = {}
         self.loads: dict[str, int] = {}
         self.stores: dict[str, int] = {}
+        self.own = {self.forward, *(f.__code__ for f in methods_of(owner))}
         self.follow(forward)
 
     def follow(self, called: Any) -> None:
@@ -152,28 +163,34 @@ class Scan:
         self, code: types.CodeType, namespace: dict[str, Any], cells: dict[str, types.CellType]
     ) -> None:
         lenient, raising = self.lenient, _raising(code)
-        before: list[dis.Instruction] = []
+        before: list[dis.Instruction] = []  # what has run, without what has no part in an expression
         found: Any = None  # what a name outside of the function, with attributes behind it, stands for
         for instruction, line in _with_lines(code):
             name, value = instruction.opname, instruction.argval
             self.lenient = lenient or instruction.offset in raising
             if "LOAD" in name and isinstance(value, str):
                 self.loads.setdefault(value, line)
-            if name == "IS_OP" or ("JUMP" in name and "NONE" in name):
+            if name == "IS_OP" and is_none(before[-1]):
+                self._note_test(code, before[:-1])
+            elif name == "IS_OP" and not self.lenient:
+                self._refuse_identity(code, [*before, instruction], cells, line)
+            elif "JUMP" in name and "NONE" in name:
                 self._note_test(code, before)
             if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
-                if value == "type" and not self.lenient:
-                    raise Untraceable("asks for the type of a value")
+                if value in _INTROSPECTION and not self.lenient:
+                    raise Untraceable(_INTROSPECTION[value])
                 cell = cells.get(value) if name == "LOAD_DEREF" else None
                 found = namespace.get(value) if cell is None else content(cell)
                 self._note_global(found, namespace if cell is None else cell, value)
-            elif name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+            elif name in _ATTRIBUTES:
                 place, found = found, getattr(found, value, None) if _is_own(found) else None
                 if found is not None:
                     self._note_global(found, vars(place), value)
                 self._follow_method(code, str(value))
-            if name not in (*CONSTANTS, "COPY", "NOT_TAKEN", "CACHE", "NOP"):
-                before = [*before[-1:], instruction]
+                if value == "__dict__" and before[-1].opname not in _ATTRIBUTES and self._is_of_owner(code, before):
+                    raise Untraceable(f"reads attributes from self.__dict__ (line {line})")
+            if name not in ("COPY", "NOT_TAKEN", "CACHE", "NOP", "EXTENDED_ARG"):
+                before += _one_by_one(instruction)
 
     def _note_global(self, value: Any, namespace: Any, name: str) -> None:
         if not _is_empty(namespace) if isinstance(namespace, types.CellType) else name in namespace:
@@ -210,18 +227,41 @@ class Scan:
             before = name
 
     def _note_test(self, code: types.CodeType, before: list[dis.Instruction]) -> None:
-        """`before` loaded what an identity test looks at; where it is no parameter of `forward`, any of them may be."""
-        last = before[-1]
-        if before[0].argval == "torch" and isinstance(getattr(torch, str(last.argval), None), torch.dtype):
-            raise Untraceable(f"compares a dtype by identity; == can be recorded (in {code.co_name})")
+        """`before` ends with what is compared with None; where it is no parameter of `forward`, any of them may be."""
+        last, owner = before[-1], self._is_of_owner(code, before)
         if last.opname == "LOAD_ATTR":  # of `self` it is no value that is computed
-            self.tests_values |= (before[0].argval,) != code.co_varnames[:1]
+            self.tests_values |= not owner
             self.tested_attributes.add(last.argval)
         elif last.opname != "LOAD_GLOBAL":
             local = last.opname.startswith("LOAD_FAST") and isinstance(last.argval, str) and code is self.forward
             self.tested.add(last.argval if local else ANY)
             parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             self.tests_values |= not local or last.argval in self.assigned or last.argval not in parameters
+
+    def _refuse_identity(
+        self, code: types.CodeType, before: list[dis.Instruction], cells: Container[str], line: int
+    ) -> None:
+        """`a is b` asks no stand-in, and `before` ends with it: neither may be one.
+
+        Each is a global or its attribute, or an attribute of `self`; a parameter of the owner's is a stand-in too, but
+        always the same. What PyTorch has for an attribute of tensors, such as `torch.float32`, is compared with one.
+        """
+        rest = before[:-1]
+        for _ in range(2):
+            start = rest.index(_base(rest))
+            base, named = rest[start], {str(i.argval) for i in rest[start + 1 :]}
+            known = base.opname in (*CONSTANTS, "LOAD_GLOBAL", "LOAD_NAME") or self._is_of_owner(code, rest)
+            known |= base.opname == "LOAD_DEREF" and base.argval in cells
+            of_torch = base.argval == "torch" and any(isinstance(getattr(torch, n, None), _OF_TENSORS) for n in named)
+            rest = rest[:start]
+            if of_torch or not known or any(i.is_jump_target for i in before[start + 1 :]):
+                raise Untraceable(f"compares by identity (line {line}); == can be recorded")
+
+    def _is_of_owner(self, code: types.CodeType, before: list[dis.Instruction]) -> bool:
+        """`before` ends with `self.…`, in a method of the owner or in a function inside of one."""
+        base = _base(before)
+        local = base.opname.startswith("LOAD_FAST") and code in self.own and (base.argval,) == code.co_varnames[:1]
+        return local or (base.opname == "LOAD_DEREF" and (base.argval,) == self.forward.co_varnames[:1])
 
     def _follow_method(self, code: types.CodeType, name: str) -> None:
         """The owner's method of that name, and where `super()` is called those of its bases."""
@@ -239,6 +279,26 @@ class Scan:
             if code is self.forward:
                 reason.method = name  # type: ignore[attr-defined]
             raise
+
+
+def is_none(instruction: dis.Instruction) -> bool:
+    """It loads or returns None."""
+    return instruction.opname in (*CONSTANTS, "RETURN_CONST") and instruction.argval is None
+
+
+def _base(before: list[dis.Instruction]) -> dis.Instruction:
+    """What has loaded that of which `before` ends with attributes."""
+    return next(i for i in reversed(before) if i.opname not in _ATTRIBUTES)
+
+
+def _one_by_one(instruction: dis.Instruction) -> Iterator[dis.Instruction]:
+    """Newer interpreters load and store two variables by one instruction."""
+    names = instruction.argval if isinstance(instruction.argval, tuple) else ()
+    if not re.fullmatch("(LOAD|STORE)_FAST(_BORROW)?_(LOAD|STORE)_FAST(_BORROW)?", instruction.opname):
+        yield instruction
+        return
+    for kind, name in zip(re.findall("LOAD|STORE", instruction.opname), names, strict=True):
+        yield instruction._replace(opname=f"{kind}_FAST", argval=name)
 
 
 def _is_own(module: Any) -> bool:
@@ -287,34 +347,57 @@ def is_of_python(filename: str) -> bool:
     return filename.startswith("<frozen") or (filename.startswith(_STDLIB) and "-packages" not in filename)
 
 
-@functools.cache
-def changed_by(cls: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Attributes that methods of a user's class assign, and those that they mention; constructors left out."""
+def methods_of(cls: type) -> Iterator[types.FunctionType]:
+    """Functions of a user's classes that are given an instance; properties' and what decorators wrap among them."""
+    for base in cls.__mro__:
+        held = () if base.__module__.startswith(("torch.", "builtins")) else vars(base).values()
+        for value in held:
+            parts = (value, *(getattr(value, name, None) for name in ("fget", "fset", "fdel", "func")))
+            for f in parts if not isinstance(value, (type, nn.Module)) else ():
+                if isinstance(f, types.FunctionType):
+                    yield f
+                    inner = inspect.unwrap(f)
+                    if inner is not f and isinstance(inner, types.FunctionType):
+                        yield inner
+
+
+def _by_methods(answer: Callable[[list[types.FunctionType]], T]) -> Callable[[type], T]:
+    """`answer` of the methods of a class but its constructor, kept as long as the class lives and they are the same."""
+    kept: weakref.WeakKeyDictionary[type, tuple[list[types.CodeType], T]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(answer)
+    def ask(cls: type) -> T:
+        methods = [f for f in methods_of(cls) if f.__name__ != "__init__"]
+        codes = [f.__code__ for f in methods]
+        if cls not in kept or kept[cls][0] != codes:
+            kept[cls] = codes, answer(methods)
+        return kept[cls][1]
+
+    return ask
+
+
+@_by_methods
+def changed_by(methods: list[types.FunctionType]) -> tuple[frozenset[str], frozenset[str]]:
+    """Attributes that methods of a user's class assign, and those that they mention."""
     assigned: set[str] = set()
     mentioned: set[str] = set()
-    for base in cls.__mro__:
-        functions = [] if base.__module__.startswith(("torch.", "builtins")) else vars(base).values()
-        codes = [f.__code__ for f in functions if isinstance(f, types.FunctionType) and f.__name__ != "__init__"]
-        for code in codes:  # which grows by the functions inside of them
-            codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-            mentioned.update(code.co_names)
-            assigned.update(i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_ATTR", "DELETE_ATTR"))
+    codes = [f.__code__ for f in methods]
+    for code in codes:  # which grows by the functions inside of them
+        codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+        mentioned.update(code.co_names)
+        assigned.update(i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_ATTR", "DELETE_ATTR"))
     return frozenset(assigned), frozenset(mentioned)
 
 
-@functools.cache
-def finds_itself(cls: type) -> str | None:
+@_by_methods
+def finds_itself(methods: list[types.FunctionType]) -> str | None:
     """A method that calls `super(self.__class__, self)`, which in a derived class is that method."""
-    for base in cls.__mro__:
-        functions = [] if base.__module__.startswith(("torch.", "builtins")) else vars(base).values()
-        for f in (f for f in functions if isinstance(f, types.FunctionType) and f.__name__ != "__init__"):
-            found = [
-                (i.opname, str(i.argval)) for i in dis.get_instructions(f.__code__) if i.opname.startswith("LOAD_")
-            ]
-            for first, second, third in zip(found, found[1:], found[2:], strict=False):
-                of_its_class = second == ("LOAD_GLOBAL", "type") or third == ("LOAD_ATTR", "__class__")
-                if first == ("LOAD_GLOBAL", "super") and of_its_class:
-                    return f.__name__
+    for f in methods:
+        found = [(i.opname, str(i.argval)) for i in dis.get_instructions(f.__code__) if i.opname.startswith("LOAD_")]
+        for first, second, third in zip(found, found[1:], found[2:], strict=False):
+            of_its_class = second == ("LOAD_GLOBAL", "type") or third == ("LOAD_ATTR", "__class__")
+            if first == ("LOAD_GLOBAL", "super") and of_its_class:
+                return f.__name__
     return None
 
 

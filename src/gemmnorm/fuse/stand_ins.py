@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from . import guards
 from .scanning import HERE, TORCH, Raised, Untraceable, is_of_python
@@ -31,8 +32,12 @@ IN_PLACE = {
 }
 MAPPING = "mapping"  # the key under which a node says that it stands for the keyword arguments of a call
 _INSIDE = (TORCH, HERE)  # code that knows stand-ins
+_FX = os.path.join(TORCH, "fx", "")
 _here = threading.local()  # `records`: this thread does
 _TYPE = "asks for the type of a value"
+_HAS = "asks what a value has"
+_TEXT = "writes a value into a text"
+_DICT: Any = vars(fx.Proxy)["__dict__"]
 _OWN = ("node", "tracer", "root", "attr", "_node")  # attributes of torch.fx's
 _ENTERED = {  # context managers whose effect a recording would lose
     torch.amp.autocast_mode.autocast: "enters an autocast region",
@@ -74,10 +79,35 @@ _FACTORIES = (
 
 
 class StandIn(fx.Proxy):
-    """Records what is done to a tensor in place as such, and refuses to be taken for a number or a text."""
+    """Records what is done to a tensor in place as such, and refuses to be taken for a number, a text or a key."""
 
     def __getattr__(self, name: str) -> Any:
-        return _Attribute(self, name)
+        found = _Attribute(self, name)
+        if name in self.tracer.compared:  # type: ignore[attr-defined]
+            mark_as_compared(found)
+        return found
+
+    def __hash__(self) -> int:
+        _refuse("looks a value up in a set or dictionary; == can be recorded", but=nn.modules.container.__file__)
+        return object.__hash__(self)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        _refuse(_TYPE)
+        return type(self)
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        _refuse(_HAS)
+        return _DICT.__get__(self)
+
+    def __dir__(self) -> Any:
+        _refuse(_HAS)
+        return object.__dir__(self)
+
+    def __repr__(self) -> str:
+        _refuse(_TEXT)
+        return super().__repr__()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _OWN:
@@ -94,13 +124,31 @@ class StandIn(fx.Proxy):
         raise TypeError("asked by what iterates, as a hint; `len` has another answer")
 
     def __format__(self, _: str = "") -> str:
-        raise Raised("writes a value into a text")
+        raise Raised(_TEXT)
 
     __str__ = __format__  # type: ignore[assignment]
 
 
 class _Attribute(StandIn, fx.proxy.Attribute):
     """An attribute of a value, or a method that is about to be called."""
+
+    @property
+    def node(self) -> fx.Node:  # type: ignore[override]
+        """Made when it is asked for; torch.fx would record what stands in for `getattr`."""
+        if self._node is None:
+            self._node = self.tracer.create_proxy("call_function", guards.ATTRIBUTE, (self.root, self.attr), {}).node
+        return self._node  # type: ignore[no-any-return]
+
+
+def _refuse(reason: str, but: str | None = None) -> None:
+    """Where user's code asks a stand-in, by way of Python's library or PyTorch's file `but` or not."""
+    if not _inside(3, but):
+        raise Raised(reason)
+
+
+def mark_as_compared(value: fx.Proxy) -> None:
+    """`optional` makes a condition of it: it may be None where it is compared with None, or may be missing."""
+    value.node.meta[guards.COMPARED] = True
 
 
 def _define(target: Callable[..., Any]) -> None:
@@ -133,9 +181,15 @@ def _asked(value: Any) -> bool:
     return issubclass(type(value), fx.Proxy) and not _inside(3)
 
 
-def _inside(depth: int) -> bool:
+def _inside(depth: int, but: str | None = None) -> bool:
     """Who asks is PyTorch, the recorder, or another thread, whose answers are the plain ones."""
-    return not getattr(_here, "records", False) or sys._getframe(depth).f_code.co_filename.startswith(_INSIDE)
+    frame: types.FrameType | None = sys._getframe(depth)
+    if not getattr(_here, "records", False):
+        return True
+    while frame is not None and (is_of_python(frame.f_code.co_filename) or frame.f_code is torch.is_tensor.__code__):
+        frame = frame.f_back
+    file = frame.f_code.co_filename if frame is not None else HERE
+    return file.startswith(_INSIDE) and file != but
 
 
 def _is_instance(value: Any, classes: Any, plain: Callable[..., bool] = isinstance) -> bool:
@@ -165,14 +219,6 @@ def _members(group: Any, plain: Callable[..., bool] = isinstance) -> Iterator[ty
         yield member
 
 
-def _is_tensor(value: Any, plain: Callable[[Any], bool] = torch.is_tensor) -> bool:
-    if not _asked(value):
-        return plain(value)
-    if not guards.is_tensor(value.tracer.root, value.node):
-        raise Raised(_TYPE)
-    return True
-
-
 def _length(value: Any) -> Any:
     if not _asked(value):
         return guards.LENGTH(value)
@@ -192,6 +238,35 @@ def _only_of_values(name: str, reason: str) -> Callable[..., Any]:
     return ask
 
 
+def _getattr(value: Any, name: str, *default: Any) -> Any:
+    if not default or not _asked(value):
+        return guards.ATTRIBUTE(value, name, *default)
+    if default[0] is not None:
+        raise Raised(_HAS)
+    found = guards.ATTRIBUTE(value, name)
+    mark_as_compared(found)
+    return found
+
+
+def _vars(*values: Any, plain: Callable[..., dict[str, Any]] = vars) -> dict[str, Any]:
+    if not values:
+        return sys._getframe(1).f_locals
+    if _asked(values[0]):
+        raise Raised(_HAS)
+    if issubclass(type(values[0]), nn.Module) and not _inside(2):
+        raise Untraceable("reads the attributes of a module by vars()")
+    return plain(*values)
+
+
+def _node_type(value: Any, plain: Callable[[Any], Any] = pytree._get_node_type) -> Any:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == pytree.__file__:
+        frame = frame.f_back
+    if issubclass(type(value), StandIn) and frame is not None and not frame.f_code.co_filename.startswith((_FX, HERE)):
+        raise Raised("asks for the structure of a value")
+    return plain(value)
+
+
 def _print(*values: Any, plain: Callable[..., None] = print, **how: Any) -> None:
     if not _inside(2):
         raise Untraceable("prints")
@@ -202,9 +277,11 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
     "isinstance": _is_instance,
     "len": _length,
     "print": _print,
-    "hasattr": _only_of_values("hasattr", "asks what a value has"),
+    "getattr": _getattr,
+    "hasattr": _only_of_values("hasattr", _HAS),
     "callable": _only_of_values("callable", "asks what a value is"),
     "id": _only_of_values("id", "asks for the identity of a value"),
+    "vars": _vars,
 }
 
 
@@ -330,7 +407,7 @@ def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
         stack.enter_context(_no_first_import_of_dynamo())
         for name, answer in _BUILTINS.items():
             stack.enter_context(_replaced(builtins, name, answer))
-        stack.enter_context(_replaced(torch, "is_tensor", _is_tensor))
+        stack.enter_context(_replaced(pytree, "_get_node_type", _node_type))
         for name in _FACTORIES:
             stack.enter_context(_replaced(torch, name, _making(tracer, getattr(torch, name))))
         for path in QUESTIONS.values():

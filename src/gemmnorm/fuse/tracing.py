@@ -60,6 +60,7 @@ class Trace:
         definitions: (module or class, name, function) of what was read and is to be found there.
         methods: (name, function) of those of the owner's class whose names occur.
         tested_attributes: attributes that it compares so.
+        functions: those that were read.
     """
 
     graph: fx.Graph
@@ -75,6 +76,7 @@ class Trace:
     definitions: tuple[tuple[Any, str, Any], ...] = ()
     methods: tuple[tuple[str, Any], ...] = ()
     relations: tuple[tuple[str, Any], ...] = ()
+    functions: tuple[types.FunctionType, ...] = ()
 
     def asks_more_than(self, *names: str) -> bool:
         """It holds only under conditions on other attributes of the owner, or on parameters of `forward`."""
@@ -168,7 +170,7 @@ def _record(
     scan = Scan(type(owner), forward, whole)
     failed: Untraceable | None = None
     with _LOCK, held.mode(owner, training), torch.enable_grad(), held.random_state() as drew:
-        tracer = _OwnerTracer(owner, parameters, given, variable)
+        tracer = _OwnerTracer(owner, parameters, given, variable, scan.tested_attributes)
         recorder = Recorder(owner, tracer, whole, scan)
         try:
             with recorder, honest(tracer) as answers:
@@ -199,7 +201,8 @@ def _record(
         namespaces=recorder.namespaces,
         tests_values=scan.tests_values,
         definitions=recorder.defined(),
-        methods=tuple(scan.methods.items()),
+        functions=tuple(scan.functions),
+        methods=tuple((name, f) for name, f in scan.methods.items() if name not in owner.__dict__),
         tested_attributes=frozenset(scan.tested_attributes),
         relations=(*recorder.relations, *aliases(owner, graph, (path for path, _, _ in recorder.attributes))),
     )
@@ -281,8 +284,10 @@ class _OwnerTracer(fx.Tracer):
         parameters: tuple[inspect.Parameter, ...],
         given: Container[str],
         variable: tuple[type, ...],
+        compared: Container[str],
     ) -> None:
         super().__init__()
+        self.compared = compared  # attributes
         self.parameters, self.given, self.variable = parameters, given, variable
         self.thread = threading.get_ident()
         self.made: dict[int, nn.Module] = {}  # by `forward` itself
