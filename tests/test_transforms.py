@@ -53,6 +53,7 @@ def test_function_transforms(name: str) -> None:
     torch.testing.assert_close(transform(module, x), transform(lambda v: plain(module, v), x))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.5", reason="a branch has no gradients there")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_through_a_branch(compiled: bool) -> None:
     """PyTorch takes gradients of a branch only where each operation's inputs all have one: no operator with a None."""

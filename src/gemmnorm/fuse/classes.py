@@ -31,6 +31,7 @@ from torch import nn
 
 from ..chain import ChainCall
 from ..errors import GemmNormRuntimeError, GemmNormWarning
+from ..runtime.traced import traced_as_constant
 from .analysis import OwnerPlan, analyse, check_is_module, plan_of
 from .structure import forward_of, is_as_recorded, original_class
 from .tracing import is_replaced
@@ -145,7 +146,12 @@ class Fusion:
 
     def holds_for(self, owner: nn.Module) -> bool:
         """Nothing changed that the recorded `forward` takes for granted (`is_as_recorded`)."""
-        return is_as_recorded(owner, self.plan)  # type: ignore[arg-type]
+        return self.is_as_written() and is_as_recorded(owner, self.plan)  # type: ignore[arg-type]
+
+    @traced_as_constant
+    def is_as_written(self) -> bool:
+        """The functions that were read have the same byte code: what reloads modules in a notebook exchanges it."""
+        return all(function.__code__ is code for function, code in self.plan.written)  # type: ignore[union-attr]
 
     def original(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The `forward` that the owner's author wrote."""
@@ -311,7 +317,8 @@ def _forward_or(written: Callable[..., Any]) -> Callable[..., Any]:
     forward: Any = namespace["forward"]
     forward.__defaults__ = tuple(p.default for p in optional if p.kind is not p.KEYWORD_ONLY) or None
     forward.__kwdefaults__ = {p.name: p.default for p in optional if p.kind is p.KEYWORD_ONLY} or None
-    functools.update_wrapper(forward, written, ("__module__", "__name__", "__qualname__", "__doc__"))
+    of_torch = _LEAVES and written.__module__.startswith("torch.")
+    functools.update_wrapper(forward, written, ("__qualname__", "__doc__", *([] if of_torch else ["__module__"])))
     del forward.__wrapped__  # whoever unwraps what is around a `forward` would go on to the original
     with contextlib.suppress(Exception):  # a name in a string that is not there
         forward.__annotations__ = inspect.get_annotations(written, eval_str=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
 import functools
 import logging
 import operator
@@ -93,7 +94,8 @@ class StandIn(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        _refuse(_TYPE)
+        if _reads_attribute(sys._getframe(1)):  # and not a compiled function, about which `watching` hears
+            _refuse(_TYPE)
         return type(self)
 
     @property
@@ -144,6 +146,11 @@ def _refuse(reason: str, but: str | None = None) -> None:
     """Where user's code asks a stand-in, by way of Python's library or PyTorch's file `but` or not."""
     if not _inside(3, but):
         raise Raised(reason)
+
+
+def _reads_attribute(frame: types.FrameType) -> bool:
+    """What runs in `frame` is about to get an attribute by its name."""
+    return any(i.offset == frame.f_lasti and i.opname == "LOAD_ATTR" for i in dis.get_instructions(frame.f_code))
 
 
 def mark_as_compared(value: fx.Proxy) -> None:

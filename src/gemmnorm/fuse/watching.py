@@ -37,6 +37,7 @@ _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _LOST: dict[Callable[..., Any], str] = {
     **{getattr(time, f"{name}{unit}"): "asks for the time" for name in _CLOCKS for unit in ("", "_ns")},
     **{time.sleep: "sleeps", warnings.warn: "warns", warnings.warn_explicit: "warns"},
+    isinstance: "calls isinstance under another name",
     **dict.fromkeys((operator.is_, operator.is_not), "compares values by identity"),
     **dict.fromkeys((time.localtime, time.gmtime, time.strftime, time.ctime), "asks for the time"),
 }

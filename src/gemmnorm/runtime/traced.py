@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 
-def traced_as_constant(ask: Callable[[], bool]) -> Callable[[], bool]:
+def traced_as_constant(ask: Callable[P, bool]) -> Callable[P, bool]:
     """`ask`, which a trace calls instead of following it: its answer then is a constant of the graph, without a guard.
 
     All that `torch.compiler.assume_constant_result` does after importing Dynamo, which takes longer than `gemmnorm`

@@ -261,7 +261,7 @@ class Candidate:
             if sample:
                 value = value[sample.rows]
             measures = compare(value, eager, reference.golden[name], reference.limits.get(name))
-            found.append((name, [_in_full(m, sample.rows) for m in measures] if sample else measures))
+            found.append((name, [_in_full(m, sample) for m in measures] if sample else measures))
         return found
 
     def _beside_eager(self, reference: Reference, output: Tensor, measures: list[Measure]) -> None:
@@ -304,11 +304,16 @@ class Candidate:
         return [_check(reference, "output", measure) for measure in failures]
 
 
-def _in_full(measure: Measure, rows: Tensor) -> Measure:
-    """A measure of sampled rows with the position that it has in the whole tensor."""
+def _in_full(measure: Measure, sample: Sample) -> Measure:
+    """A measure of sampled rows with the position that it has in the whole tensor.
+
+    The sample is of the first dimension. What `compare` calls a row is an index of all dimensions but the last.
+    """
     if measure.measure == "column" or not measure.position:
         return measure
-    return replace(measure, position=[int(rows[measure.position[0]]), *measure.position[1:]])
+    inner = math.prod(sample.shape[1:-1]) if measure.measure == "row" else 1
+    first, rest = divmod(measure.position[0], inner)
+    return replace(measure, position=[int(sample.rows[first]) * inner + rest, *measure.position[1:]])
 
 
 def _mismatch(reference: dict[str, Tensor], own: dict[str, Tensor]) -> str:
