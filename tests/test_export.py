@@ -58,6 +58,38 @@ def test_a_model_without_a_chain_is_refused_with_the_reason(tmp_path):
     assert not (tmp_path / "new.py").exists()
 
 
+def _embedding(path: Path, rows: str, inputs: str) -> Path:
+    path.write_text(
+        "import torch\nfrom torch import nn\nclass Model(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.gemm, self.bn = nn.Linear(32, 64), nn.BatchNorm1d(64)\n"
+        f"    def forward(self, *given):\n        x = given[-1]\n        return self.bn(self.gemm({rows}))\n"
+        f"def get_inputs():\n    return [{inputs}]\n"
+        "def get_init_inputs():\n    return []\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "batch"),
+    [
+        ("x", "torch.randn(48, 32)", 48),
+        ("x.reshape(-1, 32)", "torch.randn(8, 256, 32)", 2048),
+        ("x", "torch.tensor(2.0), torch.randn(48, 32)", 48),
+        ("x[:, :32]", "torch.zeros(4096, dtype=torch.long), torch.randn(48, 40)", 48),
+    ],
+)
+def test_plans_are_for_the_rows_that_reach_the_linear(rows, inputs, batch, tmp_path):
+    found = exporting.export(_embedding(tmp_path / "rows.py", rows, inputs), None, target="sm_90")
+    assert {plan.problem.batch for plan in found.plans if plan.problem.batch < 10_000} == {batch}
+
+
+def test_more_than_a_matrix_at_the_batch_norm_is_refused(tmp_path):
+    path = _embedding(tmp_path / "three.py", "x", "torch.randn(5, 64, 32)")
+    with pytest.raises(GemmNormValueError, match="expected a matrix at the BatchNorm, got 3 dimensions"):
+        exporting.export(path, None)
+
+
 def test_a_synchronised_chain_is_refused(tmp_path):
     path = tmp_path / "synchronised.py"
     path.write_text(NESTED.replace("nn.BatchNorm1d(24)", "nn.SyncBatchNorm(24)"))

@@ -7,6 +7,7 @@ run (the time itself where no GEMM was measured).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ..errors import GemmNormValueError
@@ -34,6 +35,9 @@ def compare(new: Document, old: Document, name: str = "OLD") -> Document:
         GemmNormValueError: the results are of different kinds or machines, or have no cell in common.
     """
     check_comparable(new["kind"], new.get("environment") or {}, old, name)
+    ours, theirs = (Path(document["model"]).name if document.get("model") else None for document in (new, old))
+    if ours != theirs:
+        raise GemmNormValueError(f"{name}: expected a result of {ours or 'a suite'}; got one of {theirs or 'a suite'}")
     before = dict(cells_of(old))
     cells = [{"cell": _name(key), **judged(before[key], row)} for key, row in cells_of(new) if key in before]
     if not cells:

@@ -34,8 +34,11 @@ def write_json(path: str | Path, document: Document) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` so that `path` never holds half of it: under a temporary name beside it, then renamed."""
-    path = Path(path)
+    """Write `text` so that `path` never holds half of it: under a temporary name beside it, then renamed.
+
+    What a link leads to is replaced, not the link.
+    """
+    path = Path(path).resolve()
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -73,7 +73,7 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 on; got {text!r}")
     return int(text)
 
@@ -247,7 +247,8 @@ def check_outputs(arguments: argparse.Namespace, parser: argparse.ArgumentParser
     """Can what the options name be written? Sets `arguments.page`, where the page goes, or None for none."""
     data = getattr(arguments, "json", None)
     data = None if data == STANDARD_OUTPUT else data
-    if data and (why := _not_writable(data)):
+    resumed = getattr(arguments, "resume", False)
+    if data and (why := _not_writable(data) or (None if resumed else _no_result(data))):
         parser.error(f"--json: {why}")
     option = "output" if arguments.command == "report" else "report"
     asked = getattr(arguments, option, None)
@@ -267,6 +268,17 @@ def _not_writable(path: str) -> str | None:
     if Path(path).is_dir() or not folder.is_dir():
         return f"expected a file in an existing directory, or -; got {path}"
     return None if os.access(folder, os.W_OK) else f"{folder} is not writable"
+
+
+def _no_result(path: str) -> str | None:
+    """A result may replace an earlier one, or an empty file, and nothing else."""
+    file = Path(path)
+    if not file.exists():
+        return None
+    if not file.is_file():
+        return f"{path} is there already, and is no file"
+    head = file.read_text(encoding="utf-8", errors="replace")[:200]
+    return None if not head or '"schema"' in head else f"{path} is there already, and was not written by gemmnorm"
 
 
 def _not_ours(path: str) -> str | None:

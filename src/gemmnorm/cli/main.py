@@ -261,7 +261,7 @@ def _model_or_problem(arguments: argparse.Namespace, parser: argparse.ArgumentPa
     what: list[str] = arguments.what
     if len(what) == 1:
         return what[0]
-    if len(what) != 3 or not all(word.isdigit() for word in what):
+    if len(what) != 3 or not all(word.isdecimal() for word in what):
         parser.error(f"{arguments.command}: expected MODEL.py, or three numbers: batch, in_features, out_features")
     dtype, arithmetic = _DTYPES[arguments.dtype]
     batch, in_features, out_features = map(int, what)

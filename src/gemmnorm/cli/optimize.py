@@ -26,7 +26,16 @@ from ..bench import (
     write_text,
 )
 from ..errors import GemmNormError, GemmNormValueError
-from ..export import MARK, check_hub_folder, compile_check, hub_files, read_model, write_hub, write_replacement
+from ..export import (
+    MARK,
+    check_hub_folder,
+    compile_check,
+    hub_files,
+    imports_beside,
+    read_model,
+    write_hub,
+    write_replacement,
+)
 from ..fuse import FuseReport
 from ..userfiles import progress, run_isolated
 from ..verify import Effort, verify
@@ -281,11 +290,12 @@ def child_export(
         progress({"stage": WRITING})
         try:
             written = write_replacement(found, output_path, target=target, strategy=strategy)
+            if hub is not None:
+                answer["hub"] = hub_files(written, hub)
         except GemmNormValueError as reason:  # float64, a strategy that does not serve, a SyncBatchNorm
             return {**answer, "refused": str(reason)}
         answer.update(target=written.target, strategy=written.strategy, plans=plan_documents(written.plans))
-        if hub is not None:
-            answer["hub"] = hub_files(written, hub)
+        answer["beside"] = imports_beside(written.model, found.path.parent)
     return answer
 
 
@@ -307,9 +317,12 @@ def what_was_run(document: Document) -> list[str]:
     """In so many words: what was run, and what was not."""
     output = document["output"]
     target, strategy = document["export"]["target"], document["export"]["strategy"]
+    beside = ", ".join(document["export"].get("beside") or ())
+    needs = [f"{output} imports {beside} from the model's folder: where it goes, that has to go too."] if beside else []
     if document["kernels"] == "run":
         gpu = document["environment"].get("gpu")
-        return [f"Run on {gpu}: {output} ({strategy}, {target}) was verified and timed, the fused model was timed."]
+        run = f"Run on {gpu}: {output} ({strategy}, {target}) was verified and timed, the fused model was timed."
+        return [run, *needs]
     newer = "" if strategy in plan.OWN_GEMM else " and newer"  # Hopper's instructions are no other GPU's
     said = [
         f"Run, on the CPU: {output} and the fused model in the package, both through plain PyTorch ops;"
@@ -325,7 +338,7 @@ def what_was_run(document: Document) -> list[str]:
         said.append(f"Compiled for {target}, with nvcc {compiled['nvcc']}, without an error.")
     else:
         said.append(f"nvcc {compiled['nvcc']} did not compile the CUDA code for {target}: {compiled['problem']}")
-    return said
+    return said + needs
 
 
 def _publish(document: Document, temporary: Path, output: Path) -> None:

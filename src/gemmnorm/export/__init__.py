@@ -15,7 +15,7 @@ Read in this order:
 - `__main__.py`   `python -m gemmnorm.export examples` writes the committed examples anew
 """
 
-from .hub import check_hub_folder, hub_files, write_hub
+from .hub import check_hub_folder, hub_files, imports_beside, write_hub
 from .method import MARK
 from .model_new import EXAMPLES, REFUSED, ExportResult, export, read_model, regenerate, write_replacement
 from .nvcc import compile_check
@@ -29,6 +29,7 @@ __all__ = [
     "compile_check",
     "export",
     "hub_files",
+    "imports_beside",
     "read_model",
     "regenerate",
     "write_hub",

@@ -119,6 +119,12 @@ def _imports(source: str) -> Iterator[str]:
         yield from (name for name in names if name.split(".")[0] not in {"torch", *sys.stdlib_module_names})
 
 
+def imports_beside(source: str, folder: Path) -> list[str]:
+    """What the source imports from its own folder: where it goes, that has to go too."""
+    names = sorted({name.lstrip(".").split(".")[0] for name in _imports(source)} - {""})
+    return [name for name in names if (folder / f"{name}.py").is_file() or (folder / name).is_dir()]
+
+
 def _build(name: str, package: str, contents: Contents) -> str:
     least = contents.arch / 10
     capabilities = ["9.0a"] if contents.own else [c for c in _CAPABILITIES if float(c) >= least]

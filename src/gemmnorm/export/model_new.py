@@ -6,9 +6,13 @@ looks for its chains, once; `write_replacement` writes what it found; `export` d
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import os
 import re
 import tokenize
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +24,7 @@ from ..fuse import FuseReport, OwnerPlan, analyse, report_of
 from ..plan import Plan
 from ..runtime import measured
 from ..userfiles import ModelFile, ModelFileError, load_model_file
-from .batches import common_strategy, kind_of, problem_of, sites_of
+from .batches import Kind, common_strategy, kind_of, problem_of, sites_of
 from .generated import Contents, beside_model, generated_text
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -114,9 +118,8 @@ def write_replacement(
             f"{', '.join(synchronised)}: a SyncBatchNorm cannot be written out, because a file knows no process groups"
         )
     target = (target or _this_machine()).removesuffix("a")
-    batch, dtype = _batch_and_dtype(found)
-    kinds = dict.fromkeys(kind_of(chain) for owner in owners for chain in owner.chains)
-    problems = {kind: problem_of(kind, batch, dtype, target) for kind in kinds}
+    rows, dtype = _rows(found, owners), _dtype(found)
+    problems = {kind: problem_of(kind, batch, dtype, target) for kind, batch in rows.items()}
     strategy = strategy or common_strategy(problems.values(), DEFAULT_STRATEGY)
     sites = sites_of(problems, target, strategy)
     contents = Contents(owners, sites, target, strategy)
@@ -166,13 +169,48 @@ def _built(file: ModelFile) -> nn.Module:
         return file.build(0)
 
 
-def _batch_and_dtype(found: FoundModel) -> tuple[int, str]:
-    """Of the inputs that the file makes (1024 where they are no tensors), and of the model's parameters."""
-    inputs = [value for value in found.file.inputs(0) if isinstance(value, torch.Tensor)]
+def _rows(found: FoundModel, owners: Sequence[OwnerPlan]) -> dict[Kind, int]:
+    """How many rows each kind of chain is given, by a run without memory; else the first dimension of the inputs.
+
+    Raises:
+        GemmNormValueError: each BatchNorm is given more than a matrix, which the kernels do not serve.
+    """
+    inputs = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in found.file.inputs(0)]
+    batch = next((v.shape[0] for v in inputs if isinstance(v, torch.Tensor) and v.ndim > 0), 1024)
+    rows = {kind_of(chain): batch for owner in owners for chain in owner.chains}
+    ranks: dict[str, int] = {}
+    with contextlib.suppress(Exception), torch.no_grad():
+        model = copy.deepcopy(found.model).to("meta").eval()
+        for owner in owners:
+            module = model.get_submodule(owner.path)
+            for chain in owner.chains:
+                note = functools.partial(_note_rows, rows, kind_of(chain))
+                module.get_submodule(chain.linear).register_forward_pre_hook(note)
+                note = functools.partial(_note_rank, ranks, str(chain))
+                module.get_submodule(chain.bn).register_forward_pre_hook(note)
+        model(*inputs)
+    if ranks and min(ranks.values()) > 2:
+        name, rank = next(iter(ranks.items()))
+        raise GemmNormValueError(
+            f"{name}: expected a matrix at the BatchNorm, got {rank} dimensions, of which it normalises the second"
+        )
+    return rows
+
+
+def _note_rows(rows: dict[Kind, int], kind: Kind, _: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+    rows[kind] = given[0].shape[:-1].numel()
+
+
+def _note_rank(ranks: dict[str, int], chain: str, _: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+    ranks[chain] = given[0].ndim
+
+
+def _dtype(found: FoundModel) -> str:
+    """Of the model's parameters."""
     dtype = next(found.model.parameters()).dtype
     if dtype not in _DTYPES:
         raise GemmNormValueError(f"the kernels compute float32, float16 and bfloat16; the model's dtype is {dtype}")
-    return (inputs[0].shape[0] if inputs else 1024), _DTYPES[dtype]
+    return _DTYPES[dtype]
 
 
 def _this_machine() -> str:

@@ -82,7 +82,8 @@ class ModelFile:
         if not isinstance(value, (list, tuple)):
             raise ModelFileError(f"{self.name}: get_inputs() must return a list of inputs, got {_kind(value)}")
         if not any(isinstance(item, torch.Tensor) for item in value):
-            raise ModelFileError(f"{self.name}: get_inputs() must return at least one tensor, got {len(value)} inputs")
+            kinds = ", ".join(sorted({_kind(item) for item in value})) or "nothing"
+            raise ModelFileError(f"{self.name}: get_inputs() must return a list with a tensor in it, got {kinds}")
         return [self._cast(item) for item in value]
 
     def build(self, seed: int, arguments: tuple[list[Any], dict[str, Any]] | None = None) -> nn.Module:
@@ -92,7 +93,7 @@ class ModelFile:
         try:
             model = self.model_class(*positional, **keyword)
             return model.to(PRECISIONS[self.precision]) if self.precision else model
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ModelFileError(
                 f"{self.name}: {self.class_name}(*get_init_inputs()) must build the model, "
                 f"it raised {_first_line(error)}{_where(error, self.module)}"
@@ -104,7 +105,7 @@ class ModelFile:
         try:
             with torch.no_grad():
                 model(*inputs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ModelFileError(
                 f"{self.name}: forward(*get_inputs()) raised {_first_line(error)}{_where(error, self.module)}"
             ) from error
@@ -116,7 +117,7 @@ class ModelFile:
         function = _required(self.module, function_name, self.name)
         try:
             return function()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ModelFileError(
                 f"{self.name}: {function_name}() must return the inputs, it raised {_first_line(error)}"
                 f"{_where(error, self.module)}"
@@ -156,7 +157,7 @@ def load_source(source: str, name: str, *, file: str | None = None) -> types.Mod
     sys.modules[module.__name__] = module
     try:
         exec(code, module.__dict__)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
         raise ModelFileError(
             f"{name}: must run when imported, it raised {_first_line(error)}{_where(error, module)}"

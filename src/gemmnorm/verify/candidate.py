@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..userfiles import Bare, BareCallError, BareProcessError, ModelFile, ModelFileError
 from .equality import Measure, compare
-from .golden import Reference
+from .golden import Reference, Sample
 from .runner import Runner, same_inputs
 
 __all__ = ["Candidate", "Check", "Local", "Remote", "Side"]
@@ -191,6 +191,9 @@ class Candidate:
         cotangents = reference.cotangents if gradients else None
         run = self.side.call("run", reference.inputs, reference.training, cotangents)
         self.values = {**self.values, **run["values"]} if suffix else run["values"]
+        if run["structure"] != reference.structure:
+            note = f"the output is {run['structure']}, the original's is {reference.structure}"
+            return [_check(reference, "output", _failed("structure", note))]
         checks = [_check(reference, quantity, measure) for quantity, measure in self._conduct(reference, run)]
         if run["others"] != reference.others:
             checks.append(_check(reference, "output", _failed("exact", "outputs that are no tensors differ")))

@@ -104,7 +104,7 @@ def plan_cases(
     """The cases of one seed: every family under every seed or, of large models, ``shared`` out over the seeds.
 
     The first family runs under every seed; the full-size case under the first, or under all of them where arithmetic is
-    cheap (a GPU).
+    cheap (a GPU) or has been asked for.
     """
     first, *rest = families
     cases = [first, *(c for i, c in enumerate(rest) if not shared or i % seeds == seed_index)]

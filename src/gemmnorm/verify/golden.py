@@ -62,6 +62,7 @@ class Reference:
     samples     the rows of very large tensors that are compared; eager, golden and limits hold only those
     mutates     the original itself changes its inputs
     kinds       classes of the original's outputs that are no plain tensors (`runner.Trial`)
+    structure   the containers that hold them
     spreads_of  what rounding in other units would do to each quantity
     insensitive which of the named parameters, buffers and inputs the original's output does not depend on
     refine      makes provisional limits, which are tighter as a rule, the final ones: all noisy runs, and those beyond
@@ -79,6 +80,7 @@ class Reference:
     samples: dict[str, Sample] = field(default_factory=dict)
     others: list[Any] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    structure: str = "Tensor"
     cotangents: list[Tensor] = field(default_factory=list)
     mutates: bool = False
     error: str | None = None
@@ -264,7 +266,7 @@ class Original:
             if value.ndim > 1 and value.numel() > budget:
                 reference.samples[name] = Sample.of(value, budget)
         reference.eager, reference.others = reference.sampled(eager.values), eager.others
-        reference.kinds = eager.kinds
+        reference.kinds, reference.structure = eager.kinds, eager.structure
         return recorder.dtypes
 
     def _golden_run(

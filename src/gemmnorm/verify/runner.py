@@ -52,6 +52,7 @@ class Trial:
     others: list[Any]  # outputs that are no tensors
     inputs: list[Any]  # as they are after the run
     outputs: list[Tensor]  # the tensors themselves, not copies
+    structure: str  # of the output: "(Tensor, {'aux': Tensor})"
 
     @property
     def kinds(self) -> list[str]:
@@ -80,7 +81,8 @@ def run_trial(
             value.requires_grad_(cotangent is not None)
         leaves.append(value)
     with mode or contextlib.nullcontext(), torch.set_grad_enabled(cotangent is not None):
-        flat, _ = tree_flatten(model(*leaves))
+        output = model(*leaves)
+        flat, _ = tree_flatten(output)
         outputs = [value for value in flat if isinstance(value, Tensor)]
         values = {_output_name(i, len(outputs)): y.detach().clone() for i, y in enumerate(outputs)}
         if cotangent is not None:
@@ -100,7 +102,20 @@ def run_trial(
                 values[f"grad:input{i}"] = value.grad.detach()
     model.zero_grad(set_to_none=True)
     others = [v if isinstance(v, (bool, int, float, str, type(None))) else repr(v) for v in flat if not _tensor(v)]
-    return Trial(values, others, leaves, outputs)
+    return Trial(values, others, leaves, outputs, _structure(output))
+
+
+def _structure(value: Any) -> str:
+    """Containers with their keys, and tensors; what is neither is compared by its value."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_structure(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return f"({', '.join(f'{name}={_structure(item)}' for name, item in zip(value._fields, value, strict=True))})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_structure, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_structure, value))}]"
+    return "Tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _output_name(index: int, count: int) -> str:
@@ -161,7 +176,7 @@ class Runner:
     def run(self, inputs: list[Any], training: bool, cotangents: list[Tensor] | None) -> dict[str, Any]:
         """One run: its values, and what was seen besides.
 
-        values, others, kinds  as of :class:`Trial`
+        values, others, kinds, structure  as of :class:`Trial`
         mutated   the inputs changed
         late      an output changed after the call had returned
         threads   names of threads that the call started and that still ran when it returned
@@ -174,7 +189,8 @@ class Runner:
 
         def cotangent(index: int, output: Tensor) -> Tensor:
             assert cotangents is not None
-            return cotangents[index].to(output.device)
+            more = index >= len(cotangents)  # outputs than the original, which is found by the structure
+            return torch.zeros_like(output) if more else cotangents[index].to(output.device)
 
         trial = run_trial(self.model, given, training=training, cotangent=None if cotangents is None else cotangent)
         started = [t for t in threading.enumerate() if t not in before and t.is_alive()]
@@ -188,6 +204,7 @@ class Runner:
             "values": trial.values,
             "others": trial.others,
             "kinds": trial.kinds,
+            "structure": trial.structure,
             "mutated": not same_inputs(trial.inputs, inputs),
             "late": late,
             "threads": [t.name for t in started],

@@ -47,7 +47,8 @@ class Schedule:
         self.threads = 1 if few else torch.get_num_threads()
         rows = None if on_gpu or not small else self._full_rows()
         families = [c for c in FAMILIES if effort != "quick" or c.name in QUICK]
-        options = {"shared": shared, "full_rows": rows, "full_everywhere": on_gpu, "families": families}
+        everywhere = on_gpu or effort == "thorough"
+        options = {"shared": shared, "full_rows": rows, "full_everywhere": everywhere, "families": families}
         self.cases = [plan_cases(i, seeds, **options) for i in range(seeds)]  # type: ignore[arg-type]
         if not small:
             self.skipped.append("other batch sizes: the model runs only at the batch that get_inputs() makes")
