@@ -208,7 +208,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     catches_all: "catches exceptions (line ",
     caught_elsewhere: "catches exceptions (line ",
     suppresses: "has a with statement (line ",
-    suppresses_by_another_name: "takes the value of a tensor, or a size, for a Python number",
+    suppresses_by_another_name: "takes the value of an input, a tensor or a size for a Python number",
     on_another_device: "has a with statement (line ",
     by_structure: "matches the structure of a value (line ",
     as_text: "writes a value into a text",

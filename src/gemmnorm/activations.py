@@ -145,8 +145,7 @@ def _canonical(row: Activation, values: tuple[float, ...]) -> str:
     return row.name + ("({})".format(",".join(repr(float(v)) for v in values)) if values else "")
 
 
-@functools.lru_cache(maxsize=256)
-def parse(activation: str) -> tuple[Activation, tuple[float, ...]]:
+def _parse(activation: str) -> tuple[Activation, tuple[float, ...]]:
     """The table's row and the parameter values of a string such as `"leaky_relu(0.2)"`; defaults may be left out.
 
     Raises:
@@ -173,6 +172,14 @@ def parse(activation: str) -> tuple[Activation, tuple[float, ...]]:
     return row, values
 
 
+parse = functools.lru_cache(maxsize=256)(_parse)
+
+
+def _traceable(activation: str) -> tuple[Activation, tuple[float, ...]]:
+    """`parse`; Dynamo warns of a cached function that it would trace."""
+    return _parse(activation) if torch.compiler.is_compiling() else parse(activation)
+
+
 def canonical(activation: str | None) -> str | None:
     """`activation` with its parameters spelled out, so that equal functions have equal strings; None stays None."""
     return None if activation is None else _canonical(*parse(activation))
@@ -182,7 +189,7 @@ def forward(z: Tensor, activation: str | None) -> Tensor:
     """φ(z), elementwise, in plain PyTorch; z itself for None."""
     if activation is None:
         return z
-    row, values = parse(activation)
+    row, values = _traceable(activation)
     return row.forward(z, *values)
 
 
@@ -190,7 +197,7 @@ def backward(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
     """grad · φ'(z), elementwise, in plain PyTorch; grad itself for None."""
     if activation is None:
         return grad
-    row, values = parse(activation)
+    row, values = _traceable(activation)
     return row.backward(grad, z, *values)
 
 

@@ -169,7 +169,7 @@ def _define(target: Callable[..., Any]) -> None:
 
 def _refuse_number(name: str) -> None:
     def refuse(self: StandIn) -> NoReturn:
-        raise Untraceable("takes the value of a tensor, or a size, for a Python number")
+        raise Untraceable("takes the value of an input, a tensor or a size for a Python number")
 
     setattr(StandIn, f"__{name}__", refuse)
 
