@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,3 +136,10 @@ def test_torch_fx_sees_the_modules_of_a_fused_model() -> None:
     assert [n.op for n in traced.graph.nodes] == ["placeholder", *["call_module"] * 3, "output"]
     x = torch.randn(5, 6)
     torch.testing.assert_close(traced(x), model(x))
+
+
+def test_a_trace_warns_of_no_cached_function() -> None:
+    model = gemmnorm.fuse(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.LeakyReLU(0.3)).eval())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lru_cache")
+        torch.export.export(model, (torch.randn(5, 6),), strict=True)
