@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from test_verify import ROUNDED_ONCE, TRAPS
 
 from gemmnorm.verify import verify
 
@@ -73,3 +74,15 @@ def test_samples_of_tensors_of_three_dimensions(tmp_path: Path) -> None:
     assert judged(tmp_path, "y.exp()", "y.exp()", large)[0]
     equal, reason = judged(tmp_path, "y.exp()", "y.exp() * torch.linspace(1, 1.01, 2048)[:, None]", large)
     assert not equal and "raises" not in reason
+
+
+@pytest.mark.parametrize("draw", [2000, 20011])
+def test_a_mean_that_pytorch_saves_in_16_bits_is_within_the_limits(draw: int, tmp_path: Path) -> None:
+    """On the CPU a BatchNorm in bfloat16 does; with two rows the gradient of some feature shows it."""
+    source = (TRAPS / "model.py").read_text()
+    drawn = f"torch.manual_seed({draw} + torch.initial_seed())\n    return [torch.randn(160"
+    path, new = tmp_path / "model.py", tmp_path / "new.py"
+    path.write_text(source.replace("return [torch.randn(160", drawn))
+    new.write_text(source + ROUNDED_ONCE)
+    result = verify(path, new, effort="quick", device="cpu", precision="bf16")
+    assert result["equal"], result["reason"]

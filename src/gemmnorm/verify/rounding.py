@@ -17,7 +17,8 @@ Three things are more than one relative rounding:
   backward of LayerNorm and GroupNorm √(3n)·u·n·rms (all rows in sequence, and equal rows round alike).
 - BatchNorm, ``addmm`` and other fused operations: decomposed, so that the roundings happen inside.  What is as
   large as the result may be stored on the way (a product, a centred tensor) and is rounded like a result; what
-  is one number per feature stays at the accumulator's precision.
+  is one number per feature stays at the accumulator's precision.  On the CPU PyTorch saves a 16-bit BatchNorm's mean
+  in 16 bits for the backward.
 - 16-bit storage.  At |mean| ≫ std a column may land on one value of the grid, and its variance is then 0; or it may
   straddle two, and its variance is then that of the grid.  Two kinds of runs alternate.  One makes the rounding
   for real, on a grid whose phase is random per feature (v ↦ round(v·c)/c, c in [1, 2)).  The other multiplies by
@@ -171,12 +172,14 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for variance in outputs[:-1]:  # and the square of the mean's own error: the variance of constant columns
                 self._relative(variance, _SUM_RUN * self.units.accumulate)
                 variance.add_((rms.reshape(variance.shape) * (_SUM_RUN * self.units.accumulate)).square_())
-        # Inside a fused operation values live in the accumulator's precision; so do the statistics it saves.
+        # Inside a fused operation values live in the accumulator's precision. So do the statistics it saves, on a GPU.
         saved = 1 if name.startswith("native_") or name.startswith("_native_") else len(outputs)
         for index, output in enumerate(outputs):
             vector = output.ndim < 2 or output.numel() < self._large
-            inner = (self._depth > 0 and vector) or (index >= saved and not name.endswith("_backward"))
-            if inner:
+            statistic = index >= saved and not name.endswith("_backward")
+            if statistic and self.units.grid is not None and output.device.type == "cpu":
+                self._relative(output, self.units.storage)
+            elif statistic or (self._depth > 0 and vector):
                 self._relative(output, self.units.accumulate)
             else:
                 self._store(output)
