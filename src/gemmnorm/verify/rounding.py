@@ -178,7 +178,7 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             vector = output.ndim < 2 or output.numel() < self._large
             statistic = index >= saved and not name.endswith("_backward")
             if statistic and self.units.grid is not None and output.device.type == "cpu":
-                self._relative(output, self.units.storage)
+                self._store(output)
             elif statistic or (self._depth > 0 and vector):
                 self._relative(output, self.units.accumulate)
             else:
