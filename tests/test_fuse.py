@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from fuse_support import FEATURES, Founding, MyLinear, MySync, Residual, Written, assert_equal_in_use, projector
 from support import twin
+from test_closures import Doubled
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -296,16 +297,6 @@ def without_gradients(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         x = x * 2
     return chain(self, x)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad * 2
 
 
 doubled = Doubled.apply

@@ -39,6 +39,7 @@ _TYPE = "asks for the type of a value"
 _HAS = "asks what a value has"
 _TEXT = "writes a value into a text"
 _DICT: Any = vars(fx.Proxy)["__dict__"]
+_NODE_TYPE: Any = getattr(pytree, "_get_node_type", None)  # a private name: docs/private_api.md
 _OWN = ("node", "tracer", "root", "attr", "_node")  # attributes of torch.fx's
 _ENTERED = {  # context managers whose effect a recording would lose
     torch.amp.autocast_mode.autocast: "enters an autocast region",
@@ -265,13 +266,14 @@ def _vars(*values: Any, plain: Callable[..., dict[str, Any]] = vars) -> dict[str
     return plain(*values)
 
 
-def _node_type(value: Any, plain: Callable[[Any], Any] = pytree._get_node_type) -> Any:
+def _node_type(value: Any) -> Any:
+    """What `tree_map` and the like ask of each part of a tree; torch.fx asks stand-ins too."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == pytree.__file__:
         frame = frame.f_back
     if issubclass(type(value), StandIn) and frame is not None and not frame.f_code.co_filename.startswith((_FX, HERE)):
         raise Raised("asks for the structure of a value")
-    return plain(value)
+    return _NODE_TYPE(value)
 
 
 def _print(*values: Any, plain: Callable[..., None] = print, **how: Any) -> None:
@@ -414,7 +416,8 @@ def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
         stack.enter_context(_no_first_import_of_dynamo())
         for name, answer in _BUILTINS.items():
             stack.enter_context(_replaced(builtins, name, answer))
-        stack.enter_context(_replaced(pytree, "_get_node_type", _node_type))
+        if _NODE_TYPE is not None:
+            stack.enter_context(_replaced(pytree, "_get_node_type", _node_type))
         for name in _FACTORIES:
             stack.enter_context(_replaced(torch, name, _making(tracer, getattr(torch, name))))
         for path in QUESTIONS.values():
