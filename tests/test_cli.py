@@ -84,7 +84,15 @@ def run(*arguments: str) -> int:
         (["verify", "model.py", "new.py", "--time-limit", "-1"], "positive"),
         (["report", "nowhere.json"], "expected a result file"),
         (["report", "model.py"], "expected JSON"),
-        (["explain", "1", "2", "3", "--activation", "mush"], "got 'mush'"),
+        (["explain", "4", "2", "3", "--activation", "mush"], "got 'mush'"),
+        (["explain", "1", "2", "3"], "two rows or more"),
+        (["explain", "4", "2", "3", "--precision", "bf16"], "--precision goes with MODEL.py, not with three numbers"),
+        (["explain", "model.py", "--dtype", "bf16"], "--dtype goes with three numbers, not with MODEL.py"),
+        (["tune", "model.py", "--no-scale"], "--no-scale goes with three numbers, not with MODEL.py"),
+        (["bench", "model.py", "--case", "kb33"], "--case goes with --suite, not with MODEL.py"),
+        (["bench", "--suite", "cpu", "--count", "3"], "--count goes with --random, not with --suite"),
+        (["bench", "--suite", "cpu", "--junit", "nowhere.xml"], "there is no file nowhere.xml"),
+        (["verify", "model.py", "new.py", "--report", "-"], "expected a file for the page; got -"),
     ],
 )
 def test_a_wrong_command_line_is_refused_with_the_reason(
@@ -127,6 +135,20 @@ def test_explain_of_a_file_shows_its_chains_and_their_plan(capsys: pytest.Captur
     out, err = capsys.readouterr()
     assert "gemm → bn" in out and "(sm_90)" in out and "loading model.py" in err
     assert json.loads(Path("e.json").read_text())["kind"] == "explain"
+
+
+def test_explain_of_a_file_takes_its_mode_and_its_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("explain", "model.py", "--eval", "--precision", "bf16", "--target", "sm_90") == 0
+    out = capsys.readouterr().out
+    assert "16 × 12 → 8, bfloat16" in out and "evaluation forward" in out and "training" not in out
+
+
+def test_explain_and_bench_of_a_file_say_why_a_call_runs_module_by_module(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model.py").write_text(MODEL.replace("randn(16, 12)", "randn(4, 8, 12)"))  # BatchNorm normalises the second
+    assert run("explain", "model.py", "--target", "sm_90") == 0
+    assert "calls: 0 fused, 1 unfused (x has 3 dimensions)" in capsys.readouterr().out
+    assert run("bench", "model.py", "--phase", "train_fwd", "--budget", "0.01", "--no-compile", "--no-report") == 0
+    assert "1 unfused (x has 3 dimensions)" in capsys.readouterr().out
 
 
 def test_explain_of_a_file_without_a_chain_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,6 +254,17 @@ def test_a_replacement_that_does_not_come_back_is_named(
     assert f"FAILED {new}: {what}" in capsys.readouterr().out
 
 
+def test_a_replacement_that_ends_the_process_takes_no_times_along(capsys: pytest.CaptureFixture[str]) -> None:
+    renamed = NEW.replace("self.gemm", "self.product")
+    Path("exits.py").write_text(NEW.replace("return self.bn", "raise SystemExit(0); return self.bn"))
+    Path("renamed.py").write_text(renamed)
+    files = ("exits.py", "crashes.py", "renamed.py", "new.py")
+    assert run("bench", "model.py", *files, "--no-compile", "--budget", "0.01", "--phase", "eval_fwd", "-q") == 1
+    out = capsys.readouterr().out
+    assert "FAILED crashes.py: crashed" in out and "FAILED exits.py: raised" in out and "new.py  " in out
+    assert 'Missing key(s) in state_dict: "product.weight"' in " ".join(out.split())
+
+
 @pytest.mark.parametrize(
     ("model", "complaint"),
     [("broken.py", "out of order"), ("no_chain.py", "BatchNorm1d")],
@@ -252,6 +285,14 @@ def test_a_peer_that_fails_is_a_note_and_no_failure(
     code = run("bench", "model.py", "--budget", "0.05", "--phase", "eval_fwd", "-q")
     assert code == 0
     assert "torch.compile did not run" in capsys.readouterr().out
+
+
+def test_a_short_verdict_says_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in (("model.py", MODEL), ("new.py", NEW)):
+        drops = text.replace("return self.bn(", "return nn.functional.dropout(self.bn(")
+        Path(name).write_text(drops.replace("self.gemm(x))", "self.gemm(x)), 0.2, self.training)"))
+    assert run("verify", "model.py", "new.py", "--quick", "--no-report", "-q") == 0
+    assert "dropout was switched off" in capsys.readouterr().out
 
 
 # --- optimize --------------------------------------------------------------------------------------------------------

@@ -88,17 +88,6 @@ def bench_files(
     `failed` says which and why) or "bad model" (`detail` says why). Rows are there for everything that ran.
     """
     options = options or FileOptions()
-    kwargs = {
-        "model_path": str(model_path),
-        "candidate_paths": [str(p) for p in candidate_paths],
-        "options": {k: list(v) if isinstance(v, tuple) else v for k, v in vars(options).items()},
-    }
-    outcome = run_isolated(
-        "gemmnorm.bench.model_files:child",
-        kwargs,
-        time_limit=time_limit,
-        on_progress=lambda message: tell(message["stage"]),
-    )
     document = new_document(
         "bench-files",
         command=command,
@@ -111,18 +100,34 @@ def bench_files(
         failed={},
         notes=[],
     )
-    if not outcome.ok and "answer" in outcome.last:  # all was timed, and the profiler took the process along
-        why = f"kernel spans were not taken: {outcome.status}"
-        answer = outcome.last["answer"]
-        outcome = replace(outcome, status="ok", value={**answer, "notes": [*answer["notes"], why]})
-    if outcome.ok:
-        document.update(outcome.value)
+    able, gone, begin = [str(p) for p in candidate_paths], dict[str, str](), time.monotonic()
+    while True:
+        outcome = run_isolated(
+            "gemmnorm.bench.model_files:child",
+            {
+                "model_path": str(model_path),
+                "candidate_paths": able,
+                "options": {k: list(v) if isinstance(v, tuple) else v for k, v in vars(options).items()},
+            },
+            time_limit=max(1.0, time_limit - (time.monotonic() - begin)),
+            on_progress=lambda message: tell(message["stage"]),
+        )
+        if not outcome.ok and "answer" in outcome.last:  # all was timed, and the profiler took the process along
+            why = f"kernel spans were not taken: {outcome.status}"
+            answer = outcome.last["answer"]
+            outcome = replace(outcome, status="ok", value={**answer, "notes": [*answer["notes"], why]})
+        subject = outcome.last.get("subject", "model")
+        if not outcome.ok and subject != "model":
+            gone[subject] = f"{outcome.status} while {outcome.stage}"
+        if outcome.ok or subject not in able or time.monotonic() - begin > time_limit / 2:
+            break
+        able.remove(subject)  # and the others once more, in a process that it cannot take along
+    document.update(outcome.value if outcome.ok else {"detail": outcome.why()})
+    document["failed"] = {**document["failed"], **gone}
+    if not outcome.ok and subject == "model":
+        document["status"] = "bad model"
+    else:
         document["status"] = "failed" if document["failed"] else "ok"
-        return document
-    subject = outcome.last.get("subject", "model")
-    document.update(status="bad model" if subject == "model" else "failed", detail=outcome.why())
-    if subject != "model":
-        document["failed"] = {subject: f"{outcome.status} while {outcome.stage}"}
     return document
 
 
@@ -264,6 +269,8 @@ def _fused(model: nn.Module, owners: Sequence[OwnerPlan], run: _Run) -> list[_Su
     fuse_owners(module, owners)
     plans = plans_of(module, run.inputs)
     module.load_state_dict(run.state)
+    called = report_of(module, owners, calls=True).matches
+    run.notes += [str(match) for match in called if match.calls and match.calls.unfused]
     verdicts = [plan.applicable(p.problem) for p in plans]
     first_reason = {s: next((v[s] for v in verdicts if v[s] is not None), None) for s in plan.STRATEGIES if verdicts}
     able, refused = cases.strategies_to_run(first_reason, run.options.strategies)
@@ -282,7 +289,7 @@ def _candidate(path: str, spec: ModelFile, run: _Run) -> _Subject | None:
         module = loaded.build(0, spec.init_inputs()).to(run.device)
         module.load_state_dict(run.state)
     except Exception as error:
-        run.failed[path] = timing.reason(error)
+        run.failed[path] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"  # the names of keys, too
         return None
     return _Subject(path, "candidate", module)
 

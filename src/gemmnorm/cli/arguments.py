@@ -127,12 +127,13 @@ def make_parser() -> argparse.ArgumentParser:
     text = "Time MODEL.py and replacements, or a suite, side by side with the peers."
     _add_bench_options(command("bench", text, "device time-limit no-compile report"))
 
-    made = command("explain", "The plan and its predicted time, in words.", "time-limit strategy target sizes")
+    text = "The plan and its predicted time, in words."
+    made = command("explain", text, "time-limit strategy target sizes file-cast")
     made.add_argument("what", nargs="+", metavar="MODEL.py | BATCH IN OUT")
-    made.add_argument("--eval", action="store_true", help="evaluation mode, for three numbers")
+    made.add_argument("--eval", action="store_true", help="evaluation mode; else training")
 
     text = "Measure the planner's candidates on this GPU; later processes run those that beat its choices."
-    made = command("tune", text, "device sizes")
+    made = command("tune", text, "device sizes file-cast")
     made.add_argument("what", nargs="*", metavar="MODEL.py | BATCH IN OUT")
     made.add_argument("--eval", action="store_true", help="evaluation mode; else training, forward and backward")
     made.add_argument("--forget", action="store_true", help="delete what was measured, and measure nothing")
@@ -168,7 +169,7 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
     ):
         efforts.add_argument(f"--{name}", dest="effort", action="store_const", const=name, default="usual", help=text)
     effort.add_argument("--seeds", type=_count, help="draws of weights and inputs to verify with (3)")
-    sizes = parent("--dtype", choices=PRECISIONS, default="fp32", help="for three numbers (fp32)")
+    sizes = parent("--dtype", choices=PRECISIONS, help="for three numbers (fp32)")
     sizes.add_argument("--no-scale", action="store_true", help="no scale, for three numbers")
     sizes.add_argument("--activation", help="such as relu, for three numbers")
     shown = parent("--report", metavar="PAGE.html", help="default: beside --json, else gemmnorm-COMMAND.html here")
@@ -185,6 +186,9 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
         "cast": parent(
             "--precision", choices=tuple(CASTS), help="cast both models and all inputs to it, as KernelBench does"
         ),
+        "file-cast": parent(
+            "--precision", choices=tuple(CASTS), help="cast the model of MODEL.py and its inputs to it, as verify does"
+        ),
         "strategy": parent("--strategy", choices=STRATEGIES, help="default: the planner's choice"),
         "target": parent("--target", metavar="sm_XX", type=_target, help="GPU architecture; default: this machine's"),
         "no-compile": parent("--no-compile", action="store_true", help="neither time torch.compile nor run nvcc"),
@@ -195,7 +199,7 @@ def _add_bench_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("files", nargs="*", metavar="FILE", help="MODEL.py [NEW.py …]")
     made.add_argument("--suite", choices=SUITES)
     made.add_argument("--random", type=_numbers, metavar="SEED", help="problems drawn from it; several with commas")
-    made.add_argument("--count", type=_count, default=20, help="of random problems for each seed (20)")
+    made.add_argument("--count", type=_count, help="of random problems for each seed (20)")
     made.add_argument("--case", type=_one_or_more(tuple(CASES)), help="of a suite, such as kb33; several with commas")
     made.add_argument(
         "--precision",
@@ -205,10 +209,14 @@ def _add_bench_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--phase", type=_one_or_more(PHASES), help=f"{', '.join(PHASES)}; several with commas")
     made.add_argument("--strategy", type=_one_or_more(STRATEGIES))
     made.add_argument("--budget", type=_seconds, default=1.5, metavar="S", help="sampling time per cell or phase (1.5)")
-    made.add_argument("--resume", action="store_true", help="keep what --json FILE has and measure only the rest")
+    made.add_argument(
+        "--resume", action="store_true", help="of a suite: keep what --json FILE has and measure only the rest"
+    )
     made.add_argument("--compare", metavar="OLD.json", help="exit code 1 where a cell is slower than in this result")
     made.add_argument("--history", **_HISTORY)
-    made.add_argument("--junit", metavar="FILE", help="put a pytest run's counts into the result file")
+    made.add_argument(
+        "--junit", type=_file, metavar="FILE", help="of a suite: put a pytest run's counts into the result file"
+    )
 
 
 def _file(text: str) -> str:
@@ -240,6 +248,34 @@ def _target(text: str) -> str:
     return text
 
 
+# --- what goes together -----------------------------------------------------------------------------------------------
+
+# Options that serve some uses of a command alone. Each is None or False unless it is given.
+_SERVES: dict[str, dict[str, tuple[str, ...]]] = {
+    "bench": {
+        "case": ("--suite",),
+        "count": ("--random",),
+        "junit": ("--suite", "--random"),
+        "resume": ("--suite", "--random"),
+    },
+    "explain": {
+        "dtype": ("three numbers",),
+        "no_scale": ("three numbers",),
+        "activation": ("three numbers",),
+        "precision": ("MODEL.py",),
+    },
+}
+_SERVES["tune"] = _SERVES["explain"]
+
+
+def check_options(arguments: argparse.Namespace, use: str, parser: argparse.ArgumentParser) -> None:
+    """Refuse options that would have no effect where a command is used like that."""
+    for name, uses in _SERVES[arguments.command].items():
+        if use not in uses and getattr(arguments, name):
+            option = "--" + name.replace("_", "-")
+            parser.error(f"{arguments.command}: {option} goes with {' or '.join(uses)}, not with {use}")
+
+
 # --- what is written, and where ---------------------------------------------------------------------------------------
 
 
@@ -252,6 +288,8 @@ def check_outputs(arguments: argparse.Namespace, parser: argparse.ArgumentParser
         parser.error(f"--json: {why}")
     option = "output" if arguments.command == "report" else "report"
     asked = getattr(arguments, option, None)
+    if asked == STANDARD_OUTPUT:
+        parser.error(f"--{option}: expected a file for the page; got - (--json - writes to standard output)")
     if asked and (why := _not_writable(asked) or _not_ours(asked)):
         parser.error(f"--{option}: {why}")
     arguments.page = asked

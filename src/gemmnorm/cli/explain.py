@@ -93,13 +93,19 @@ def explain_file(
     *,
     target: str | None = None,
     strategy: str | None = None,
+    precision: str | None = None,
+    evaluation: bool = False,
     time_limit: float = 600.0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Document:
-    """The chains of a model file and their plans; `status` is "ok", "no chain" or "bad model"."""
+    """The chains of a model file and their plans; `status` is "ok", "no chain" or "bad model".
+
+    `precision`: as `load_model_file` takes it.
+    """
+    how = {"strategy": strategy, "precision": precision, "evaluation": evaluation}
     outcome = run_isolated(
         "gemmnorm.cli.explain:child",
-        {"path": str(path), "target": target, "strategy": strategy},
+        {"path": str(path), "target": target, **how},
         time_limit=time_limit,
         on_progress=lambda message: tell(message["stage"]),
     )
@@ -117,9 +123,9 @@ def _document(
     )
 
 
-def child(path: str, target: str | None, strategy: str | None) -> dict[str, Any]:
-    """Runs in the isolated process. The model runs once, where it is: a GPU if there is one."""
-    report, found = plans_of_file(path, default_device(), strategy)
+def child(path: str, target: str | None, strategy: str | None, **how: Any) -> dict[str, Any]:
+    """Runs in the isolated process. The model runs once, where it is: a GPU if there is one. `how`: `plans_of_file`."""
+    report, found = plans_of_file(path, default_device(), strategy, **how)
     if not report.matches:
         return {"matches": 0, "shown": {"lines": [str(report)]}}
     chip, where = _chip(target)
@@ -129,15 +135,20 @@ def child(path: str, target: str | None, strategy: str | None) -> dict[str, Any]
 
 
 def plans_of_file(
-    path: str, device: torch.device, strategy: str | None = None, *, evaluation: bool = False
+    path: str,
+    device: torch.device,
+    strategy: str | None = None,
+    *,
+    precision: str | None = None,
+    evaluation: bool = False,
 ) -> tuple[FuseReport, list[Plan]]:
-    """The chains of a model file, and the plans of the calls in one forward, which runs in this very process.
+    """The chains of a model file with their calls in one forward, which runs in this very process, and those' plans.
 
     Raises:
         ModelFileError: the file is bad, or its model raises.
     """
     progress({"stage": f"loading {path}"})
-    spec = load_model_file(path)
+    spec = load_model_file(path, precision)
     model = spec.build(0).to(device)
     model = model.eval() if evaluation else model
     owners = analyse(model)
@@ -149,6 +160,7 @@ def plans_of_file(
     inputs = [item.to(device) if isinstance(item, torch.Tensor) else item for item in spec.inputs(0)]
     try:
         fuse_owners(model, owners)
-        return report, plans_of(model, inputs, strategy)
+        plans = plans_of(model, inputs, strategy)
+        return report_of(model, owners, calls=True), plans
     except Exception as error:
         raise ModelFileError(f"{path}: forward(*get_inputs()) raised {type(error).__name__}: {error}") from error

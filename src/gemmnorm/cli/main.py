@@ -43,11 +43,12 @@ from ..errors import GemmNormError
 from ..plan import Problem
 from ..userfiles import PRECISIONS
 from . import report
-from .arguments import STANDARD_OUTPUT, check_outputs, make_parser
+from .arguments import STANDARD_OUTPUT, check_options, check_outputs, make_parser
 from .page import page
 from .progress import reporting
 
 EQUAL, NOT_EQUAL, BAD_MODEL = 0, 1, 2
+RANDOM_COUNT = 20  # problems of a seed
 _DTYPES = {"fp32": ("float32", "float32"), "tf32": ("float32", "tf32"), "bf16": ("bfloat16", "native")}
 _DTYPES["fp16"] = ("float16", "native")
 
@@ -155,6 +156,7 @@ def _bench(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         arguments.files and not Path(arguments.files[0]).is_file()
     ):  # replacements that are missing are named in the table
         parser.error(f"bench: there is no file {arguments.files[0]}")
+    check_options(arguments, _bench_use(arguments), parser)
     casts = arguments.precision or []
     if arguments.files and (len(casts) > 1 or not set(casts) <= set(PRECISIONS)):
         parser.error(f"bench: for files expected --precision as one of {', '.join(PRECISIONS)}; got {','.join(casts)}")
@@ -180,10 +182,16 @@ def _bench(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     return {"ok": EQUAL, "failed": NOT_EQUAL}.get(document["status"], BAD_MODEL)
 
 
+def _bench_use(arguments: argparse.Namespace) -> str:
+    return "MODEL.py" if arguments.files else "--suite" if arguments.suite else "--random"
+
+
 def _bench_suite(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
     drawn, about = arguments.random is not None, None
     if drawn:
-        cells = random_problems.cells(arguments.random, arguments.count, arguments.precision, arguments.phase)
+        cells = random_problems.cells(
+            arguments.random, arguments.count or RANDOM_COUNT, arguments.precision, arguments.phase
+        )
         about = {"random": {"seeds": arguments.random}}
     else:
         cells = select(arguments.suite, arguments.case, arguments.precision, arguments.phase)
@@ -249,6 +257,8 @@ def _explain(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
                 what,
                 target=arguments.target,
                 strategy=arguments.strategy,
+                precision=arguments.precision,
+                evaluation=arguments.eval,
                 time_limit=arguments.time_limit,
                 tell=progress.tell,
             )
@@ -259,12 +269,17 @@ def _explain(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 def _model_or_problem(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str | Problem:
     """What `MODEL.py | BATCH IN OUT` and the options for three numbers say."""
     what: list[str] = arguments.what
+    check_options(arguments, "MODEL.py" if len(what) == 1 else "three numbers", parser)
     if len(what) == 1:
         return what[0]
     if len(what) != 3 or not all(word.isdecimal() for word in what):
         parser.error(f"{arguments.command}: expected MODEL.py, or three numbers: batch, in_features, out_features")
-    dtype, arithmetic = _DTYPES[arguments.dtype]
+    dtype, arithmetic = _DTYPES[arguments.dtype or "fp32"]
     batch, in_features, out_features = map(int, what)
+    if batch == 1 and not arguments.eval:
+        parser.error(
+            f"{arguments.command}: BatchNorm in training needs two rows or more, PyTorch's too; got 1 (--eval?)"
+        )
     return Problem(
         batch,
         in_features,
@@ -292,7 +307,12 @@ def _tune(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     device = usable(arguments.device)
     with reporting("tune", quiet=arguments.quiet) as progress:
         document = tune_here(
-            what, device=device, evaluation=arguments.eval, time_limit=arguments.time_limit, tell=progress.tell
+            what,
+            device=device,
+            precision=arguments.precision,
+            evaluation=arguments.eval,
+            time_limit=arguments.time_limit,
+            tell=progress.tell,
         )
     _finish(document, arguments)
     return EQUAL if document["status"] == "ok" else BAD_MODEL

@@ -107,7 +107,7 @@ def render(document: Document) -> list[RenderableType]:
 
 def brief(document: Document) -> list[RenderableType]:
     """The verdict alone, where the document is about one; else all of it."""
-    shorter = {"verify": _verdict, "optimize": _verdict_on_file}.get(kind_of(document))
+    shorter = {"verify": _verdict_with_warnings, "optimize": _verdict_on_file}.get(kind_of(document))
     return render(document) if shorter is None else list(shorter(document))
 
 
@@ -318,6 +318,16 @@ def _verdict(document: Document) -> Iterable[RenderableType]:
         yield Text(str(document["reason"]))
 
 
+def _verdict_with_warnings(document: Document) -> Iterable[RenderableType]:
+    yield from _verdict(document)
+    yield from _sentences(document, "warnings")
+
+
+def _sentences(document: Document, heading: str) -> Iterable[RenderableType]:
+    for sentence in document.get(heading) or []:
+        yield Text(f"{heading.removesuffix('s')}: {sentence}")
+
+
 def _verify(document: Document) -> Iterable[RenderableType]:
     yield from _verdict(document)
     summary = document.get("summary") or []
@@ -343,8 +353,7 @@ def _verify(document: Document) -> Iterable[RenderableType]:
     for name, value in (document.get("properties") or {}).items():
         yield Text(f"{name.replace('_', ' ')}: {_property(value)}")
     for heading in ("warnings", "skipped"):
-        for sentence in document.get(heading) or []:
-            yield Text(f"{heading.removesuffix('s')}: {sentence}")
+        yield from _sentences(document, heading)
     if document.get("detail") and not document.get("equal"):
         yield Text(str(document["detail"]).rstrip(), style="dim")
 
@@ -399,6 +408,7 @@ def _verdict_on_file(document: Document) -> Iterable[RenderableType]:
     judged = document.get("verify")
     if judged is not None:
         yield Text(str(judged["reason"]))
+        yield from _sentences(judged, "warnings")
     for sentence in document.get("said") or []:
         yield Text(str(sentence))
     colour = "red" if document["status"] != "equal" else "yellow" if document.get("kernels") in _KERNELS else "green"

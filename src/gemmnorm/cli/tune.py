@@ -45,6 +45,7 @@ def tune_here(
     what: str | Problem,
     *,
     device: torch.device,
+    precision: str | None = None,
     evaluation: bool = False,
     time_limit: float = 600.0,
     tell: Callable[[str], None] = lambda _: None,
@@ -64,7 +65,13 @@ def tune_here(
     sizes = None if isinstance(what, str) else {k: v for k, v in vars(what).items() if k != "chip"}
     outcome = run_isolated(
         "gemmnorm.cli.tune:child",
-        {"path": what if sizes is None else None, "sizes": sizes, "device": str(device), "evaluation": evaluation},
+        {
+            "path": what if sizes is None else None,
+            "sizes": sizes,
+            "device": str(device),
+            "precision": precision,
+            "evaluation": evaluation,
+        },
         time_limit=time_limit,
         on_progress=listen,
     )
@@ -86,7 +93,9 @@ def tune_here(
     )
 
 
-def child(path: str | None, sizes: dict[str, Any] | None, device: str, evaluation: bool) -> str:
+def child(
+    path: str | None, sizes: dict[str, Any] | None, device: str, evaluation: bool, precision: str | None = None
+) -> str:
     """Runs in the isolated process, where a kernel that hangs ends nothing else; why nothing was measured, or ""."""
     where = torch.device(device)
     with torch.cuda.device(where):
@@ -97,7 +106,7 @@ def child(path: str | None, sizes: dict[str, Any] | None, device: str, evaluatio
             }
             problems, report = [Problem(**fields, chip=measured.described(where).chip)], ""
         else:
-            found, plans = plans_of_file(path, where, evaluation=evaluation)
+            found, plans = plans_of_file(path, where, precision=precision, evaluation=evaluation)
             problems, report = [p.problem for p in plans if p.phase == "forward"], str(found)
         served = [replace(p, prepared=False) for p in problems if plan.why_no_kernels(p) is None]
         for row in tune(served, where, QueueClock(where), lambda text: progress({"stage": text})):
