@@ -1,7 +1,7 @@
 """Writes the table of figures of the README, or of another page, from a result file.
 
     python benchmarks/readme_table.py [--check] [RESULT.json [README.md]]
-    python benchmarks/readme_table.py benchmarks/results/h100-x2.json docs/ranks.md
+    python benchmarks/readme_table.py benchmarks/results/h200-x2.json docs/ranks.md
     python benchmarks/readme_table.py benchmarks/results/h200.json docs/h200.md
 
 The block between `<!-- table:NAME -->` and `<!-- /table:NAME -->` is replaced, where NAME is the result file's name

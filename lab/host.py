@@ -4,7 +4,7 @@ kernels' launches are replaced by nothing, and what the driver costs (a launch, 
     PYTHONPATH=src python lab/host.py [--profile] [--rounds N] [--only NAME]
 
 Each figure is the least of the rounds' means: other programs only ever add. Without a GPU "synchronised" has two ranks,
-whose collectives do nothing.
+which exchange by a launch, and "by collectives" two whose collectives do nothing.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch import nn
 import gemmnorm
 from gemmnorm import plan
 from gemmnorm.runtime import call as runtime
-from gemmnorm.runtime import driver
+from gemmnorm.runtime import driver, peers
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -50,6 +50,7 @@ def pretend_hopper(stack):
         (driver, "current_device", lambda: None),
         (torch.cuda, "current_stream", lambda device=None: mock.Mock()),
         (driver, "capturing", lambda: False),
+        (driver, "outside_pools", lambda device, make: make()),
     ):
         stack.enter_context(mock.patch.object(target, name, value))
 
@@ -104,10 +105,17 @@ def cases(dtype):
         yield f"{name}, no_grad", False, call
         yield f"{name}, gradients on", True, call
     if not GPU:
-        together = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, dtype=dtype, process_group=two_ranks())
-        yield "module synchronised, no_grad", False, lambda: together(x)
-        yield "module synchronised, gradients on", True, lambda: together(x)
-        yield "module synchronised, forward and backward", True, lambda: together(x).backward(grad)
+        group = two_ranks()
+        together, by_collectives = (
+            gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, dtype=dtype, process_group=group) for _ in range(2)
+        )
+        by_collectives(x)
+        yield "by collectives, forward and backward", True, lambda: by_collectives(x).backward(grad)
+        mapped = peers.Peers(DEVICE, plan.chip_for(90), [0, 0], 0, 1 << 15, 1000)
+        with mock.patch.object(peers, "of_count", lambda *_: mapped):
+            yield "module synchronised, no_grad", False, lambda: together(x)
+            yield "module synchronised, gradients on", True, lambda: together(x)
+            yield "module synchronised, forward and backward", True, lambda: together(x).backward(grad)
     yield "module in evaluation, no_grad", False, lambda: frozen(x)
     yield "module, forward and backward", True, lambda: m(x).backward(grad)
     wide, its = (make().to(DEVICE) for make in (lambda: gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES), Chain))

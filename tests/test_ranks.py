@@ -152,6 +152,40 @@ def test_where_no_rank_has_rows_the_running_statistics_stay():
     assert module.bn.num_batches_tracked == before.bn.num_batches_tracked + 1
 
 
+@pytest.mark.parametrize("needs", ["all", "vectors", "weight"])
+@pytest.mark.parametrize(
+    ("chip", "strategy"), [(plan.chip_for(80, 4), "cublas_folded_bn"), (HOPPER, "gemm_stats_apply")]
+)
+def test_all_in_one_call_has_the_bits_of_the_parts(chip, strategy, needs, forced):
+    """Of a group of one rank, which sends to itself."""
+    forced(lambda c: c.phase == "backward" or c.strategy == "cublas_folded_bn" or ways.epilogue("Statistics")(c))
+    torch.manual_seed(1)
+    module = stir(Chain(72, 40, scale_shape=(40,), activation="silu")).bfloat16()
+    x, grad = torch.randn(130, 72).bfloat16(), torch.randn(130, 40).bfloat16()
+    wanted = [needs == "all" or (i > 0 and (needs == "weight") == (i == 1)) for i in range(6)]
+    with torch.no_grad(), emulated(chip), poisoned_memory():
+        first, second = operands_of(twin(module), x), operands_of(twin(module), x)
+        call = ranks.find(first, options_of(module, strategy=strategy, save=True), 1, (x.dtype, x.dtype))
+        assert call.joins
+        product, offset, row = call.statistics(first)
+        y, statistics = call.normalize(first, product, offset, row[None])
+        vectors, sums = call.sums(wanted, grad, first.differentiable, (product, offset, statistics))
+        matrices = [None, None]
+        if any(wanted[:2]):
+            matrices = call.gradient(wanted, grad, [*first.differentiable, product, offset, statistics], sums)
+        memory = torch.zeros(plans.exchange_bytes(1 << 15, 1), dtype=torch.uint8)
+        alone = peers.Peers(x.device, chip, [memory.data_ptr()], 0, 1 << 15, 1000)
+        got, kept = call.forward(second, alone)
+        found = call.backward(wanted, grad, [*second.differentiable, *kept], alone)
+    assert torch.equal(got, y) and torch.equal(kept[0], product)
+    assert torch.equal(kept[1], statistics if offset is None else torch.cat([statistics, offset]))
+    assert [f is None for f in found] == [not want for want in wanted]
+    for one, other in zip(found, [*matrices, *vectors], strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+    for one, other in zip(first, second, strict=True):
+        assert one is None or torch.equal(one, other)
+
+
 def test_plans_are_cut_where_ranks_exchange():
     problem = plan.Problem(4096, 2048, 8192, *["bfloat16"] * 4, "native", "relu", True, True)
     assert plans.strategies(problem)[0] == "gemm_stats_apply"

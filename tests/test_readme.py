@@ -81,7 +81,7 @@ def test_so_does_the_page_of_the_h200():
 
 
 def test_so_does_the_page_of_several_ranks():
-    result = ROOT / "benchmarks" / "results" / "h100-x2.json"
+    result = ROOT / "benchmarks" / "results" / "h200-x2.json"
     rows = json.loads(result.read_text(encoding="utf-8"))["rows"]
     text = (ROOT / "docs" / "ranks.md").read_text(encoding="utf-8")
     assert rows and all(readme_table.milliseconds(row["wall_ms"]) in text for row in rows)

@@ -5,6 +5,8 @@ one backward: kernels (`runtime.ranks.Call`), plain PyTorch ops (`PlainParts`), 
 (`OperatorParts`), which a trace gets to see with functional collectives between them. Ranks that map each other's
 memory exchange by a launch (`runtime.peers`), others by collectives.
 
+Those do so in the midst of one call (`runtime.ranks.Call.forward`, `backward`), which has the four parts in it.
+
 forward: the product a = x·Wᵀ, and of this rank's rows a's mean, M2 and count [2·O + 1]; gathered, and merged in the
 order of the ranks, so that all have the same bits; y = φ(γ·s·rstd·(a − mean) + β). backward, with N rows in all:
 
@@ -64,6 +66,12 @@ class Group(NamedTuple):
 
     handle: Any
     ranks: int
+
+    def peers(self, operands: Operands | Differentiable) -> peers.Peers | None:
+        """Who exchanges statistics of a product's features; None where collectives do."""
+        weight = operands.weight
+        assert weight is not None
+        return peers.of_count(self.handle, weight.device, 2 * weight.shape[0])
 
     def gather(self, row: Tensor) -> Tensor:
         """`row` [n] of every rank [ranks, n]."""
@@ -315,6 +323,9 @@ class LinearScaleSyncBatchNorm(torch.autograd.Function):
 
 
 def _forward(parts: Parts, group: Group, operands: Operands) -> tuple[Tensor, Kept]:
+    """y, and what the backward needs: of the parts one after the other three tensors, of all in one call two."""
+    if isinstance(parts, ranks.Call) and parts.joins and (found := group.peers(operands)) is not None:
+        return parts.forward(operands, found)
     product, offset, row = parts.statistics(operands)
     y, statistics = parts.normalize(operands, product, offset, group.gather(row))
     return y, (product, offset, statistics)
@@ -322,6 +333,10 @@ def _forward(parts: Parts, group: Group, operands: Operands) -> tuple[Tensor, Ke
 
 def _backward(parts: Parts, group: Group, needs: Sequence[bool], grad: Tensor, saved: Saved) -> list[Tensor | None]:
     """Gradients of what is differentiable, None where `needs` is False."""
+    if len(saved) == 8:
+        found = group.peers(Differentiable(*saved[:6]))
+        assert isinstance(parts, ranks.Call) and found is not None
+        return parts.backward(needs, grad, saved, found)
     of_vectors, sums = parts.sums(needs, grad, Differentiable(*saved[:6]), saved[6:])
     of_matrices: list[Tensor | None] = [None, None]
     if any(needs[:2]):

@@ -152,6 +152,8 @@ class Bound:
 
     def __init__(self, chosen: Plan, packed: bool = False) -> None:
         inputs = INPUTS[chosen.phase] + (PREPARED if chosen.problem.prepared else ())
+        if any("peers" in launch.params for launch in chosen.launches) and "peers" not in inputs:
+            inputs = (*inputs, "peers")  # ranks exchange in between (`runtime.ranks`)
         if packed and chosen.phase == "backward":
             inputs = (*inputs[:-2], "kept")
         memory = Memory(chosen, inputs, packed)

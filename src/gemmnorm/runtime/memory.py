@@ -21,7 +21,8 @@ DTYPES = {
 }
 # What a forward keeps per feature, as rows of one float32 tensor `statistics` [2 or 2 + groups, O]: the mean of the
 # product, 1/sqrt(var + eps), and where the product is stored minus means of groups of rows, those. With statistics over
-# several ranks the number of all rows comes third [3, O], and the groups' means are a tensor of their own.
+# several ranks the number of all rows comes third; where the plan is cut (`plan.ranks`) the groups' means are a tensor
+# of their own.
 _KEPT = ("mean", "rstd", "row_count", "group_mean")
 # Likewise what ranks add up in a backward: `sums` [2, O].
 _SUMMED = ("mean_grad", "slope_grad")
@@ -80,7 +81,8 @@ class Memory:
             self.tensors.append(Made(buffer.role, sizes, strides, DTYPES[buffer.dtype], buffer.only_for))
 
         host, begin = ("kept", _statistics_offset(chosen.problem)) if packed else ("statistics", 0)
-        into, of_features = ("sums", _SUMMED) if chosen.phase == "sums" else (host, _KEPT)
+        sums = any(buffer.role in _SUMMED for buffer in chosen.outputs)
+        into, of_features = ("sums", _SUMMED) if sums else (host, _KEPT)
         if packed:
             self.parts.append(("product", host, 0))
         kept = [b for role in of_features for b in chosen.outputs if b.role == role]
@@ -117,8 +119,8 @@ class Memory:
         self.borrowed = size if size <= BORROWED and len(chosen.steps) == 1 else 0
         if size and not self.borrowed:
             self.tensors.append(Made("scratch", *_dense((size,)), torch.uint8))
-        third = ("offset",) if chosen.keeps_offsets else ()
-        third = ("row_count",) if "offset" in inputs else third
-        for tensor, roles in ((host, (*_KEPT[:2], *third)), ("sums", _SUMMED)):
+        of_ranks = ("row_count",) if "offset" in inputs or "peers" in inputs else ()
+        offset = ("offset",) if chosen.keeps_offsets and "offset" not in inputs else ()
+        for tensor, roles in ((host, (*_KEPT[:2], *of_ranks, *offset)), ("sums", _SUMMED)):
             if tensor in inputs:
                 self.parts += [(role, tensor, begin + 4 * features * row) for row, role in enumerate(roles)]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan import Chip
+from ..plan import Chip, Plan
 from ..plan import ranks as plan
 from . import binding, call, driver
 from .settings import variable
@@ -34,6 +34,9 @@ class Peers:
     """Exchanges of float32 tensors of up to `capacity` numbers between the ranks whose memory is at `addresses`.
 
     They follow each other on the device, whichever stream a call is on; a captured one goes where its graph goes.
+
+    Attributes:
+        addresses: where each rank's memory is, int64 [ranks].
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class Peers:
     ) -> None:
         self._device, self._chip, self._ranks, self._rank = device, chip, len(addresses), rank
         self._capacity, self._limit_ms = capacity, limit_ms
-        self._addresses = driver.outside_pools(device, lambda: torch.tensor(addresses, device=device))
+        self.addresses = driver.outside_pools(device, lambda: torch.tensor(addresses, device=device))
         self._bound: dict[Any, binding.Bound] = {}
         self._stream: int | None = None
         self._last: Any = None
@@ -57,17 +60,24 @@ class Peers:
     def _exchange(self, sent: Tensor, adds_up: bool) -> Tensor:
         bound = self._bound.get((sent.shape, adds_up))
         if bound is None:
-            of = (self._chip, tuple(sent.shape), self._capacity, self._ranks, self._rank, self._limit_ms, adds_up)
-            bound = self._bound[sent.shape, adds_up] = binding.bind(plan.exchange(*of))
+            bound = self._bound[sent.shape, adds_up] = binding.bind(self.plan(tuple(sent.shape), adds_up))
+        self.follow()
+        (received,) = bound([sent.contiguous(), self.addresses], _NO_SCALARS)
+        assert received is not None
+        return received
+
+    def plan(self, shape: tuple[int, ...], adds_up: bool) -> Plan:
+        """That of an exchange of tensors of one shape."""
+        return plan.exchange(self._chip, shape, self._capacity, self._ranks, self._rank, self._limit_ms, adds_up)
+
+    def follow(self) -> None:
+        """What the current stream is given from now on comes after the exchanges so far. Before each exchange."""
         stream = driver.stream_handle(self._device.index)
         if stream != self._stream and not driver.capturing():
             current = torch.cuda.current_stream(self._device)
             if self._last is not None:
                 current.wait_stream(self._last)
             self._stream, self._last = stream, current
-        (received,) = bound([sent.contiguous(), self._addresses], _NO_SCALARS)
-        assert received is not None
-        return received
 
 
 # By group, device and capacity; None where collectives serve. All ranks have the same keys, because they ask together,
@@ -76,14 +86,18 @@ _known: dict[tuple[Any, torch.device, int], Peers | None] = {}
 
 
 def _capacity(count: int) -> int:
-    return max(_LEAST, 1 << (count - 1).bit_length())
+    """Of the memory for so many numbers; the same for 2·O + 1, which a forward sends, and 2·O, of a backward."""
+    return max(_LEAST, 1 << (count // 2 * 2).bit_length())
 
 
 def find(group: Any, sent: Tensor) -> Peers | None:
     """Who exchanges tensors like `sent` in a process group; None where collectives do."""
-    if sent.dtype != torch.float32:
-        return None
-    return _known.get((group, sent.device, _capacity(sent.numel())))
+    return of_count(group, sent.device, sent.numel()) if sent.dtype == torch.float32 else None
+
+
+def of_count(group: Any, device: torch.device, count: int) -> Peers | None:
+    """Who exchanges so many numbers of float32."""
+    return _known.get((group, device, _capacity(count)))
 
 
 def reserve(

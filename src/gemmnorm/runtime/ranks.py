@@ -2,8 +2,9 @@
 
     statistics → all_gather → normalize          sums → all_reduce → gradient
 
-How they do is the affair of `op/sync.py`. Nothing here waits for the device or asks how many rows other ranks have: an
-empty rank sends zeros, and merges like every other.
+Where they do so by a launch (`peers`), it is one of the plan's, so that a forward is one call, and a backward. Else it
+is the affair of `op/sync.py`. Nothing here waits for the device or asks how many rows other ranks have: an empty rank
+sends zeros, and merges like every other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import plan
-from ..plan import Problem
+from ..plan import Plan, Problem
 from ..plan import ranks as plans
 from . import binding, memory
 from .arguments import check_arguments
@@ -33,6 +34,35 @@ from .operands import (
     dense,
     vectors,
 )
+from .peers import Peers
+
+
+def _joined_forward(whole: Plan, statistics: Plan, normalize: Plan, peers: Peers) -> Plan:
+    """The plan `whole`, with the merge of the ranks' statistics in the place of its own."""
+    *kept, local = statistics.outputs
+    (shape,) = local.shape
+    exchange = peers.plan((shape.value(1),), False)
+    y, *vectors = normalize.outputs
+    return replace(
+        whole,
+        steps=(*statistics.steps, *exchange.steps, *normalize.steps),
+        outputs=(y, *kept, *vectors),
+        workspace=(*statistics.workspace, local, *exchange.outputs),
+        aliases=(*normalize.aliases, ("sent", local.role), ("gathered", "received")),
+    )
+
+
+def _joined_backward(sums: Plan, gradient: Plan, peers: Peers) -> Plan:
+    """Its last output is what the ranks add up, in its own memory."""
+    exchange = peers.plan((2, sums.problem.out_features), True)
+    return replace(
+        sums,
+        phase="backward",
+        steps=(*sums.steps, *exchange.steps, *gradient.steps),
+        outputs=(*gradient.outputs, *sums.outputs),
+        workspace=(*sums.workspace, *gradient.workspace),
+        aliases=(*sums.aliases, ("sent", "mean_grad"), ("received", "mean_grad")),
+    )
 
 
 class Call:
@@ -58,8 +88,52 @@ class Call:
         if options.save and problem.batch:
             names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
             problem = replace(problem, grad_dtypes=names)
-            self._sums, self._gradient = map(binding.bind, plans.backward(problem, options.strategy))
+            self._parts_of_backward = plans.backward(problem, options.strategy)
+            self._sums, self._gradient = map(binding.bind, self._parts_of_backward)
             self._in_shapes = Shapes(operands.differentiable[2:], self._sums.kinds[:4])
+        self._parts_of_forward = statistics, normalize
+        self._joined: dict[Peers, tuple[binding.Bound, binding.Bound | None]] = {}  # by who exchanges
+
+    @property
+    def joins(self) -> bool:
+        """`forward` and `backward` serve: this rank has rows, and nothing has to be converted."""
+        return bool(self._batch) and self._as_they_are
+
+    def _joint(self, peers: Peers) -> tuple[binding.Bound, binding.Bound | None]:
+        found = self._joined.get(peers)
+        if found is None:
+            forward = binding.bind(_joined_forward(self._whole, *self._parts_of_forward, peers))
+            backward = binding.bind(_joined_backward(*self._parts_of_backward, peers)) if self.options.save else None
+            found = self._joined[peers] = forward, backward
+        return found
+
+    def forward(self, operands: Operands, peers: Peers) -> tuple[Tensor, list[Tensor | None]]:
+        """y [B, O]; the product, where it is stored, and float32 [3 or 3 + groups, O]: mean, rstd and rows of all
+        ranks, and where the product is minus means of groups of rows, those. Updates the running statistics."""
+        if self._mapped:
+            operands = operands._replace(x=dense(operands.x), weight=dense(operands.weight))
+        record(self._whole)
+        peers.follow()
+        y, *kept = self._joint(peers)[0]([*operands, peers.addresses], self._scalars)
+        assert y is not None
+        return y, kept
+
+    def backward(self, needs: Sequence[bool], grad: Tensor, saved: Saved, peers: Peers) -> list[Tensor | None]:
+        """Gradients of what is differentiable, None where `needs` is False; `saved` ends with what `forward` kept."""
+        if not any(needs[:2]):  # nobody needs the sums over all ranks
+            product, statistics = saved[6:]
+            assert statistics is not None
+            offset = statistics[3:] if len(statistics) > 3 else None
+            kept = (product, offset, statistics[:3])
+            return [None, None, *self.sums(needs, grad, Differentiable(*saved[:6]), kept)[0]]
+        bound = self._joint(peers)[1]
+        assert bound is not None
+        wanted = (*(need and t is not None for need, t in zip(needs, saved, strict=False)), True)
+        inputs = [dense(grad), *saved, peers.addresses]
+        saved.clear()
+        peers.follow()
+        of_x, of_weight, *of_vectors, _ = bound(inputs, self._scalars, wanted)
+        return [of_x, of_weight, *self._in_shapes(of_vectors)]
 
     def statistics(self, operands: Operands) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The product [B, O], where it is stored; where minus means of groups of rows, those [groups, O]; and this
