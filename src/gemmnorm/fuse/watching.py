@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from . import stand_ins
-from .outside import is_settings
+from .outside import goes_on, is_settings
 from .scanning import TORCH, Untraceable, is_of_python, is_of_users
 
 _OURS = (os.path.join(TORCH, "fx", ""), os.path.join(os.path.dirname(os.path.dirname(__file__)), ""))
@@ -41,6 +41,21 @@ _LOST: dict[Callable[..., Any], str] = {
     **dict.fromkeys((operator.is_, operator.is_not), "compares values by identity"),
     **dict.fromkeys((time.localtime, time.gmtime, time.strftime, time.ctime), "asks for the time"),
 }
+# Modules of Python's whose functions give the same for the same arguments, and change nothing but those; or whose questions
+# are noticed elsewhere (`stand_ins`). Those of the rest, a clock, a file, a queue, are asked or told anew at each call.
+_PURE = {
+    *("_abc", "_bisect", "_collections", "_functools", "_heapq", "_operator", "_typing", "builtins", "cmath", "itertools"),
+    *("math", "_collections_abc", "_weakrefset", "abc", "bisect", "collections", "contextlib", "copy", "copyreg"),
+    *("dataclasses", "decimal", "enum", "fractions", "functools", "heapq", "importlib", "inspect", "keyword", "logging"),
+    *("numbers", "operator", "posixpath", "ntpath", "re", "reprlib", "string", "textwrap", "types", "typing", "warnings"),
+    *("weakref", "_datetime", "datetime", "_decimal", "_contextvars", "_sre", "_weakref", "zipimport", "json"),
+}
+_IMPURE = {"open", "input", "exec", "eval", "compile", "breakpoint", "globals", "locals"}  # of `builtins`
+_ENVIRONMENT = ("getenv", "get", "encode", "decode", "check_str")  # of `os`, beside special methods
+# Python functions of `torch` and of `torch.cuda` that are constant, or that are given what they are about.
+_OF_TORCH = {"is_tensor", "is_storage", "typename", "is_available", "is_built", "device_count", "is_bf16_supported"}
+_OF_TORCH |= {"get_device_capability", "get_device_name", "get_device_properties"}
+_STATES = tuple(os.path.join(TORCH, *name) for name in (("__init__.py",), ("random.py",), ("cuda", ""), ("onnx", "")))
 _TAKE_ARGUMENTS = ("is_autocast_enabled", "get_autocast_dtype")
 _NOW = ("now", "today", "utcnow")
 
@@ -95,6 +110,8 @@ class Watch:
             self._called(frame)
         elif kind == "c_call" and is_of_users(frame.f_code.co_filename):
             self._asked(function, f"(line {frame.f_lineno})")
+            if _is_of_project(frame) and not _is_pure(function):
+                raise Untraceable(f"{_does(function)} (line {frame.f_lineno})")
         elif kind == "return" and frame.f_code in self.methods:
             self._returns(frame)
 
@@ -115,6 +132,8 @@ class Watch:
             self._note(function, path, any(v is not None for v in frame.f_locals.values()), f"(line {caller.f_lineno})")
         elif by_user and code.co_filename.startswith(_BACKENDS) and code.co_name not in _CONSTANT:
             raise Untraceable("asks for a setting of torch.backends")
+        elif caller is not None and _is_of_project(caller) and _has_a_state(frame):
+            raise Untraceable(f"{_does(frame)} (line {caller.f_lineno})")
         elif is_of_users(code.co_filename) and not (_stands_apart(frame) or by_us(caller)):
             self._read(frame)
 
@@ -149,6 +168,54 @@ class Watch:
         if with_arguments:
             raise Untraceable(f"calls {path} under another name {line}; torch.{path} can be recorded")
         self.answers[f"torch.{path}()"] = function()
+
+
+def _is_of_project(frame: types.FrameType) -> bool:
+    """Code of a user's that is not installed: of a package's, what it asks and tells is its own affair."""
+    file = frame.f_code.co_filename
+    return is_of_users(file) and "-packages" not in file
+
+
+def _is_pure(function: Any) -> bool:
+    """A compiled function is no question about a state, and tells nobody anything."""
+    of = getattr(function, "__self__", None)
+    module, name = str(getattr(function, "__module__", None) or ""), getattr(function, "__name__", "")
+    if goes_on(of) and not isinstance(of, Iterator):
+        return False
+    if isinstance(of, types.ModuleType):
+        module = of.__name__
+    elif of is not None and type(of).__name__ != "PyCapsule":  # a method
+        module = (of if isinstance(of, type) else type(of)).__module__
+        return module.partition(".")[0] not in sys.stdlib_module_names or module in _PURE
+    if module.partition(".")[0] == "torch":
+        return module != "torch._C" and type(of).__name__ != "PyCapsule" or function in stand_ins.QUESTIONS
+    return (module in _PURE and name not in _IMPURE) or module.partition(".")[0] not in sys.stdlib_module_names
+
+
+def _has_a_state(frame: types.FrameType) -> bool:
+    """A Python function of Python's own library, or of PyTorch's, asks for a state, or changes one."""
+    code = frame.f_code
+    file, name = code.co_filename, code.co_name
+    if file.startswith(_STATES):
+        return name not in _OF_TORCH and not any(map(_holds_stand_in, frame.f_locals.values()))
+    if not is_of_python(file):
+        return False
+    module = str(frame.f_globals.get("__name__")).partition(".")[0]
+    if module == "os":
+        return name not in _ENVIRONMENT and not name.startswith("__")
+    return module not in _PURE
+
+
+def _does(called: Any) -> str:
+    """What is refused of a compiled function, or of one that runs in a frame."""
+    if isinstance(called, types.FrameType):
+        module, of = str(called.f_globals.get("__name__")), None
+        name = f"{module}.{getattr(called.f_code, 'co_qualname', called.f_code.co_name)}"
+    else:
+        module, of, name = "", getattr(called, "__self__", None), getattr(called, "__qualname__", str(called))
+    if module == "random" or (goes_on(of) and not isinstance(of, Iterator)):
+        return "draws random numbers"
+    return f"calls {name}, which a recording would do once"
 
 
 def by_us(frame: types.FrameType | None) -> bool:
