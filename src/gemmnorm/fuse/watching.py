@@ -41,13 +41,47 @@ _LOST: dict[Callable[..., Any], str] = {
     **dict.fromkeys((operator.is_, operator.is_not), "compares values by identity"),
     **dict.fromkeys((time.localtime, time.gmtime, time.strftime, time.ctime), "asks for the time"),
 }
-# Modules of Python's whose functions give the same for the same arguments, and change nothing but those; or whose questions
-# are noticed elsewhere (`stand_ins`). Those of the rest, a clock, a file, a queue, are asked or told anew at each call.
+# Modules of Python's whose functions give the same for the same arguments, and change nothing but those; or whose
+# questions are noticed elsewhere (`stand_ins`). The rest, a clock, a file, a queue, is asked or told anew at each call.
 _PURE = {
-    *("_abc", "_bisect", "_collections", "_functools", "_heapq", "_operator", "_typing", "builtins", "cmath", "itertools"),
+    *(
+        "_abc",
+        "_bisect",
+        "_collections",
+        "_functools",
+        "_heapq",
+        "_operator",
+        "_typing",
+        "builtins",
+        "cmath",
+        "itertools",
+    ),
     *("math", "_collections_abc", "_weakrefset", "abc", "bisect", "collections", "contextlib", "copy", "copyreg"),
-    *("dataclasses", "decimal", "enum", "fractions", "functools", "heapq", "importlib", "inspect", "keyword", "logging"),
-    *("numbers", "operator", "posixpath", "ntpath", "re", "reprlib", "string", "textwrap", "types", "typing", "warnings"),
+    *(
+        "dataclasses",
+        "decimal",
+        "enum",
+        "fractions",
+        "functools",
+        "heapq",
+        "importlib",
+        "inspect",
+        "keyword",
+        "logging",
+    ),
+    *(
+        "numbers",
+        "operator",
+        "posixpath",
+        "ntpath",
+        "re",
+        "reprlib",
+        "string",
+        "textwrap",
+        "types",
+        "typing",
+        "warnings",
+    ),
     *("weakref", "_datetime", "datetime", "_decimal", "_contextvars", "_sre", "_weakref", "zipimport", "json"),
 }
 _IMPURE = {"open", "input", "exec", "eval", "compile", "breakpoint", "globals", "locals"}  # of `builtins`
@@ -182,13 +216,15 @@ def _is_pure(function: Any) -> bool:
     module, name = str(getattr(function, "__module__", None) or ""), getattr(function, "__name__", "")
     if goes_on(of) and not isinstance(of, Iterator):
         return False
+    by_pybind = type(of).__name__.startswith(("PyCapsule", "pybind11_detail_function"))
     if isinstance(of, types.ModuleType):
         module = of.__name__
-    elif of is not None and type(of).__name__ != "PyCapsule":  # a method
-        module = (of if isinstance(of, type) else type(of)).__module__
+    elif not (of is None or by_pybind):  # a method
+        bases = (of if isinstance(of, type) else type(of)).__mro__
+        module = next((base for base in bases if name in vars(base)), object).__module__
         return module.partition(".")[0] not in sys.stdlib_module_names or module in _PURE
     if module.partition(".")[0] == "torch":
-        return module != "torch._C" and type(of).__name__ != "PyCapsule" or function in stand_ins.QUESTIONS
+        return not (by_pybind or module == "torch._C") or function in stand_ins.QUESTIONS
     return (module in _PURE and name not in _IMPURE) or module.partition(".")[0] not in sys.stdlib_module_names
 
 
@@ -197,7 +233,9 @@ def _has_a_state(frame: types.FrameType) -> bool:
     code = frame.f_code
     file, name = code.co_filename, code.co_name
     if file.startswith(_STATES):
-        return name not in _OF_TORCH and not any(map(_holds_stand_in, frame.f_locals.values()))
+        return not (name in _OF_TORCH or name.startswith("__")) and not any(
+            map(_holds_stand_in, frame.f_locals.values())
+        )
     if not is_of_python(file):
         return False
     module = str(frame.f_globals.get("__name__")).partition(".")[0]
