@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from . import effects
 from .comparing import Absent, Equal, IsInstance, Keys, Length, Names, Same, Without
 from .keeping import Keeper
 from .outside import (
@@ -31,7 +32,7 @@ from .outside import (
     namespace_of,
     path_of,
 )
-from .scanning import CONTAINERS, Scan, Untraceable, changed_by, content, is_bound
+from .scanning import CONTAINERS, Scan, Untraceable, content, is_bound
 from .scanning import is_of_users as is_of_user
 from .stand_ins import IN_PLACE
 from .structure import as_written, forward_of
@@ -41,6 +42,7 @@ from .watching import by_us, function_of
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 _ITEMS = 64  # of a list of configurations
 _DEEP = 16  # configurations inside of each other
+_HANDED = "hands a list, a dictionary or an object to what may change it, and needs it again"
 _MANY, _FAR = 400, 20_000  # conditions, values to look at for them
 
 
@@ -80,9 +82,10 @@ class Recorder:
         self.opaque: set[type] = set()  # classes of installed packages, of which a method was called and not read
         self.helpers: dict[tuple[Any, str, Any], None] = {}  # class, name and function of their methods that ran
         self.looked = 0  # at so many values
+        self.known_effects: dict[int, tuple[effects.Effects, set[int], dict[int, str]]] = {}
         self.called = ""  # a method that stayed a call: what attributes are after it, nobody knows
         self.thread = threading.get_ident()
-        tracer.is_one_of = self.is_one_of
+        tracer.is_one_of, tracer.recorder = self.is_one_of, self
         self.take_up()
 
     def __enter__(self) -> Recorder:
@@ -185,6 +188,7 @@ class Recorder:
         """What stands for a method that stays a call."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            self.hand_over(self.effects_of_method(name), [*args, *kwargs.values()])
             self.called = name
             return self.tracer.create_proxy("call_function", Method(name), args, kwargs)
 
@@ -203,8 +207,8 @@ class Recorder:
         known = value is Absent or is_known(value) or isinstance(value, CONTAINERS)
         if self.called and known and name != "training":
             raise Untraceable(f"reads {name} after calling {self.called}, which cannot be recorded")
-        if known and self.may_have_changed(module, name, value):
-            raise Untraceable(f"reads {name} of {self.paths[id(module)]} after calling it, which may change {name}")
+        if (known or effects.is_an_object(value)) and (by := self.may_have_changed(module, name, value)):
+            raise Untraceable(f"reads {name} after calling {by}, which may change it")
         if not isinstance(value, (nn.Module, Tensor, fx.Proxy)):
             self.noted[id(module), name, id(value)] = (module, name, value)
             self.note_parts(module, name, value)
@@ -217,16 +221,75 @@ class Recorder:
             if (path, text) != ("", "training"):
                 self.note_value(path, text, part)
 
-    def may_have_changed(self, module: nn.Module, name: str, value: Any) -> bool:
-        """A child that was called before, and holds `module`, assigns that attribute, or uses what is a container."""
-        if name == "training":
-            return False
+    def may_have_changed(self, module: nn.Module, name: str, value: Any) -> str | None:
+        """What was called before and may have changed that attribute, or what is in it: its name."""
+        if name == "training" or not (self.tracer.called or self.called):
+            return None
+        inside = [*effects.inside(value)]
+        parts = {n for v in inside if effects.is_an_object(v) for n in names_of(v) & self.scan.names}
         for child in self.tracer.called:
-            inside = list(child.modules())
-            if any(module is m for m in inside):
-                kinds: set[Any] = {type(m) for m in inside}
-                return any(name in changed_by(kind)[isinstance(value, CONTAINERS)] for kind in kinds)
-        return False
+            found, modules, held = self.effects_of(child)
+            known_as = {held[id(v)] for v in inside if id(v) in held}
+            if id(module) in modules:
+                changes = found.assigns({name, *parts}) or (isinstance(value, CONTAINERS) and name in found.mentioned)
+            else:
+                changes = not known_as.isdisjoint(found.mentioned) and (found.changes or found.assigns(parts))
+            if changes:
+                return self.paths.get(id(child)) or type(child).__name__
+        if self.called and parts:
+            return self.called if self.effects_of_method(self.called).assigns(parts) else None
+        return None
+
+    def refuse_replaced(self, graph: fx.Graph) -> None:
+        """Tensors that a call may put another in the place of: the text reads them where they are used."""
+        for node in graph.find_nodes(op="get_attr"):
+            path, _, name = str(node.target).rpartition(".")
+            module = self.owner.get_submodule(path)
+            by = [self.effects_of(c)[0] for c in self.tracer.called if id(module) in self.effects_of(c)[1]]
+            by += [self.effects_of_method(self.called)] if self.called else []
+            if any(found.assigns({name}) for found in by):
+                raise Untraceable(f"reads {node.target}, which a call may replace")
+
+    def returned(self, value: Any) -> Any:
+        """What `forward` returns, in which a list or a dictionary that is an attribute goes by its name."""
+        known = {id(v): (module, name) for module, name, v in self.noted.values() if isinstance(v, CONTAINERS)}
+        if isinstance(value, (fx.Proxy, Tensor)):
+            return value
+        if id(value) in known:
+            module, name = known[id(value)]
+            path = self.paths[id(module)]
+            return self.tracer.create_proxy("get_attr", f"{path}.{name}".lstrip("."), (), {})
+        held = value if isinstance(value, CONTAINERS) else getattr(value, "__dict__", None)
+        if id(held) in self.keeper.containers:
+            raise Untraceable("returns a list, a dictionary or an object that outlives the call")
+        if type(value) in (list, tuple):
+            return type(value)(map(self.returned, value))
+        return {key: self.returned(v) for key, v in value.items()} if type(value) is dict else value
+
+    def effects_of(self, child: nn.Module) -> tuple[effects.Effects, set[int], dict[int, str]]:
+        """Of a call of it; ids of the modules in it, and of the containers and objects that these hold, with names."""
+        if id(child) not in self.known_effects:
+            modules = [*child.modules()]
+            held = {id(v): name for m in modules for name, one in vars(m).items() for v in effects.inside(one)}
+            self.known_effects[id(child)] = effects.of_module(child), {*map(id, modules)}, held
+        return self.known_effects[id(child)]
+
+    def effects_of_method(self, name: str) -> effects.Effects:
+        return effects.of_method(self.owner, inspect.getattr_static(type(self.owner), name))
+
+    def hand_over(self, called: effects.Effects, values: Any) -> None:
+        """A list, a dictionary or an object that is handed to what stays a call, which gets another like it."""
+        given = [*effects.inside(values)][1:]  # without the list of the arguments
+        if not given or not called.changes_what_it_is_given:
+            return
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self.tracer.watch.forward:
+            if is_of_user(frame.f_code.co_filename) and effects.is_read_again(frame, given):
+                raise Untraceable(_HANDED)
+            frame = frame.f_back
+        held = (value for value in given if id(value) in self.keeper.containers)
+        if (frame is not None and effects.is_read_again(frame, given)) or any(True for _ in held):
+            raise Untraceable(_HANDED)
 
     def parts(
         self, text: str, value: Any, inside: tuple[int, ...] = (), defined: bool = False

@@ -361,7 +361,7 @@ def methods_of(cls: type) -> Iterator[types.FunctionType]:
                         yield inner
 
 
-def _by_methods(answer: Callable[[list[types.FunctionType]], T]) -> Callable[[type], T]:
+def by_methods(answer: Callable[[list[types.FunctionType]], T]) -> Callable[[type], T]:
     """`answer` of the methods of a class but its constructor, kept as long as the class lives and they are the same."""
     kept: weakref.WeakKeyDictionary[type, tuple[list[types.CodeType], T]] = weakref.WeakKeyDictionary()
 
@@ -376,20 +376,7 @@ def _by_methods(answer: Callable[[list[types.FunctionType]], T]) -> Callable[[ty
     return ask
 
 
-@_by_methods
-def changed_by(methods: list[types.FunctionType]) -> tuple[frozenset[str], frozenset[str]]:
-    """Attributes that methods of a user's class assign, and those that they mention."""
-    assigned: set[str] = set()
-    mentioned: set[str] = set()
-    codes = [f.__code__ for f in methods]
-    for code in codes:  # which grows by the functions inside of them
-        codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-        mentioned.update(code.co_names)
-        assigned.update(i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_ATTR", "DELETE_ATTR"))
-    return frozenset(assigned), frozenset(mentioned)
-
-
-@_by_methods
+@by_methods
 def finds_itself(methods: list[types.FunctionType]) -> str | None:
     """A method that calls `super(self.__class__, self)`, which in a derived class is that method."""
     for f in methods:

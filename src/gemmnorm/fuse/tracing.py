@@ -176,6 +176,7 @@ def _record(
             with recorder, honest(tracer) as answers:
                 tracer.watch = Watch(recorder, answers, inspect.unwrap(forward).__code__)
                 graph = _run(tracer, owner)
+                recorder.refuse_replaced(graph)
             recorder.look_again()
         except Untraceable as reason:
             failed = reason
@@ -295,6 +296,7 @@ class _OwnerTracer(fx.Tracer):
         self.names: dict[int, str] = {}  # of tensors
         self.proxies: dict[str, fx.Proxy] = {}  # of those, in this attempt
         self.watch: Watch
+        self.recorder: Any  # who notes what is read
         self.stand_ins: list[weakref.ref[fx.Proxy]] = []
         self.fixed: set[str] = set()
         # How the first decisions are to fall, and whether both ways were tried; and how those of this attempt fell.
@@ -311,6 +313,7 @@ class _OwnerTracer(fx.Tracer):
             return forward(*args, **kwargs)
         if any(isinstance(a, (list, dict, set)) and not a for a in (*args, *kwargs.values())):
             raise Untraceable("hands a child an empty container, which the child may fill")
+        self.recorder.hand_over(self.recorder.effects_of(m)[0], [*args, *kwargs.values()])
         if id(m) in self.made and type(m).__module__ == nn.CrossEntropyLoss.__module__:
             return forward(*args, **kwargs)
         self.called.append(m)
@@ -370,7 +373,8 @@ class _OwnerTracer(fx.Tracer):
 
         def watched(*args: Any) -> Any:
             with self.watch:
-                return root_fn(*args, **keywords)
+                found = root_fn(*args, **keywords)
+            return self.recorder.returned(found)
 
         return watched, positional
 

@@ -1,0 +1,148 @@
+"""What a call that stays a call may change: attributes of modules and objects, and containers that it is handed.
+
+A child module, and a method that cannot be recorded, run as they are. What `forward` reads afterwards of what they may
+have changed is unknown while it is recorded.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import os
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from .keeping import items_of
+from .outside import is_of_users as is_users_own
+from .outside import is_settings
+from .scanning import CONTAINERS, by_methods, is_of_users
+
+ANYTHING = "*"
+# By these names any attribute may be assigned.
+_BY_NAME = {"setattr", "delattr", "vars", "__dict__", "__setattr__", "register_buffer", "register_parameter"}
+_BY_NAME |= {"_buffers", "_parameters", "_modules"}
+_CHANGES = {"append", "appendleft", "extend", "extendleft", "insert", "pop", "popleft", "popitem", "remove", "clear"}
+_CHANGES |= {"update", "setdefault", "add", "discard", "sort", "reverse", "rotate", "__setitem__", "__delitem__"}
+_CHANGES |= {"__iadd__", "__ior__", "move_to_end", "subtract"}
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_FAR = 2000  # values to look at inside of one
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Of some code, with the functions of a user's that it mentions.
+
+    Attributes:
+        assigned: names of attributes that it assigns, of whatever; `ANYTHING` where those are computed.
+        mentioned: names of attributes, functions and methods that occur.
+        changes: it may change a list, a dictionary or the like.
+    """
+
+    assigned: frozenset[str] = frozenset()
+    mentioned: frozenset[str] = frozenset()
+    changes: bool = False
+
+    def __or__(self, other: Effects) -> Effects:
+        changes = self.changes or other.changes
+        return Effects(self.assigned | other.assigned, self.mentioned | other.mentioned, changes)
+
+    def assigns(self, names: Iterable[str]) -> bool:
+        """Any of these, or it may be."""
+        return ANYTHING in self.assigned or not self.assigned.isdisjoint(names)
+
+    @property
+    def changes_what_it_is_given(self) -> bool:
+        """It may assign an attribute, or change a container, that is not its own."""
+        return self.changes or bool(self.assigned)
+
+
+def of_functions(functions: Iterable[types.FunctionType]) -> Effects:
+    assigned, mentioned, changes = set[str](), set[str](), False
+    waiting = [(f.__code__, f.__globals__) for f in functions]
+    for code, names in waiting:  # which grows by what they hold and mention
+        found = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+        called = [names.get(name) for name in code.co_names]
+        waiting += [(c, names) for c in found if (c, names) not in waiting]
+        for f in called:
+            if isinstance(f, types.FunctionType) and _is_users(f):
+                waiting += [(f.__code__, f.__globals__)] if (f.__code__, f.__globals__) not in waiting else []
+        mentioned.update(code.co_names)
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
+                assigned.add(instruction.argval)
+            changes |= instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
+    if mentioned & _BY_NAME:
+        assigned.add(ANYTHING)
+    return Effects(frozenset(assigned), frozenset(mentioned), changes or bool(mentioned & _CHANGES))
+
+
+@by_methods
+def _of_class(methods: list[types.FunctionType]) -> Effects:
+    return of_functions(methods)
+
+
+def of_module(module: nn.Module) -> Effects:
+    """Of a call of `module`: of its methods and its children's, and of the objects' that they hold."""
+    found = Effects()
+    for m in module.modules():
+        found |= _of_class(type(m))
+        attributes = vars(m)  # and not by its attributes, which a recorder may be watching
+        for held in attributes.values():
+            found |= _of_class(type(held)) if is_an_object(held) else Effects()
+        if "forward" in attributes or any(attributes.get(name) for name in ("_forward_hooks", "_forward_pre_hooks")):
+            found |= Effects(frozenset([ANYTHING]))
+    return found
+
+
+def of_method(owner: nn.Module, function: Any) -> Effects:
+    """Of a call of a method of `owner`, which may call others, and those of the objects that it holds."""
+    plain = inspect.unwrap(function)
+    found = of_functions([plain]) if isinstance(plain, types.FunctionType) else Effects(frozenset([ANYTHING]))
+    for held in vars(owner).values():
+        found |= _of_class(type(held)) if is_an_object(held) else Effects()
+    named = (getattr(type(owner), name, None) for name in found.mentioned if name != plain.__name__)
+    methods = [f for f in named if isinstance(f, types.FunctionType) and _is_users(f)]
+    return found | of_functions(methods)
+
+
+def _is_users(function: types.FunctionType) -> bool:
+    file = function.__code__.co_filename
+    return is_of_users(file) and not file.startswith(_PACKAGE)
+
+
+def is_an_object(value: Any) -> bool:
+    """With attributes of its own that a method may assign: a configuration, a state."""
+    return is_settings(value) and is_users_own(type(value)) and not isinstance(value, (type, types.FunctionType))
+
+
+def inside(value: Any) -> Iterator[Any]:
+    """The lists, dictionaries and objects in `value`, and itself if it is one."""
+    waiting, seen = [value], set[int]()
+    while waiting and len(seen) < _FAR:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, (fx.Proxy, Tensor, nn.Module, str)):
+            continue
+        seen.add(id(one))
+        if isinstance(one, (tuple, *CONTAINERS)):
+            waiting += items_of(one)
+        elif is_an_object(one):
+            waiting += getattr(one, "__dict__", {}).values()
+        if isinstance(one, CONTAINERS) or is_an_object(one):
+            yield one
+
+
+def is_read_again(frame: types.FrameType, values: Iterable[Any]) -> bool:
+    """A variable of what runs in `frame` has one of `values` in it, and occurs in what may run after this."""
+    ids = {id(value) for value in values}
+    names = {name for name, held in frame.f_locals.items() if any(id(v) in ids for v in inside(held))}
+    instructions = [*dis.get_instructions(frame.f_code)]
+    begin = frame.f_lasti + 1
+    for i in instructions:  # a loop goes on where it began
+        if i.offset >= begin and "JUMP" in i.opname and isinstance(i.argval, int) and i.argval < begin:
+            begin = min(begin, i.argval)
+    after = (i for i in instructions if i.offset >= begin and "LOAD" in i.opname)
+    return any(names & {*(i.argval if isinstance(i.argval, tuple) else (i.argval,))} for i in after)
