@@ -21,7 +21,7 @@ from ..module import LinearScaleBatchNorm1d
 from . import comparing, guards, inlining, matching, optional, outside, structure, tracing, views, writing
 from .matching import Chain, Refusal
 from .scanning import Untraceable
-from .structure import Assumed, assume, child_names, original_class
+from .structure import Assumed, assume, assume_between, child_names, original_class
 from .tracing import Trace
 
 _INDENT = "    "
@@ -302,6 +302,8 @@ def _plan_of_traces(
         bodies.append(writer.body())
         paths = (str(n.target) for f in found for n in f.views if n.op == "call_module")
         assumed |= dict.fromkeys(assume(owner, path) for path in paths)
+        others = (n for f in found for n in matching.between(f.product, f.bn) if n not in f.nodes)
+        assumed |= dict.fromkeys(assume_between(owner, str(n.target)) for n in others if n.op == "call_module")
         namespace, variables = writer.namespace, writer.variables
         imports |= dict.fromkeys(writer.imports)
     for mode, missed, other in (("in training", *refused), ("in evaluation", *reversed(refused))):  # type: ignore[assignment]

@@ -71,6 +71,13 @@ class IsInstance:
     answer: bool
 
 
+@dataclass(frozen=True)
+class OfClass:
+    """A module of this very class, fused or not."""
+
+    cls: type
+
+
 HOLDS = "as_recorded"  # a variable: whether a recording does
 # Asks for a part of what an attribute or a global is, which may be None by now.
 _MAY_RAISE = re.compile(r"\b(self|globals_\w+|held_\w+)(\.\w+|\[[^]]*\])[.\[]|\[\*|\blen\((self|globals_|held_)")
@@ -94,6 +101,8 @@ def differs(expression: str, value: Any, render: Render) -> str:
         return f"{held} != {literal([*value.names])}"
     if isinstance(value, Same):
         return f"{expression} is not {render(value.path)}"
+    if isinstance(value, OfClass):
+        return f'getattr({expression}, "_gemmnorm_original", {expression}.__class__) is not {literal(value.cls)}'
     if isinstance(value, IsInstance):
         classes = literal(value.classes) if len(value.classes) > 1 else literal(value.classes[0])
         return f"{'not ' * value.answer}isinstance({expression}, {classes})"

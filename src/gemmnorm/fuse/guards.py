@@ -238,3 +238,15 @@ def part_of_input(node: Any) -> str | None:
     if node.target is operator.getitem:
         return f"{source}[{node.args[1]!r}]"
     return f"{source}.{node.args[1]}" if node.target is ATTRIBUTE else None
+
+
+def modules_asked(graph: fx.Graph) -> set[str]:
+    """The children whose results' shapes, or kinds, decisions are about."""
+    waiting = [node for node in graph.nodes if _DECIDED in node.meta]
+    seen: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return {str(node.target) for node in seen if node.op == "call_module"}

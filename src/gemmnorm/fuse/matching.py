@@ -266,7 +266,7 @@ def _chain(owner: nn.Module, path: list[fx.Node], bn: fx.Node) -> Found:
         raise _Refused(
             f"the scale {scale} has shape {shape}; handled are ({out_features},), (1, {out_features}), (1,) and ()"
         )
-    disturber = next((n for n in _between(product, bn) if n not in path and _changes_in_place(owner, n)), None)
+    disturber = next((n for n in between(product, bn) if n not in path and _changes_in_place(owner, n)), None)
     if disturber is not None:
         raise _Refused(f"{describe(owner, disturber)} may change a tensor in place between the two")
     views = tuple(n for n in path if n is not product and n is not factor)
@@ -402,7 +402,8 @@ def _activation(owner: nn.Module, bn: fx.Node) -> tuple[fx.Node, str, str | None
     return None
 
 
-def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """What runs after `first` and before `last`."""
     node = first.next
     while node is not last:
         yield node

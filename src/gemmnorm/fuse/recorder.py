@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from . import effects
-from .comparing import Absent, Equal, IsInstance, Keys, Length, Names, Same, Without
+from . import effects, guards
+from .comparing import Absent, Equal, IsInstance, Keys, Length, Names, OfClass, Same, Without
 from .keeping import Keeper
 from .outside import (
     attribute_of,
@@ -35,7 +35,7 @@ from .outside import (
 from .scanning import CONTAINERS, Scan, Untraceable, content, is_bound
 from .scanning import is_of_users as is_of_user
 from .stand_ins import IN_PLACE
-from .structure import as_written, forward_of
+from .structure import as_written, forward_of, original_class
 from .values import is_a_value, is_known, is_named, may_change, plain_of
 from .watching import by_us, function_of
 
@@ -44,6 +44,11 @@ _ITEMS = 64  # of a list of configurations
 _DEEP = 16  # configurations inside of each other
 _HANDED = "hands a list, a dictionary or an object to what may change it, and needs it again"
 _MANY, _FAR = 400, 20_000  # conditions, values to look at for them
+
+
+def by_a_user(frame: types.FrameType) -> bool:
+    """Code of a user's runs in `frame`."""
+    return is_of_user(frame.f_code.co_filename)
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class Recorder:
                 if recorder.watches(module) and not name.startswith("__"):
                     recorder.note_missing(module, name)
                 raise
+            if name == "__class__" and recorder.watches(module) and by_a_user(sys._getframe(1)):
+                recorder.relate_class(module)
             if name.startswith("__"):
                 return value
             if not recorder.watches(module):
@@ -107,6 +114,8 @@ class Recorder:
                 return value
             if name in _REGISTRIES:
                 return recorder.registry(module, name, value)
+            if name not in vars(module) and hasattr(type(module), name) and by_a_user(sys._getframe(1)):
+                recorder.relate_class(module)
             with recorder.tracer.watch.paused():
                 known = len(recorder.scan.seen)
                 recorder.scan.follow(value)
@@ -169,6 +178,12 @@ class Recorder:
         if (path, value) not in self.relations:
             self.relations.append((path, value))
             self.hold(*(value.classes if isinstance(value, IsInstance) else ()))
+            self.hold(*((value.cls,) if isinstance(value, OfClass) else ()))
+
+    def relate_class(self, module: nn.Module) -> None:
+        """What was asked of a descendant its class decides: it may be of another later."""
+        if self.paths.get(id(module)):
+            self.relate(self.paths[id(module)], OfClass(original_class(module)))
 
     def is_one_of(self, module: nn.Module, classes: tuple[type, ...], answer: bool) -> None:
         """`forward` has asked whether a module is."""
@@ -240,8 +255,13 @@ class Recorder:
             return self.called if self.effects_of_method(self.called).assigns(parts) else None
         return None
 
-    def refuse_replaced(self, graph: fx.Graph) -> None:
-        """Tensors that a call may put another in the place of: the text reads them where they are used."""
+    def look_back(self, graph: fx.Graph) -> None:
+        """At a whole recording: classes that decided are conditions, and tensors are not to be replaced by a call.
+
+        The text reads them where they are used.
+        """
+        for path in guards.modules_asked(graph):
+            self.relate_class(self.owner.get_submodule(path))
         for node in graph.find_nodes(op="get_attr"):
             path, _, name = str(node.target).rpartition(".")
             module = self.owner.get_submodule(path)

@@ -241,6 +241,8 @@ def _only_of_values(name: str, reason: str) -> Callable[..., Any]:
     def ask(value: Any, *rest: Any) -> Any:
         if _asked(value):
             raise Raised(reason)
+        if issubclass(type(value), nn.Module) and not _inside(2):
+            _here.tracer.recorder.relate_class(value)
         return plain(value, *rest)
 
     return ask

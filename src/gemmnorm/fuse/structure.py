@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 
 class Assumed(NamedTuple):
-    """A descendant that does not run as a module: its path, class, attributes with their values, children's names."""
+    """A descendant that does not run as a module: its path, class, attributes with their values, children's names.
+
+    One that does (`runs`) stands between the two ends of a chain, and is of a class that leaves both alone.
+    """
 
     path: str
     cls: type[nn.Module]
     attributes: tuple[tuple[str, Any], ...]
     structure: tuple[Any, ...]
+    runs: bool = False
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -54,21 +58,25 @@ def is_as_recorded(owner: nn.Module, plan: OwnerPlan) -> bool:
     for name, function in plan.methods:
         if name in owner.__dict__ or getattr(type(owner), name, None) is not function:
             return False
+    # Where something runs between, a Linear that runs by itself is to do so at its own place.
+    others = () if any(assumed.runs for assumed in plan.assumed) else (None,)
     for names, cls, kind in plan.kinds:
         module: Any = owner
         for name in names:
             module = None if module is None else module._modules.get(name)
-        if type(module) is not cls and (module is None or kind_of(module) not in (kind, None, nn.SyncBatchNorm)):
+        if type(module) is not cls and (module is None or kind_of(module) not in (kind, nn.SyncBatchNorm, *others)):
             return False
     return all(_still(owner, assumed) for assumed in plan.assumed)
 
 
 def _still(owner: nn.Module, assumed: Assumed) -> bool:
-    path, cls, attributes, inner = assumed
+    path, cls, attributes, inner, runs = assumed
     module: Any = below(owner, path)
-    if module is None or original_class(module) is not cls or not children.is_untouched(module):
+    if module is None or original_class(module) is not cls:
         return False
-    if child_names(module) != inner or module.training != owner.training:
+    if not runs and not (children.is_untouched(module) and child_names(module) == inner):
+        return False
+    if not runs and module.training != owner.training:
         return False
     return all(getattr(module, name) == value for name, value in attributes)
 
@@ -116,6 +124,13 @@ def assume(owner: nn.Module, path: str) -> Assumed:
     names = {nn.Flatten: ("start_dim", "end_dim"), nn.Dropout: ("p",)}.get(type(module), ())
     attributes = tuple((name, getattr(module, name)) for name in names)
     return Assumed(path, original_class(module), attributes, child_names(module))
+
+
+def assume_between(owner: nn.Module, path: str) -> Assumed:
+    """What is taken for granted about one that runs between a product and its BatchNorm."""
+    module = owner.get_submodule(path)
+    attributes = tuple((name, held) for name, held in vars(module).items() if name == "inplace")
+    return Assumed(path, original_class(module), attributes, (), runs=True)
 
 
 def aliases(owner: nn.Module, graph: fx.Graph, read: Iterable[str]) -> list[tuple[str, Same]]:

@@ -176,7 +176,7 @@ def _record(
             with recorder, honest(tracer) as answers:
                 tracer.watch = Watch(recorder, answers, inspect.unwrap(forward).__code__)
                 graph = _run(tracer, owner)
-                recorder.refuse_replaced(graph)
+                recorder.look_back(graph)
             recorder.look_again()
         except Untraceable as reason:
             failed = reason
