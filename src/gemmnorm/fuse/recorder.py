@@ -32,7 +32,7 @@ from .outside import (
     namespace_of,
     path_of,
 )
-from .scanning import CONTAINERS, Scan, Untraceable, content, is_bound
+from .scanning import CONTAINERS, Scan, Untraceable, content, is_bound, is_own
 from .scanning import is_of_users as is_of_user
 from .stand_ins import IN_PLACE
 from .structure import as_written, forward_of, original_class
@@ -354,6 +354,8 @@ class Recorder:
         else:
             if isinstance(value, (*CONTAINERS, tuple, frozenset, Mapping)):
                 yield from self.parts_of_container(text, value, inside)
+            if is_own(value):
+                yield from self.parts_of_settings(text, value, inside)
             if is_settings(value):
                 yield f"{text}.__class__", type(value)
                 yield from self.parts_of_settings(text, value, inside)
@@ -394,6 +396,8 @@ class Recorder:
             self.keeper.watch_attributes(value)
         there = {name for name in names_of(value) if not name.startswith("__") or name == "__class__"}
         names = self.scan.names & there
+        if self.scan.computes_names and of_its_own:
+            names |= {name for name in there if name[0] != "_" and not callable(attribute_of(value, name))}
         if type(value) in self.opaque and hasattr(value, "__dict__"):
             names |= {name for name, held in vars(value).items() if name[0] != "_" and is_known(held)}
         for name in sorted(names):

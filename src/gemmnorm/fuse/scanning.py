@@ -6,12 +6,15 @@ stand-in is answered by `stand_ins.py`.
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
 import inspect
 import os
 import re
+import sys
 import sysconfig
+import textwrap
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -70,6 +73,7 @@ class Scan:
         tested_attributes: what it compares so of `self` or of anything else.
         names: the attributes and texts that occur.
         optional: texts that occur where it is asked whether something has an attribute, or what it is if not.
+        computes_names: attributes are asked for by names that do not occur.
         containers: the lists, dictionaries and sets that occur as globals.
         globals: (namespace of a module, or the closure's cell; name) of the globals and closure variables that occur.
         classes: those that occur as globals, and the owner's own.
@@ -88,6 +92,7 @@ class Scan:
         self.read: set[types.CodeType] = set()  # those that were read leniently too
         self.lenient = False
         self.optional: set[str] = set()
+        self.computes_names = False
         self.assigned = {i.argval for i in dis.get_instructions(self.forward) if i.opname.startswith("STORE_FAST")}
         self.tested: set[str] = set()
         self.tests_values = False
@@ -148,6 +153,7 @@ class Scan:
             self.codes.add(code)
         self._refuse_statements(code, cells)
         self.names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
+        self.computes_names |= "-packages" not in code.co_filename and _computes_names(code)
         if {"getattr", "hasattr"} & {*code.co_names}:
             self.optional.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
         for constant in code.co_consts:
@@ -163,7 +169,9 @@ class Scan:
         self, code: types.CodeType, namespace: dict[str, Any], cells: dict[str, types.CellType]
     ) -> None:
         lenient, raising = self.lenient, _raising(code)
+        imported: dict[str, Any] = {}  # variables that have a module, or what was taken from one
         before: list[dis.Instruction] = []  # what has run, without what has no part in an expression
+        place: Any = None  # a module that names are taken from
         found: Any = None  # what a name outside of the function, with attributes behind it, stands for
         for instruction, line in _with_lines(code):
             name, value = instruction.opname, instruction.argval
@@ -182,8 +190,18 @@ class Scan:
                 cell = cells.get(value) if name == "LOAD_DEREF" else None
                 found = namespace.get(value) if cell is None else content(cell)
                 self._note_global(found, namespace if cell is None else cell, value)
+            elif name == "IMPORT_NAME":
+                place = found = sys.modules.get(value)
+            elif name == "IMPORT_FROM":
+                found = getattr(place, value, None)
+                if isinstance(place, types.ModuleType):
+                    self._note_global(found, vars(place), value)
+            elif name.startswith("STORE_FAST") and before and before[-1].opname.startswith("IMPORT_"):
+                imported[str(value)] = found
+            elif name.startswith("LOAD_FAST") and value in imported:
+                found = imported[value]
             elif name in _ATTRIBUTES:
-                place, found = found, getattr(found, value, None) if _is_own(found) else None
+                place, found = found, getattr(found, value, None) if is_own(found) else None
                 if found is not None:
                     self._note_global(found, vars(place), value)
                 self._follow_method(code, str(value))
@@ -286,6 +304,22 @@ def is_none(instruction: dis.Instruction) -> bool:
     return instruction.opname in (*CONSTANTS, "RETURN_CONST") and instruction.argval is None
 
 
+_BY_NAME = {"vars", "__dict__", "attrgetter", "asdict", "astuple", "fields", "__getattribute__"}
+
+
+def _computes_names(code: types.CodeType) -> bool:
+    """It asks for attributes by names that are computed, or for all of them."""
+    names = {*code.co_names}
+    if names & _BY_NAME or "getattr" not in names:
+        return bool(names & _BY_NAME)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, TypeError, SyntaxError):  # typed in, or a piece of an expression
+        return True
+    calls = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "getattr")
+    return any(len(n.args) < 2 or not isinstance(n.args[1], ast.Constant) for n in calls)
+
+
 def _base(before: list[dis.Instruction]) -> dis.Instruction:
     """What has loaded that of which `before` ends with attributes."""
     return next(i for i in reversed(before) if i.opname not in _ATTRIBUTES)
@@ -301,7 +335,7 @@ def _one_by_one(instruction: dis.Instruction) -> Iterator[dis.Instruction]:
         yield instruction._replace(opname=f"{kind}_FAST", argval=name)
 
 
-def _is_own(module: Any) -> bool:
+def is_own(module: Any) -> bool:
     """A module of the user's project, and not one that is installed, of which a branch not taken may speak."""
     file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
     return bool(file) and is_of_users(str(file)) and "-packages" not in str(file)
