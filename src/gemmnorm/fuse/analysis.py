@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ..errors import GemmNormTypeError
 from ..module import LinearScaleBatchNorm1d
 from . import comparing, guards, inlining, matching, optional, outside, structure, tracing, views, writing
 from .matching import Chain, Refusal
-from .scanning import Untraceable
+from .scanning import Untraceable, in_a_line
 from .structure import Assumed, assume, child_names, original_class
 from .tracing import Trace
 
@@ -186,7 +187,8 @@ class _Records:
 
     def _record(self, owner: nn.Module) -> tuple[Trace, Trace] | Untraceable:
         try:
-            pair = self.given(owner, tracing.forms(owner)[0])
+            with _refusing():
+                pair = self.given(owner, tracing.forms(owner)[0])
         except Untraceable as reason:
             return reason
         nodes = (node for trace in pair for node in trace.graph.nodes)
@@ -230,7 +232,8 @@ def plan_of(owner: nn.Module, path: str = "", records: _Records | None = None) -
         records.learn(owner)
     try:
         pair = records.of(owner)
-        plan = _plan_of_traces(path, owner, records, pair)
+        with _refusing():
+            plan = _plan_of_traces(path, owner, records, pair)
         if plan.chains:
             return _with_further_forms(plan, owner, records)
         train, _ = pair
@@ -244,11 +247,23 @@ def plan_of(owner: nn.Module, path: str = "", records: _Records | None = None) -
         return OwnerPlan(path, original, refusals=(Refusal(path, path, f"its forward {reason}"),))
 
 
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """What nobody has foreseen is a reason to leave an owner alone, and no more: its model works."""
+    try:
+        yield
+    except Untraceable:
+        raise
+    except Exception as error:
+        raise Untraceable(f"cannot be analysed ({in_a_line(error)})") from error
+
+
 def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) -> OwnerPlan:
     """`plan`, and what the owner does where it is given what is None by default, as far as that can be recorded."""
     for names in tracing.forms(owner)[1:]:
         try:
-            further = _plan_of_traces(plan.path, owner, records, records.given(owner, names), plan)
+            with _refusing():
+                further = _plan_of_traces(plan.path, owner, records, records.given(owner, names), plan)
         except Untraceable:
             continue
         body = further.forms[0].body
@@ -311,7 +326,7 @@ def _plan_of_traces(
         if any(f"{module.__name__}." in condition for condition in conditions):
             namespace[module.__name__], imports[f"import {module.__name__}"] = module, None
     plain = [*dict.fromkeys(p for c in chains for p in (c.linear, c.bn, c.activation_module) if p is not None)]
-    return OwnerPlan(
+    plan = OwnerPlan(
         path=path,
         original=original_class(owner),
         definitions=(*dict.fromkeys((*definitions, *structure.forwards(owner, (*plain, *(a.path for a in assumed))))),),
@@ -329,6 +344,9 @@ def _plan_of_traces(
         forwarded=writing.forwarded(pair[0].parameters),
         forms=(Form(tuple(conditions), tuple(writing.merge_modes(*bodies))),),
     )
+    if chains:
+        compile(plan.forward_source("call", "changed"), "<fused>", "exec")  # what no Python is raises here
+    return plan
 
 
 def _conditions(owner: nn.Module, trace: Trace) -> list[str]:

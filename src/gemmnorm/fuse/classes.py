@@ -75,19 +75,18 @@ def fuse_owners(model: nn.Module, owners: Iterable[OwnerPlan], filter_fn: Filter
     for plan in owners:
         owner = model.get_submodule(plan.path)
         left_out = tuple(c.linear for c in plan.chains if filter_fn and not chosen(owner, plan, c.linear, filter_fn))
-        if len(left_out) < len(plan.chains) and _can_be_derived_from(plan.original):
-            _install(owner, Fusion(plan, left_out))
+        if len(left_out) < len(plan.chains):
+            _install_where_it_can_be(owner, plan, left_out)
 
 
-def _can_be_derived_from(original: type[nn.Module]) -> bool:
-    """Its metaclass may not want a subclass of the same name."""
+def _install_where_it_can_be(owner: nn.Module, plan: OwnerPlan, left_out: tuple[str, ...]) -> None:
+    """Its metaclass may not want a subclass of the same name, or Python not give one to the instance."""
     try:
-        _fused_class(original)
+        _install(owner, Fusion(plan, left_out))
     except Exception as error:
-        text = f"{original.__name__} is not fused: a class derived of it raises {type(error).__name__}: {error}"
+        name = plan.original.__name__
+        text = f"{name} is not fused: a class derived of it raises {type(error).__name__}: {error}"
         warnings.warn(text, GemmNormWarning, stacklevel=4)
-        return False
-    return True
 
 
 def chosen(owner: nn.Module, plan: OwnerPlan, linear: str, filter_fn: Filter) -> bool:

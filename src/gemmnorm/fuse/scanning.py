@@ -60,6 +60,11 @@ class Raised(Untraceable):
     """
 
 
+def in_a_line(error: Exception) -> str:
+    """What `error` is, and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+
+
 class Scan:
     """Reads the byte code of `forward`, and of what it calls, for what misleads a recording.
 

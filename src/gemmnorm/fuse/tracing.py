@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from . import guards, held
 from .comparing import differs
 from .recorder import Recorder
-from .scanning import ANY, Raised, Scan, Untraceable, finds_itself
+from .scanning import ANY, Raised, Scan, Untraceable, finds_itself, in_a_line
 from .stand_ins import MAPPING, StandIn, honest
 from .structure import aliases, forward_of, original_class
 from .values import PLAIN
@@ -261,8 +261,7 @@ def _attempt(tracer: _OwnerTracer, owner: nn.Module) -> fx.Graph:
     except fx.proxy.TraceError as error:
         raise Untraceable(f"decides by the data ({error})") from error
     except Exception as error:
-        first_line = (str(error) or "no message").splitlines()[0]
-        raise Raised(f"cannot be traced ({type(error).__name__}: {first_line})") from error
+        raise Raised(f"cannot be traced ({in_a_line(error)})") from error
 
 
 def _parameters(forward: types.FunctionType) -> tuple[inspect.Parameter, ...]:

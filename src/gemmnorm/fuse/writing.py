@@ -62,6 +62,8 @@ _IN_PLACE = {
 _UNARY = {operator.neg: "-", operator.pos: "+", operator.invert: "~"}
 _PURE_METHODS = {"size", "dim", "numel", "ndimension"}
 _ATOM = re.compile(r"[\w.]+(\[[^\[\]]*\]|\([^()]*\))*")
+_PIECE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\w+|\W""")  # of a line; a text in quotes is one
+_NESTED = 20  # expressions inside of each other, at most: more would be hard to read, and Python allows 200
 
 
 class Writer:
@@ -158,6 +160,7 @@ class Writer:
     def _choose_inlined(self) -> set[fx.Node]:
         """Pure expressions with one user and nothing but such expressions in between."""
         inlined: set[fx.Node] = set()
+        depth: dict[fx.Node, int] = {}  # of an inlined expression, inside of others
         position = {node: i for i, node in enumerate(self.order)}
         for i in reversed(range(len(self.order))):
             node = self.order[i]
@@ -167,8 +170,10 @@ class Writer:
                 continue
             returned = users[0].op == "output" and i + 1 == position[users[0]] and not _is_in_place(node)
             between = self.order[i + 1 : position[users[0]]]
-            if (_is_pure(node) or returned) and all(n in inlined for n in between):
+            inside = depth.get(users[0], 0) + 1
+            if inside <= _NESTED and (_is_pure(node) or returned) and all(n in inlined for n in between):
                 inlined.add(node)
+                depth[node] = inside
         return inlined
 
     def _variables(self, statement: fx.Node) -> list[fx.Node]:
@@ -399,7 +404,7 @@ def merge_modes(train: list[str], evaluation: list[str]) -> list[str]:
 
 
 def _merge_line(train: str, evaluation: str) -> str | None:
-    pieces = [re.findall(r"\w+|\W", line) for line in (train, evaluation)]
+    pieces = [_PIECE.findall(line) for line in (train, evaluation)]
     if len(pieces[0]) != len(pieces[1]):
         return None
     merged = []
@@ -412,10 +417,15 @@ def _merge_line(train: str, evaluation: str) -> str | None:
 
 def _wrapped(prefix: str, text: str) -> list[str]:
     """One statement, with the arguments of its outermost call on a line of their own if it would be too long."""
-    if len(prefix) + len(text) <= LINE - 8 or not text.endswith(")") or "(" not in text:
+    if len(prefix) + len(text) <= LINE - 8 or not text.endswith(")"):
         return [prefix + text]
-    head, inside = text[:-1].split("(", 1)
-    return [f"{prefix}{head}(", f"    {inside}", ")"]
+    opened, place = [0], 0  # where the parentheses begin that are open at `place`
+    for piece in _PIECE.findall(text):
+        if piece == "(":
+            opened.append(place)
+        last = opened.pop() if piece == ")" else 0
+        place += len(piece)
+    return [f"{prefix}{text[:last]}(", f"    {text[last + 1 : -1]}", ")"]
 
 
 def _is_in_place(node: fx.Node) -> bool:

@@ -1,0 +1,133 @@
+"""The text of a fused `forward`: it is Python whatever names and lengths come in, and the results are the very same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fuse_support import FEATURES, Written
+from torch import Tensor, nn
+
+import gemmnorm
+from gemmnorm.fuse import writing
+
+X = torch.randn(5, FEATURES)
+
+
+def h(self: Any, x: Tensor) -> Tensor:
+    return self.bn(self.gemm(x))  # type: ignore[no-any-return]
+
+
+def assert_same(model: nn.Module, *args: Any, change: Callable[[Any], object] | None = None, fused: bool = True) -> Any:
+    """Fused and not, the model gives equal values of equal types in both modes, `change`d after fusing or not."""
+    copied = gemmnorm.fuse(copy.deepcopy(model))
+    assert any(match.fused for match in gemmnorm.fuse_report(copied).matches) is fused
+    for module in (model, copied) if change is not None else ():
+        change(module)  # type: ignore[misc]
+    for training in (True, False):
+        expected, found = (m.train(training)(*args) for m in (model, copied))
+        assert described(found) == described(expected)
+    return found
+
+
+def described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.stride(), value.tolist()
+    if isinstance(value, dict):
+        return [*value], described(tuple(value.values()))
+    return (type(value), [*map(described, value)]) if isinstance(value, (tuple, list)) else (type(value), value)
+
+
+# --- lines -----------------------------------------------------------------------------------------------------------
+
+
+class Weighted(nn.Module):
+    def forward(self, x: Tensor, first_tensor_to_look_at: Tensor, second_tensor_to_look_at: Tensor) -> Tensor:
+        return x * 2 - first_tensor_to_look_at + second_tensor_to_look_at
+
+
+def by_the_names_of_modes(self: Any, x: Tensor) -> Any:
+    return {f"train={self.training}": self.heads[str(self.training)](h(self, x))}
+
+
+def told_the_mode(self: Any, x: Tensor) -> Any:
+    return {"True": h(self, x), "mode": self.training, "not": not self.training}
+
+
+def calls_a_child_with_a_bracket(self: Any, x: Tensor) -> Tensor:
+    head = self.heads["price (EUR) of what is in the basket :-("]
+    y = head(x=h(self, x), first_tensor_to_look_at=x, second_tensor_to_look_at=x)
+    return y.abs()  # type: ignore[no-any-return]
+
+
+def returns_a_call_of_a_child_with_a_bracket(self: Any, x: Tensor) -> Tensor:
+    head = self.heads["price (EUR) of what is in the basket :-("]
+    return head(x=h(self, x), first_tensor_to_look_at=x, second_tensor_to_look_at=x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("forward", [by_the_names_of_modes, told_the_mode])
+def test_true_and_false_in_texts_are_no_modes(forward: Any) -> None:
+    assert_same(Written(forward, heads=nn.ModuleDict({"True": nn.LayerNorm(FEATURES), "False": nn.Identity()})), X)
+
+
+def test_lines_are_merged_by_what_stands_outside_of_texts() -> None:
+    assert writing.merge_modes(["f(True, 'True')"], ["f(False, 'True')"]) == ["f(self.training, 'True')"]
+    apart = writing.merge_modes(['f("it\'s True")'], ['f("it\'s False")'])
+    assert apart == ["if self.training:", '    f("it\'s True")', 'f("it\'s False")']
+
+
+@pytest.mark.parametrize("forward", [calls_a_child_with_a_bracket, returns_a_call_of_a_child_with_a_bracket])
+def test_a_long_line_with_brackets_in_a_name(forward: Any) -> None:
+    assert_same(Written(forward, heads=nn.ModuleDict({"price (EUR) of what is in the basket :-(": Weighted()})), X)
+
+
+def test_a_long_line_breaks_within_its_last_parentheses() -> None:
+    lines = writing._wrapped("y = ", f"f(a) + g({', '.join('abcdefgh' * 8)})")
+    assert [line[:8] for line in lines] == ["y = f(a)", "    a, b", ")"]
+
+
+# --- depth -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [3, 25, 110, 150, 300])
+def test_arithmetic_in_a_long_loop(steps: int) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = h(self, x)
+        for _ in range(steps):
+            y = y * 0.9 + 0.1
+        return y
+
+    assert_same(Written(forward), X)
+
+
+# --- what nobody has foreseen ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [SyntaxError("no such thing"), RecursionError("too deep"), RuntimeError()])
+def test_what_fails_in_writing_is_a_refusal(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(self: Any) -> list[str]:
+        raise error
+
+    monkeypatch.setattr(writing.Writer, "body", fail)
+    model = gemmnorm.fuse(Written(h))
+    (refusal,) = gemmnorm.fuse_report(model).refusals
+    assert f"cannot be analysed ({type(error).__name__}: {str(error) or 'no message'})" in refusal.reason
+    model(X)
+
+
+def test_a_text_that_is_no_python_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing.Writer, "body", lambda self: ["return ("])
+    (refusal,) = gemmnorm.fuse_report(gemmnorm.fuse(Written(h))).refusals
+    assert "cannot be analysed (SyntaxError" in refusal.reason
+
+
+def test_who_interrupts_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: Any) -> list[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing.Writer, "body", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        gemmnorm.fuse(Written(h))
