@@ -131,3 +131,60 @@ def test_who_interrupts_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing.Writer, "body", interrupt)
     with pytest.raises(KeyboardInterrupt):
         gemmnorm.fuse(Written(h))
+
+
+# --- chains over more than a matrix ----------------------------------------------------------------------------------
+
+
+def transposed(self: Any, x: Tensor) -> Tensor:
+    return self.bn(self.gemm(x).transpose(1, 2))  # type: ignore[no-any-return]
+
+
+def pooled(self: Any, x: Tensor) -> Tensor:
+    return self.norm(self.conv(x)).relu().max(-1)[0]  # type: ignore[no-any-return]
+
+
+def scaled_rows(self: Any, x: Tensor) -> Tensor:
+    return torch.relu(self.bn(self.gemm(x).view(-1, FEATURES) * self.scale))
+
+
+def one_dimension() -> dict[str, nn.Module]:
+    return {"conv": nn.Conv1d(FEATURES, 16, 1), "norm": nn.BatchNorm1d(16)}
+
+
+LAID_OUT: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "transpose": (lambda: Written(transposed), torch.randn(7, 11, FEATURES)),
+    "scaled rows": (lambda: Written(scaled_rows), torch.randn(7, 11, FEATURES)),
+    "Conv1d, then the largest": (lambda: Written(pooled, **one_dimension()), torch.randn(7, FEATURES, 33)),
+    "Conv1d of a transposed x": (lambda: nn.Sequential(*one_dimension().values()),
+                                 torch.randn(7, 33, FEATURES).transpose(1, 2)),
+    "Conv2d, channels last": (lambda: nn.Sequential(nn.Conv2d(FEATURES, 32, 1), nn.BatchNorm2d(32), nn.ReLU()),
+                              torch.randn(4, FEATURES, 9, 9).to(memory_format=torch.channels_last)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_other_layouts_are_the_same_to_the_last_bit(name: str) -> None:
+    """Where no kernels can serve, the modules run on x as it is; the call counts as fused, as of a matrix."""
+    make, x = LAID_OUT[name]
+    model = make()
+    fused = gemmnorm.fuse(copy.deepcopy(model))
+    for training in (True, False, True):
+        found = []
+        for module in (model, fused):
+            module.train(training).zero_grad()
+            given = x.detach().requires_grad_()  # keeps the strides
+            y = module(given)
+            y.mul(torch.linspace(-1, 2, y.numel()).view(y.shape)).sum().backward()
+            gradients: list[Any] = [given.grad, *(p.grad for p in module.parameters())]
+            found.append(described([y.detach(), *gradients, *module.state_dict().values()]))
+        assert found[0] == found[1]
+    (match,) = gemmnorm.fuse_report(fused, calls=True).matches
+    assert str(match.calls) == "calls: 3 fused"
+
+
+def test_a_strategy_that_is_asked_for_takes_rows() -> None:
+    model = Written(transposed)
+    fused, x = gemmnorm.fuse(copy.deepcopy(model)), torch.randn(7, 11, FEATURES)
+    with gemmnorm.set_strategy("reference"):
+        torch.testing.assert_close(fused(x), model(x))
