@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fuse_support import FEATURES, Written
@@ -188,3 +189,96 @@ def test_a_strategy_that_is_asked_for_takes_rows() -> None:
     fused, x = gemmnorm.fuse(copy.deepcopy(model)), torch.randn(7, 11, FEATURES)
     with gemmnorm.set_strategy("reference"):
         torch.testing.assert_close(fused(x), model(x))
+
+
+# --- what is compared, and what is returned --------------------------------------------------------------------------
+
+
+def boosted(y: Tensor, by: float = 1.5, *, also: float = 1.0, table: Any = (1.0, [2.0])) -> Tensor:
+    return y * by * also * table[1][0]
+
+
+def through_a_helper(self: Any, x: Tensor) -> Tensor:
+    return boosted(h(self, x))
+
+
+DEFAULTS: dict[str, Callable[[Any], object]] = {
+    "another": lambda m: setattr(boosted, "__defaults__", (9.0,)),
+    "equal, of another type": lambda m: setattr(boosted, "__kwdefaults__", {"also": 1, "table": (1.0, [2.0])}),
+    "changed in place": lambda m: boosted.__kwdefaults__.update(also=3.0),
+    "what one holds": lambda m: boosted.__kwdefaults__["table"][1].__setitem__(0, 7.0),
+    "none": lambda m: setattr(boosted, "__kwdefaults__", {**boosted.__kwdefaults__, "also": -1.0}),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults_of_a_helper_that_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boosted, "__defaults__", boosted.__defaults__)
+    monkeypatch.setattr(boosted, "__kwdefaults__", copy.deepcopy(boosted.__kwdefaults__))
+    assert_same(Written(through_a_helper), X, change=DEFAULTS[name])
+
+
+def filled(**changed: Any) -> dict[str, Any]:
+    return {"w": [1, 2.0], "n": 1, "zero": 0.0, "s": {1, 2}, "t": (3, True), "size": torch.Size([2])} | changed
+
+
+HELD: dict[str, dict[str, Any]] = {
+    "an int, then a float": filled(w=[1.0, 2.0]),
+    "a float, then an int": filled(w=[1, 2]),
+    "a number, then a bool": filled(n=True),
+    "a bool inside of a tuple": filled(t=(3, 1)),
+    "zero, then minus zero": filled(zero=-0.0),
+    "a set": filled(s={1.0, 2}),
+    "a size, then a tuple": filled(size=(2,)),
+    "another order": dict(reversed(filled().items())),
+    "one less": {"w": [1, 2.0]},
+    "the same": filled(),
+}
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("name", HELD)
+def test_equal_values_of_other_types_are_others(name: str, many: bool) -> None:
+    rest = {f"k{i}": i for i in range(30)} if many else {}
+    change = {**HELD[name], **rest}
+    if name == "another order":
+        change = dict(reversed({**filled(), **rest}.items()))
+        change |= {next(iter(change)): [3, 4]} if many else {}
+    model = Written(lambda self, x: (h(self, x), repr(self.held)))
+    model.held = {**filled(), **rest}  # type: ignore[assignment]
+    assert_same(model, X, change=lambda m: setattr(m, "held", change))
+
+
+def test_equal_owners_share_a_function_whatever_they_hold() -> None:
+    models = [Written(lambda self, x: h(self, x) * self.held[0]) for _ in range(2)]
+    models[1].__class__ = models[0].__class__
+    for model in models:
+        model.held = [float(i) for i in range(100)]  # type: ignore[assignment]
+        gemmnorm.fuse(model)
+    first, second = (model._gemmnorm.forward for model in models)  # type: ignore[union-attr]
+    assert first is second
+    models[1].held[0] = 7.0  # type: ignore[index, operator]
+    torch.testing.assert_close(models[1](X), gemmnorm.unfuse(models[1])(X))
+
+
+RETURNED: dict[str, Any] = {
+    "a size": torch.Size([2, 3]),
+    "sizes inside": [torch.Size([2]), (1,)],
+    "a number of numpy's": np.float64(1.5),
+    "such a number inside": {"n": (np.float64(1.5), 2)},
+    "infinity": np.float64("inf"),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_is_returned_keeps_its_type(name: str) -> None:
+    model = Written(lambda self, x: (h(self, x), self.held, self.held))
+    model.held = RETURNED[name]
+    assert_same(model, X)
+
+
+def test_a_number_of_numpys_in_arithmetic_is_one_of_pythons() -> None:
+    model = Written(lambda self, x: h(self, x) * self.held)
+    model.held = np.float64(1.5)  # type: ignore[assignment]
+    assert_same(model, X)
+    assert_same(model, X, change=lambda m: setattr(m, "held", np.float64(2.5)))

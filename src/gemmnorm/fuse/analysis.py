@@ -51,7 +51,8 @@ class OwnerPlan:
         assumed: descendants that do not run as modules.
         definitions: (class or Python module, name, function) of what was read and has to be found there.
         methods: (name, function) of those of the owner's class, which the instance has not got.
-        written: (function, its byte code) of those that were read; what reloads a module in a notebook exchanges that.
+        written: (function, `structure.written` of it) of those that were read; what reloads a module in a notebook
+            exchanges that.
         kinds: (path as names, class, what it counts as) of the children that the chains compute.
         forms: what `forward` does, by which of its parameters are given.
     """
@@ -279,7 +280,7 @@ def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) ->
             assumed=(*dict.fromkeys((*plan.assumed, *further.assumed)),),
             definitions=(*dict.fromkeys((*plan.definitions, *further.definitions)),),
             methods=(*dict.fromkeys((*plan.methods, *further.methods)),),
-            written=(*dict.fromkeys((*plan.written, *further.written)),),
+            written=(*{**dict(plan.written), **dict(further.written)}.items(),),
             kinds=further.kinds,
             forms=(*plan.forms, *further.forms),
         )
@@ -307,7 +308,7 @@ def _plan_of_traces(
         conditions |= dict.fromkeys(_conditions(owner, trace))
         definitions |= dict.fromkeys(trace.definitions)
         namespace |= trace.namespaces
-        imports |= dict.fromkeys(map(outside.import_line, trace.namespaces, trace.namespaces.values()))
+        imports |= dict.fromkeys(comparing.lines_for(trace.namespaces.items()))
         found, missed = matching.match(owner, trace.graph, records.only_plain)
         missed += _spanning(owner, trace.graph, records)
         refused.append(missed)
@@ -325,13 +326,15 @@ def _plan_of_traces(
     for module in (torch, os, logging):
         if any(f"{module.__name__}." in condition for condition in conditions):
             namespace[module.__name__], imports[f"import {module.__name__}"] = module, None
+    if any(f"{comparing.UNLIKE}(" in condition for condition in conditions):
+        namespace[comparing.UNLIKE], imports[f"from operator import ne as {comparing.UNLIKE}"] = comparing.unlike, None
     plain = [*dict.fromkeys(p for c in chains for p in (c.linear, c.bn, c.activation_module) if p is not None)]
     plan = OwnerPlan(
         path=path,
         original=original_class(owner),
         definitions=(*dict.fromkeys((*definitions, *structure.forwards(owner, (*plain, *(a.path for a in assumed))))),),
         methods=(*dict.fromkeys(m for trace in pair for m in trace.methods),),
-        written=(*dict.fromkeys((f, f.__code__) for trace in recordings for f in trace.functions),),
+        written=(*{f: structure.written(f) for trace in recordings for f in trace.functions}.items(),),
         kinds=(*dict.fromkeys(structure.kinds(owner, chains)),),
         chains=tuple(chains),
         refusals=tuple(Refusal(path, _joined(path, where), why) for where, why in reasons),

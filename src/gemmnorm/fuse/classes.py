@@ -33,7 +33,8 @@ from ..chain import ChainCall
 from ..errors import GemmNormRuntimeError, GemmNormWarning
 from ..runtime.traced import traced_as_constant
 from .analysis import OwnerPlan, analyse, check_is_module, plan_of
-from .structure import forward_of, is_as_recorded, original_class
+from .comparing import KEPT
+from .structure import forward_of, is_as_recorded, is_as_written, original_class
 from .tracing import is_replaced
 from .writing import forwarded, signature
 
@@ -149,8 +150,8 @@ class Fusion:
 
     @traced_as_constant
     def is_as_written(self) -> bool:
-        """The functions that were read have the same byte code: what reloads modules in a notebook exchanges it."""
-        return all(function.__code__ is code for function, code in self.plan.written)  # type: ignore[union-attr]
+        """The functions that were read have the same byte code and defaults: what reloads modules exchanges them."""
+        return all(map(is_as_written, self.plan.written))  # type: ignore[union-attr]
 
     def original(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The `forward` that the owner's author wrote."""
@@ -205,7 +206,9 @@ def _forward(plan: OwnerPlan) -> Callable[..., Any]:
         lambda chain: calls[chain], f"not self.{_KEY}.holds_for(self)", f"self.{_KEY}.original(self{separator}{{}})"
     )
     # The recorded names belong to the function, so they are part of what makes two of them equal.
-    key = (plan.original, source, tuple((name, id(value)) for name, value in plan.namespace.items()))
+    # Those of kept containers say what is in there.
+    names = ((name, 0 if name.startswith(KEPT) else id(value)) for name, value in plan.namespace.items())
+    key = (plan.original, source, tuple(names))
     found: Any = _forwards.get(key)
     if found is None:
         digest = hashlib.sha256(repr((source, plan.original)).encode()).hexdigest()[:12]

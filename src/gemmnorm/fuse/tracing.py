@@ -421,6 +421,8 @@ class _OwnerTracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and not self._has_a_name(a):
             raise Untraceable("makes a tensor of its own")
+        if type(a) is torch.Size:  # torch.fx has a tuple for it
+            return self.create_proxy("call_function", torch.Size, ([*a],), {}).node
         plain = type(a) in _PLAIN_CONTAINERS or hasattr(a, "_fields")
         if not plain and (isinstance(a, (dict, list, tuple)) or _is_dataclass(a)):
             return self._made_again(a)
@@ -453,7 +455,7 @@ def _same(made: Any, wanted: Any) -> bool:
     return names[0] == names[1] and all(map(operator.is_, *values))
 
 
-_PLAIN_CONTAINERS = (dict, list, tuple, torch.Size)
+_PLAIN_CONTAINERS = (dict, list, tuple)
 
 
 def _is_input(p: inspect.Parameter, parameters: tuple[inspect.Parameter, ...]) -> bool:

@@ -14,6 +14,7 @@ import keyword
 import math
 import operator
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from .comparing import HOLDS, literal
+from .comparing import HOLDS, UNLIKE, literal
 from .matching import Found, resolve
 from .outside import import_line, known_as
 from .recorder import Method
@@ -47,6 +48,8 @@ _RESERVED = {
     "logging",
     "type",
     HOLDS,
+    UNLIKE,
+    "numpy",
 }
 _BINARY = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
@@ -250,7 +253,8 @@ class Writer:
 
     def _function(self, node: fx.Node) -> str:
         target, args = node.target, node.args
-        if target in _BINARY and len(args) == 2:
+        if target in _BINARY and len(args) == 2:  # where a number of numpy's is one of Python's
+            args = tuple(float(a) if isinstance(a, float) else a for a in args)
             return f"{self._atom(args[0])} {_BINARY[target]} {self._atom(args[1])}"
         if target in _UNARY and len(args) == 1:
             return f"{_UNARY[target]}{self._atom(args[0])}"
@@ -295,9 +299,8 @@ class Writer:
         if value is None or type(value) in (bool, int, float):
             return literal(value)
         if isinstance(value, float) and type(value).__module__ == "numpy":
-            return literal(float(value))
-        if isinstance(value, torch.Size):
-            return self._argument(tuple(value))
+            self._import("numpy", sys.modules["numpy"], "import numpy")
+            return f"numpy.{type(value).__name__}({literal(float(value))})"
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return f"{self._callable(type(value))}({self._arguments(value, {})})"
         if isinstance(value, tuple):
