@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -259,6 +260,32 @@ def test_equal_owners_share_a_function_whatever_they_hold() -> None:
     assert first is second
     models[1].held[0] = 7.0  # type: ignore[index, operator]
     torch.testing.assert_close(models[1](X), gemmnorm.unfuse(models[1])(X))
+
+
+class Gain:
+    def __init__(self, gain: float = 1.5) -> None:
+        self.gain = gain
+
+
+MANY: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[int], Any], Callable[[Any], object]]] = {
+    "an entry": (lambda self, x: h(self, x) * self.held["gain"],
+                 lambda n: {**{f"k{i}": i for i in range(n)}, "path": pathlib.Path("."), "gain": 1.5},
+                 lambda m: m.held.update(gain=9.0)),
+    "an object": (lambda self, x: h(self, x) * self.held[70].gain,
+                  lambda n: [Gain() for _ in range(n)],
+                  lambda m: setattr(m.held[70], "gain", 9.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_all_of_a_large_container_is_watched_or_it_is_refused(name: str) -> None:
+    forward, make, change = MANY[name]
+    for count, fused in ((80, True), (1000, False)):
+        model = Written(forward)
+        model.held = make(count)
+        assert_same(model, X, change=change, fused=fused)
+    (refusal,) = gemmnorm.fuse_report(model).refusals
+    assert "reads more than 400 things" in refusal.reason
 
 
 RETURNED: dict[str, Any] = {

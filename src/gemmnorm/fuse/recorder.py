@@ -6,13 +6,12 @@ import copy
 import enum
 import functools
 import inspect
-import itertools
 import re
 import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +38,6 @@ from .values import counted, is_a_value, is_known, is_named, may_change, plain_o
 from .watching import by_us, function_of
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
-_ITEMS = 64  # of a list of configurations
 _FEW = 16  # values, to be written down
 _DEEP = 16  # configurations inside of each other
 _MANY, _FAR = 400, 20_000  # conditions, values to look at for them
@@ -284,9 +282,9 @@ class Recorder:
             return
         with_keys = isinstance(value, Mapping) and all(map(is_known, value))
         yield text, Keys(tuple(value)) if with_keys else Length(len(value))
-        items: Any = [*value.items()][:_ITEMS] if with_keys else ()
+        items: Any = value.items() if with_keys else ()
         if isinstance(value, (list, tuple, deque)):
-            items = enumerate(itertools.islice(value, _ITEMS))
+            items = enumerate(value)
         for key, item in items:
             yield from self.parts(f"{text}[{key!r}]", item, inside)
 
@@ -378,15 +376,19 @@ class Recorder:
         """What `text` asks of the `namespace` that is `known` so."""
         found = dict(self.parts(text, value, defined=defined))
         self.surroundings |= found
+        self.refuse_many(self.surroundings)
         self.namespaces |= {known: namespace} if found else {}
         self.hold(*found.values())
 
     def note_value(self, path: str, name: str, value: Any) -> None:
-        if len(self.attributes) > _MANY:
-            raise Untraceable(f"reads more than {_MANY} things that may change")
+        self.refuse_many(self.attributes)
         if (path, name, value) not in self.attributes:
             self.attributes.append((path, name, value))
             self.hold(value)
+
+    def refuse_many(self, conditions: Sized) -> None:
+        if len(conditions) > _MANY:
+            raise Untraceable(f"reads more than {_MANY} things that may change")
 
     def hold(self, *values: Any) -> None:
         """Have the functions and classes among `values` in the namespace."""
