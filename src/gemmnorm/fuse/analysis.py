@@ -169,7 +169,7 @@ class _Records:
 
     def __init__(self, only_plain: bool = False) -> None:
         self.only_plain = only_plain
-        self.traces: dict[int, tuple[Trace, Trace] | Untraceable] = {}
+        self.traces: dict[int, tuple[Trace, Trace] | str] = {}  # or the reason why there are none
         self.called: set[int] = set()
         self.known: set[type[nn.Module]] = set()
 
@@ -182,16 +182,16 @@ class _Records:
         if id(owner) not in self.traces:
             self.traces[id(owner)] = self._record(owner)
         found = self.traces[id(owner)]
-        if isinstance(found, Untraceable):
-            raise found
+        if isinstance(found, str):
+            raise Untraceable(found)
         return found
 
-    def _record(self, owner: nn.Module) -> tuple[Trace, Trace] | Untraceable:
+    def _record(self, owner: nn.Module) -> tuple[Trace, Trace] | str:
         try:
             with _refusing():
                 pair = self.given(owner, tracing.forms(owner)[0])
         except Untraceable as reason:
-            return reason
+            return str(reason)
         nodes = (node for trace in pair for node in trace.graph.nodes)
         called = (matching.called_module(owner, node) for node in nodes)
         self.called |= {id(module) for module in called if module is not None}

@@ -46,11 +46,12 @@ _MATCHES = {"MATCH_SEQUENCE", "MATCH_MAPPING", "MATCH_CLASS", "MATCH_KEYS"}
 class Untraceable(Exception):
     """`forward` cannot be recorded faithfully; the message completes "its forward …"."""
 
-    latest: Untraceable | None = None  # for who records: the code that is recorded may have caught it
+    raised: list[Untraceable] | None = None  # for who records, meanwhile: the code that is recorded may have caught it
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        Untraceable.latest = self
+        if Untraceable.raised is not None:
+            Untraceable.raised.append(self)
 
 
 class Raised(Untraceable):

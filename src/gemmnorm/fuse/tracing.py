@@ -250,11 +250,12 @@ def _run(tracer: _OwnerTracer, owner: nn.Module) -> fx.Graph:
 
 
 def _attempt(tracer: _OwnerTracer, owner: nn.Module) -> fx.Graph:
-    Untraceable.latest = None
+    raised: list[Untraceable] = []
+    Untraceable.raised = raised
     try:
         graph = tracer.trace(owner)
-        if Untraceable.latest is not None:  # `forward` has caught it
-            raise Untraceable.latest
+        if raised:  # `forward` has caught it
+            raise raised[-1]
         return graph
     except Untraceable:
         raise
@@ -262,6 +263,9 @@ def _attempt(tracer: _OwnerTracer, owner: nn.Module) -> fx.Graph:
         raise Untraceable(f"decides by the data ({error})") from error
     except Exception as error:
         raise Raised(f"cannot be traced ({in_a_line(error)})") from error
+    finally:
+        Untraceable.raised = None
+        raised.clear()  # whose frames have the model
 
 
 def _parameters(forward: types.FunctionType) -> tuple[inspect.Parameter, ...]:
