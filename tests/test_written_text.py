@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import gc
 import pathlib
+import pickle
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pytest
@@ -378,3 +380,64 @@ def test_what_pytorch_lists_of_itself_is_its_own() -> None:
     gemmnorm.fuse(Written(h))
     ours = [f for f in torch.overrides.get_ignored_functions() if str(getattr(f, "__module__", "")).startswith("gemmn")]
     assert not ours and torch.randn in torch.overrides.get_ignored_functions()
+
+
+# --- classes that hear of their subclasses ---------------------------------------------------------------------------
+
+registered: list[Any] = []
+
+
+class Registering:
+    """A base without a `__dict__`."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        registered.append(cls)
+
+
+class AbstractModel(abc.ABC, nn.Module):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        registered.append(cls)
+
+
+T = TypeVar("T")
+
+
+class Chained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gemm, self.bn = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return h(self, x)
+
+
+class BehindABC(AbstractModel, Chained): ...
+
+
+class BehindGeneric(Generic[T], AbstractModel, Chained): ...
+
+
+class BehindABaseOfItsOwn(Registering, Chained): ...
+
+
+class InPlainOrder(Chained, Registering): ...
+
+
+@pytest.mark.parametrize("cls", [BehindABC, BehindGeneric, BehindABaseOfItsOwn, InPlainOrder])
+def test_who_lists_subclasses_does_not_hear_of_a_fused_one(cls: Any) -> None:
+    known = registered.copy()
+    model = cls()
+    assert_same(model, X)
+    fused = gemmnorm.fuse(copy.deepcopy(model))
+    assert registered == known and isinstance(fused, cls) and type(fused) is not cls
+    assert type(pickle.loads(pickle.dumps(fused))) is type(fused)
+    assert type(gemmnorm.unfuse(fused)) is cls
+
+    class Further(cls):  # type: ignore[misc]
+        pass
+
+    assert registered == [*known, Further]

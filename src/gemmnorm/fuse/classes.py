@@ -231,15 +231,27 @@ class Fused:
         """A class that keeps a list of its subclasses is not to hear of this one."""
 
 
+class _Bare:
+    __slots__ = ()
+
+
 def _bases(original: type[nn.Module]) -> tuple[type, ...]:
     """Python gives an instance another class where both get their `__dict__` behind the same base.
 
-    A class gets its own where a base without one stands before `nn.Module`, as ABC or Generic.
+    A class gets its own where a base without one stands before `nn.Module`, as ABC or Generic: there `Fused` is one
+    that is derived of that base, which does not hear of it either where it becomes its base afterwards.
     """
     layout: Any = original
     while layout.__base__.__dictoffset__:
         layout = layout.__base__
-    return (Fused, original) if layout.__base__ is object else (original,)
+    if layout.__base__ is object:
+        return (Fused, original)
+    first = type("Fused", (_Bare,), {"__init_subclass__": vars(Fused)["__init_subclass__"]})
+    try:
+        first.__bases__ = (layout.__base__,)
+    except TypeError:  # that base has more than no `__dict__`
+        return (original,)
+    return (first, original)
 
 
 def _prepare_scriptable(self: Any) -> Any:
