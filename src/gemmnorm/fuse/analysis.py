@@ -301,11 +301,11 @@ def _plan_of_traces(
     imports: dict[str, None] = {}
     refused: list[list[tuple[str, str]]] = []
     assumed: dict[Assumed, None] = {}
-    conditions: dict[str, None] = {}
+    asked: list[list[str]] = []
     definitions: dict[tuple[Any, str, Any], None] = {}
     recordings = [_joined_recording(owner, t, mode, records, assumed) for mode, t in enumerate(pair)]
     for trace in recordings:
-        conditions |= dict.fromkeys(_conditions(owner, trace))
+        asked.append(_conditions(owner, trace))
         definitions |= dict.fromkeys(trace.definitions)
         namespace |= trace.namespaces
         imports |= dict.fromkeys(comparing.lines_for(trace.namespaces.items()))
@@ -323,6 +323,7 @@ def _plan_of_traces(
     for mode, missed, other in (("in training", *refused), ("in evaluation", *reversed(refused))):  # type: ignore[assignment]
         for where, why in missed:
             reasons[where, why if (where, why) in other else f"{why} ({mode})"] = None
+    conditions = _of_modes(*asked)
     for module in (torch, os, logging):
         if any(f"{module.__name__}." in condition for condition in conditions):
             namespace[module.__name__], imports[f"import {module.__name__}"] = module, None
@@ -350,6 +351,16 @@ def _plan_of_traces(
     if chains:
         compile(plan.forward_source("call", "changed"), "<fused>", "exec")  # what no Python is raises here
     return plan
+
+
+def _of_modes(train: list[str], evaluation: list[str]) -> list[str]:
+    """Those in training and those in evaluation as one list; what only one mode asks is asked in that mode alone."""
+    found: dict[str, None] = {}
+    for mode, asked, other in (("self.training", train, evaluation), ("not self.training", evaluation, train)):
+        for condition in asked:
+            inside = f"({condition})" if " or " in condition or " if " in condition else condition
+            found[condition if condition in other else f"{mode} and {inside}"] = None
+    return [*found]
 
 
 def _conditions(owner: nn.Module, trace: Trace) -> list[str]:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -142,7 +142,7 @@ def unlike(value: Any, recorded: Any) -> bool:
     if type(value) is not type(recorded):
         return True
     if isinstance(recorded, dict):
-        return _any_unlike([*value], [*recorded]) or _any_unlike([*value.values()], [*recorded.values()])
+        return _any_unlike(value.keys(), recorded.keys()) or _any_unlike(value.values(), recorded.values())
     if isinstance(recorded, (list, tuple)):
         return _any_unlike(value, recorded)
     if isinstance(recorded, (set, frozenset)):
@@ -150,7 +150,7 @@ def unlike(value: Any, recorded: Any) -> bool:
     return bool(value != recorded) or (recorded == 0 and str(value) != str(recorded))  # -0.0
 
 
-def _any_unlike(values: Sequence[Any], recorded: Sequence[Any]) -> bool:
+def _any_unlike(values: Collection[Any], recorded: Collection[Any]) -> bool:
     if len(values) != len(recorded):
         return True
     return not all(map(operator.is_, values, recorded)) and any(map(unlike, values, recorded))
