@@ -32,7 +32,16 @@ from .children import (
 from .errors import GemmNormRuntimeError, GemmNormWarning
 from .functional import as_factor, as_number, call, read_scale, synchronises
 from .op import column_parallel
-from .op.route import UNKNOWN, CachedCall, cached_call, in_a_subgraph, is_exporting, surroundings, why_plain_ops
+from .op.route import (
+    UNKNOWN,
+    CachedCall,
+    cached_call,
+    in_a_subgraph,
+    is_exporting,
+    runs_plain_ops,
+    surroundings,
+    why_plain_ops,
+)
 from .runtime.arithmetic import convolutions_differ
 from .runtime.operands import CASTABLE, Operands, Options
 
@@ -143,13 +152,16 @@ class ChainCall:
             if process_group is not None and bn.training and synchronises(process_group):
                 raise GemmNormRuntimeError(f"process_group: {reason}, and so the statistics are not synchronised")
             return self._one_by_one(x, linear, bn, scale, view, activation)
-        child, name = (activation, _name_of(activation)) if isinstance(activation, nn.Module) else (None, activation)
+        group = (process_group or _group_of(bn)) if bn.training else None  # as nn.SyncBatchNorm
         rows = x
         if not is_matrix:
+            if group is None and not torch.compiler.is_compiling() and runs_plain_ops(x, None):
+                # The plain ops of rows would add up in another order than those of x as it is.
+                return self._one_by_one(x, linear, bn, scale, view, activation)
             rows, tensors = rows_of(x, product), (matrix(tensors[0]), *tensors[1:])
+        child, name = (activation, _name_of(activation)) if isinstance(activation, nn.Module) else (None, activation)
         operands = _operands(rows, tensors, bn, scale)
         options = _options(operands, bn, scale, name, keep_product)
-        group = (process_group or _group_of(bn)) if bn.training else None  # as nn.SyncBatchNorm
         found = cached_call(operands, options, group) if state is not None and is_matrix else None
         if found is not None:
             if len(self._cached) >= _KEPT:

@@ -6,6 +6,7 @@ a row. A module of another class whose whole `forward` is `F.linear(x, self.weig
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -20,8 +21,9 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 _TORCH = os.path.join(torch.__path__[0], "")
 # What a subclass must not have changed, for a call of it to be a call of the class in `torch.nn`.
 _CALLED = ("forward", "__call__", "_call_impl", "__getattr__", "__getattribute__", "_conv_forward", "_check_input_dim")
-# With the `forward` that makes it one; a list, which every version of torch.compile can read.
-_linear_like: list[tuple[type[nn.Module], object]] = []
+# The attribute of a class that has (the class, the `forward` that makes it a Linear), as long as the class lives. Every
+# version of torch.compile can read it, unlike a weak reference.
+_LINEAR_LIKE = "_gemmnorm_linear_like"
 
 
 def base_of(cls: type[nn.Module], *bases: type[nn.Module]) -> type[nn.Module] | None:
@@ -58,12 +60,15 @@ def dimensions(convolution: type[nn.Module]) -> int:
 
 def register_linear_like(cls: type[nn.Module]) -> None:
     """From now on, modules of class `cls` count as Linear; `tracing` has found their `forward` to be `F.linear`."""
-    if not _is_linear_like(cls):
-        _linear_like.append((cls, cls.forward))
+    if any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in _CALLED[1:]):
+        return  # more than its `forward` runs
+    with contextlib.suppress(Exception):  # a metaclass that lets nobody set it
+        setattr(cls, _LINEAR_LIKE, (cls, cls.forward))
 
 
 def _is_linear_like(cls: type[nn.Module | None]) -> bool:
-    return any(cls is known and cls.forward is forward for known, forward in _linear_like)
+    known, forward = getattr(cls, _LINEAR_LIKE, (None, None))
+    return known is cls and cls.forward is forward
 
 
 def _not_pointwise(conv: Any) -> str:

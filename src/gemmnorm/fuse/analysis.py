@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ..errors import GemmNormTypeError
 from ..module import LinearScaleBatchNorm1d
 from . import comparing, guards, inlining, matching, optional, outside, structure, tracing, views, writing
 from .matching import Chain, Refusal
-from .scanning import Untraceable
+from .scanning import Untraceable, in_a_line
 from .structure import Assumed, assume, assume_between, child_names, original_class
 from .tracing import Trace
 
@@ -50,7 +51,8 @@ class OwnerPlan:
         assumed: descendants that do not run as modules.
         definitions: (class or Python module, name, function) of what was read and has to be found there.
         methods: (name, function) of those of the owner's class, which the instance has not got.
-        written: (function, its byte code) of those that were read; what reloads a module in a notebook exchanges that.
+        written: (function, `structure.written` of it) of those that were read; what reloads a module in a notebook
+            exchanges that.
         kinds: (path as names, class, what it counts as) of the children that the chains compute.
         forms: what `forward` does, by which of its parameters are given.
     """
@@ -167,7 +169,7 @@ class _Records:
 
     def __init__(self, only_plain: bool = False) -> None:
         self.only_plain = only_plain
-        self.traces: dict[int, tuple[Trace, Trace] | Untraceable] = {}
+        self.traces: dict[int, tuple[Trace, Trace] | str] = {}  # or the reason why there are none
         self.called: set[int] = set()
         self.known: set[type[nn.Module]] = set()
 
@@ -180,15 +182,16 @@ class _Records:
         if id(owner) not in self.traces:
             self.traces[id(owner)] = self._record(owner)
         found = self.traces[id(owner)]
-        if isinstance(found, Untraceable):
-            raise found
+        if isinstance(found, str):
+            raise Untraceable(found)
         return found
 
-    def _record(self, owner: nn.Module) -> tuple[Trace, Trace] | Untraceable:
+    def _record(self, owner: nn.Module) -> tuple[Trace, Trace] | str:
         try:
-            pair = self.given(owner, tracing.forms(owner)[0])
+            with _refusing():
+                pair = self.given(owner, tracing.forms(owner)[0])
         except Untraceable as reason:
-            return reason
+            return str(reason)
         nodes = (node for trace in pair for node in trace.graph.nodes)
         called = (matching.called_module(owner, node) for node in nodes)
         self.called |= {id(module) for module in called if module is not None}
@@ -230,7 +233,8 @@ def plan_of(owner: nn.Module, path: str = "", records: _Records | None = None) -
         records.learn(owner)
     try:
         pair = records.of(owner)
-        plan = _plan_of_traces(path, owner, records, pair)
+        with _refusing():
+            plan = _plan_of_traces(path, owner, records, pair)
         if plan.chains:
             return _with_further_forms(plan, owner, records)
         train, _ = pair
@@ -244,11 +248,23 @@ def plan_of(owner: nn.Module, path: str = "", records: _Records | None = None) -
         return OwnerPlan(path, original, refusals=(Refusal(path, path, f"its forward {reason}"),))
 
 
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """What nobody has foreseen is a reason to leave an owner alone, and no more: its model works."""
+    try:
+        yield
+    except Untraceable:
+        raise
+    except Exception as error:
+        raise Untraceable(f"cannot be analysed ({in_a_line(error)})") from error
+
+
 def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) -> OwnerPlan:
     """`plan`, and what the owner does where it is given what is None by default, as far as that can be recorded."""
     for names in tracing.forms(owner)[1:]:
         try:
-            further = _plan_of_traces(plan.path, owner, records, records.given(owner, names), plan)
+            with _refusing():
+                further = _plan_of_traces(plan.path, owner, records, records.given(owner, names), plan)
         except Untraceable:
             continue
         body = further.forms[0].body
@@ -264,7 +280,7 @@ def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) ->
             assumed=(*dict.fromkeys((*plan.assumed, *further.assumed)),),
             definitions=(*dict.fromkeys((*plan.definitions, *further.definitions)),),
             methods=(*dict.fromkeys((*plan.methods, *further.methods)),),
-            written=(*dict.fromkeys((*plan.written, *further.written)),),
+            written=(*{**dict(plan.written), **dict(further.written)}.items(),),
             kinds=further.kinds,
             forms=(*plan.forms, *further.forms),
         )
@@ -285,14 +301,14 @@ def _plan_of_traces(
     imports: dict[str, None] = {}
     refused: list[list[tuple[str, str]]] = []
     assumed: dict[Assumed, None] = {}
-    conditions: dict[str, None] = {}
+    asked: list[list[str]] = []
     definitions: dict[tuple[Any, str, Any], None] = {}
     recordings = [_joined_recording(owner, t, mode, records, assumed) for mode, t in enumerate(pair)]
     for trace in recordings:
-        conditions |= dict.fromkeys(_conditions(owner, trace))
+        asked.append(_conditions(owner, trace))
         definitions |= dict.fromkeys(trace.definitions)
         namespace |= trace.namespaces
-        imports |= dict.fromkeys(map(outside.import_line, trace.namespaces, trace.namespaces.values()))
+        imports |= dict.fromkeys(comparing.lines_for(trace.namespaces.items()))
         found, missed = matching.match(owner, trace.graph, records.only_plain)
         missed += _spanning(owner, trace.graph, records)
         refused.append(missed)
@@ -309,16 +325,19 @@ def _plan_of_traces(
     for mode, missed, other in (("in training", *refused), ("in evaluation", *reversed(refused))):  # type: ignore[assignment]
         for where, why in missed:
             reasons[where, why if (where, why) in other else f"{why} ({mode})"] = None
+    conditions = _of_modes(*asked)
     for module in (torch, os, logging):
         if any(f"{module.__name__}." in condition for condition in conditions):
             namespace[module.__name__], imports[f"import {module.__name__}"] = module, None
+    if any(f"{comparing.UNLIKE}(" in condition for condition in conditions):
+        namespace[comparing.UNLIKE], imports[f"from operator import ne as {comparing.UNLIKE}"] = comparing.unlike, None
     plain = [*dict.fromkeys(p for c in chains for p in (c.linear, c.bn, c.activation_module) if p is not None)]
-    return OwnerPlan(
+    plan = OwnerPlan(
         path=path,
         original=original_class(owner),
         definitions=(*dict.fromkeys((*definitions, *structure.forwards(owner, (*plain, *(a.path for a in assumed))))),),
         methods=(*dict.fromkeys(m for trace in pair for m in trace.methods),),
-        written=(*dict.fromkeys((f, f.__code__) for trace in recordings for f in trace.functions),),
+        written=(*{f: structure.written(f) for trace in recordings for f in trace.functions}.items(),),
         kinds=(*dict.fromkeys(structure.kinds(owner, chains)),),
         chains=tuple(chains),
         refusals=tuple(Refusal(path, _joined(path, where), why) for where, why in reasons),
@@ -331,6 +350,19 @@ def _plan_of_traces(
         forwarded=writing.forwarded(pair[0].parameters),
         forms=(Form(tuple(conditions), tuple(writing.merge_modes(*bodies))),),
     )
+    if chains:
+        compile(plan.forward_source("call", "changed"), "<fused>", "exec")  # what no Python is raises here
+    return plan
+
+
+def _of_modes(train: list[str], evaluation: list[str]) -> list[str]:
+    """Those in training and those in evaluation as one list; what only one mode asks is asked in that mode alone."""
+    found: dict[str, None] = {}
+    for mode, asked, other in (("self.training", train, evaluation), ("not self.training", evaluation, train)):
+        for condition in asked:
+            inside = f"({condition})" if " or " in condition or " if " in condition else condition
+            found[condition if condition in other else f"{mode} and {inside}"] = None
+    return [*found]
 
 
 def _conditions(owner: nn.Module, trace: Trace) -> list[str]:

@@ -33,7 +33,8 @@ from ..chain import ChainCall
 from ..errors import GemmNormRuntimeError, GemmNormWarning
 from ..runtime.traced import traced_as_constant
 from .analysis import OwnerPlan, analyse, check_is_module, plan_of
-from .structure import forward_of, is_as_recorded, original_class
+from .comparing import KEPT
+from .structure import forward_of, is_as_recorded, is_as_written, original_class
 from .tracing import is_replaced
 from .writing import forwarded, signature
 
@@ -75,19 +76,18 @@ def fuse_owners(model: nn.Module, owners: Iterable[OwnerPlan], filter_fn: Filter
     for plan in owners:
         owner = model.get_submodule(plan.path)
         left_out = tuple(c.linear for c in plan.chains if filter_fn and not chosen(owner, plan, c.linear, filter_fn))
-        if len(left_out) < len(plan.chains) and _can_be_derived_from(plan.original):
-            _install(owner, Fusion(plan, left_out))
+        if len(left_out) < len(plan.chains):
+            _install_where_it_can_be(owner, plan, left_out)
 
 
-def _can_be_derived_from(original: type[nn.Module]) -> bool:
-    """Its metaclass may not want a subclass of the same name."""
+def _install_where_it_can_be(owner: nn.Module, plan: OwnerPlan, left_out: tuple[str, ...]) -> None:
+    """Its metaclass may not want a subclass of the same name, or Python not give one to the instance."""
     try:
-        _fused_class(original)
+        _install(owner, Fusion(plan, left_out))
     except Exception as error:
-        text = f"{original.__name__} is not fused: a class derived of it raises {type(error).__name__}: {error}"
+        name = plan.original.__name__
+        text = f"{name} is not fused: a class derived of it raises {type(error).__name__}: {error}"
         warnings.warn(text, GemmNormWarning, stacklevel=4)
-        return False
-    return True
 
 
 def chosen(owner: nn.Module, plan: OwnerPlan, linear: str, filter_fn: Filter) -> bool:
@@ -150,8 +150,8 @@ class Fusion:
 
     @traced_as_constant
     def is_as_written(self) -> bool:
-        """The functions that were read have the same byte code: what reloads modules in a notebook exchanges it."""
-        return all(function.__code__ is code for function, code in self.plan.written)  # type: ignore[union-attr]
+        """The functions that were read have the same byte code and defaults: what reloads modules exchanges them."""
+        return all(map(is_as_written, self.plan.written))  # type: ignore[union-attr]
 
     def original(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The `forward` that the owner's author wrote."""
@@ -206,7 +206,9 @@ def _forward(plan: OwnerPlan) -> Callable[..., Any]:
         lambda chain: calls[chain], f"not self.{_KEY}.holds_for(self)", f"self.{_KEY}.original(self{separator}{{}})"
     )
     # The recorded names belong to the function, so they are part of what makes two of them equal.
-    key = (plan.original, source, tuple((name, id(value)) for name, value in plan.namespace.items()))
+    # Those of kept containers say what is in there.
+    names = ((name, 0 if name.startswith(KEPT) else id(value)) for name, value in plan.namespace.items())
+    key = (plan.original, source, tuple(names))
     found: Any = _forwards.get(key)
     if found is None:
         digest = hashlib.sha256(repr((source, plan.original)).encode()).hexdigest()[:12]
@@ -229,15 +231,27 @@ class Fused:
         """A class that keeps a list of its subclasses is not to hear of this one."""
 
 
+class _Bare:
+    __slots__ = ()
+
+
 def _bases(original: type[nn.Module]) -> tuple[type, ...]:
     """Python gives an instance another class where both get their `__dict__` behind the same base.
 
-    A class gets its own where a base without one stands before `nn.Module`, as ABC or Generic.
+    A class gets its own where a base without one stands before `nn.Module`, as ABC or Generic: there `Fused` is one
+    that is derived of that base, which does not hear of it either where it becomes its base afterwards.
     """
     layout: Any = original
     while layout.__base__.__dictoffset__:
         layout = layout.__base__
-    return (Fused, original) if layout.__base__ is object else (original,)
+    if layout.__base__ is object:
+        return (Fused, original)
+    first = type("Fused", (_Bare,), {"__init_subclass__": vars(Fused)["__init_subclass__"]})
+    try:
+        first.__bases__ = (layout.__base__,)
+    except TypeError:  # that base has more than no `__dict__`
+        return (original,)
+    return (first, original)
 
 
 def _prepare_scriptable(self: Any) -> Any:

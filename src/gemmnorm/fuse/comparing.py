@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from .outside import known_as, path_of
+from .outside import import_line, known_as, path_of
 
 
 class Absent:
@@ -50,6 +53,18 @@ class Equal:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A large container of plain values: a copy is kept, instead of one made anew whenever it is compared with."""
+
+    value: Any
+
+    @cached_property
+    def name(self) -> str:
+        """Equal for equal ones, so that equal owners have equal texts."""
+        return f"{KEPT}{hashlib.sha256(literal(self.value).encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True)
 class Names:
     """Of a module's children, parameters or buffers that are not None."""
 
@@ -79,8 +94,13 @@ class OfClass:
 
 
 HOLDS = "as_recorded"  # a variable: whether a recording does
+KEPT = "kept_"  # what the names of kept containers begin with
+UNLIKE = "unlike"  # what the function of that name is called in a text
 # Asks for a part of what an attribute or a global is, which may be None by now.
-_MAY_RAISE = re.compile(r"\b(self|globals_\w+|held_\w+)(\.\w+|\[[^]]*\])[.\[]|\[\*|\blen\((self|globals_|held_)")
+_MAY_RAISE = re.compile(
+    r"\b(self|globals_\w+|held_\w+)(\.\w+|\[[^]]*\])[.\[]|\[\*|\b(len|unlike)\((self|globals_|held_)"
+)
+_CONTAINERS = (list, tuple, torch.Size, set, frozenset, dict)
 Render = Callable[[str], str]  # a dotted path below the owner ("" for itself) → an expression
 
 
@@ -96,6 +116,8 @@ def differs(expression: str, value: Any, render: Render) -> str:
         return f"{value.name!r} in {expression}"
     if isinstance(value, Equal):
         return f"{expression} != {known_as(value.value)}"
+    if isinstance(value, Kept):
+        return f"{UNLIKE}({expression}, {value.name})"
     if isinstance(value, Names):
         held = f"[name for name, held in {expression}.items() if held is not None]"
         return f"{held} != {literal([*value.names])}"
@@ -110,7 +132,43 @@ def differs(expression: str, value: Any, render: Render) -> str:
         return f"{expression} is not {literal(value)}"
     if type(value) in (int, float) and not expression.endswith(")"):  # and no tensor of that value
         return f"type({expression}) is not {type(value).__name__} or {expression} != {literal(value)}"
+    if type(value) in _CONTAINERS and _has_look_alikes(value):
+        return f"{UNLIKE}({expression}, {literal(value)})"
     return f"{expression} != {literal(value)}"
+
+
+def _has_look_alikes(value: Any) -> bool:
+    """What compares equal need not be the same: 1 and 1.0, sizes and a tuple, dictionaries in another order."""
+    if type(value) in (list, tuple, set, frozenset):
+        return any(map(_has_look_alikes, value))
+    return isinstance(value, (int, float, complex, torch.Size, dict))
+
+
+def unlike(value: Any, recorded: Any) -> bool:
+    """`value` is not `recorded`, or of another type, or in another order; or something inside of it is."""
+    if value is recorded:
+        return False
+    if type(value) is not type(recorded):
+        return True
+    if isinstance(recorded, dict):
+        return _any_unlike(value.keys(), recorded.keys()) or _any_unlike(value.values(), recorded.values())
+    if isinstance(recorded, (list, tuple)):
+        return _any_unlike(value, recorded)
+    if isinstance(recorded, (set, frozenset)):
+        return bool(value != recorded) or {type(v) for v in value} != {type(v) for v in recorded}
+    return bool(value != recorded) or (recorded == 0 and str(value) != str(recorded))  # -0.0
+
+
+def _any_unlike(values: Collection[Any], recorded: Collection[Any]) -> bool:
+    if len(values) != len(recorded):
+        return True
+    return not all(map(operator.is_, values, recorded)) and any(map(unlike, values, recorded))
+
+
+def lines_for(namespace: Iterable[tuple[str, Any]]) -> Iterable[str]:
+    """What makes what a text refers to, in a file of its own; there `unlike` is no more than `!=`."""
+    for name, value in namespace:
+        yield f"{name} = {literal(value)}" if name.startswith(KEPT) else import_line(name, value)
 
 
 def questions(conditions: Sequence[str], catches: bool) -> tuple[list[str], str, str]:
@@ -141,6 +199,8 @@ def literal(value: Any) -> str:
     if isinstance(value, (set, frozenset)):
         inside = f"{{{', '.join(sorted(map(literal, value)))}}}" if value else "set()"
         return f"frozenset({inside})" if isinstance(value, frozenset) else inside
+    if isinstance(value, torch.Size):
+        return f"torch.Size({literal([*value])})"
     if isinstance(value, (tuple, list)):
         inside = ", ".join(map(literal, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"

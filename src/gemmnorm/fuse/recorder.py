@@ -6,21 +6,20 @@ import copy
 import enum
 import functools
 import inspect
-import itertools
 import re
 import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from . import effects, guards
-from .comparing import Absent, Equal, IsInstance, Keys, Length, Names, OfClass, Same, Without
-from .keeping import Keeper
+from .comparing import Absent, Equal, IsInstance, Kept, Keys, Length, Names, OfClass, Same, Without
+from .keeping import Keeper, items_of
 from .outside import (
     attribute_of,
     goes_on,
@@ -36,11 +35,11 @@ from .scanning import CONTAINERS, Scan, Untraceable, content, is_bound, is_own
 from .scanning import is_of_users as is_of_user
 from .stand_ins import IN_PLACE
 from .structure import as_written, forward_of, original_class
-from .values import is_a_value, is_known, is_named, may_change, plain_of
+from .values import counted, is_a_value, is_known, is_named, may_change, plain_of
 from .watching import by_us, function_of
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
-_ITEMS = 64  # of a list of configurations
+_FEW = 16  # values, to be written down
 _DEEP = 16  # configurations inside of each other
 _HANDED = "hands a list, a dictionary or an object to what may change it, and needs it again"
 _MANY, _FAR = 400, 20_000  # conditions, values to look at for them
@@ -326,7 +325,8 @@ class Recorder:
             line = self.scan.loads.get(re.findall(r"\w+", text)[-1])
             raise Untraceable(f"takes values one after the other from {text}, a {type(value).__name__} (line {line})")
         if value is Absent or is_known(value):
-            yield text, copy.deepcopy(value) if type(value) in CONTAINERS else value
+            held = copy.deepcopy(value) if type(value) in (*CONTAINERS, tuple) else value
+            yield text, Kept(held) if counted(value) > _FEW else held
         elif isinstance(value, enum.Enum):
             yield f"{text}.name", value.name
         elif isinstance(value, nn.Module):
@@ -367,9 +367,9 @@ class Recorder:
             return
         with_keys = isinstance(value, Mapping) and all(map(is_known, value))
         yield text, Keys(tuple(value)) if with_keys else Length(len(value))
-        items: Any = [*value.items()][:_ITEMS] if with_keys else ()
+        items: Any = value.items() if with_keys else ()
         if isinstance(value, (list, tuple, deque)):
-            items = enumerate(itertools.islice(value, _ITEMS))
+            items = enumerate(value)
         for key, item in items:
             yield from self.parts(f"{text}[{key!r}]", item, inside)
 
@@ -442,6 +442,11 @@ class Recorder:
         if "__class__" in self.scan.names:
             for text, part in self.parts("__class__", self.scan.owner, defined=True):
                 self.note_value("", text, part)
+        for function in self.scan.functions:
+            for name in ("__defaults__", "__kwdefaults__"):
+                held = getattr(function, name)
+                if any(isinstance(value, (*CONTAINERS, tuple)) for value in items_of(held or ())):
+                    self.note_outside(known_as(function), function, f"{known_as(function)}.{name}", held)
         decorated = [vars(function).get("__wrapped__") for function in self.scan.functions]
         for holder, name in self.scan.globals:
             if name.startswith("__"):
@@ -452,22 +457,31 @@ class Recorder:
                 place, (known, namespace), value = name, namespace_of(holder), holder[name]
             if path_of(value) is None or value.__name__ != name:
                 defined = is_named(value, name) or any(value is function for function in decorated)
-                found = dict(self.parts(f"{known}.{place}", value, defined=defined))
-                self.surroundings |= found
-                self.namespaces |= {known: namespace} if found else {}
-                self.hold(*found.values())
+                self.note_outside(known, namespace, f"{known}.{place}", value, defined)
+
+    def note_outside(self, known: str, namespace: Any, text: str, value: Any, defined: bool = False) -> None:
+        """What `text` asks of the `namespace` that is `known` so."""
+        found = dict(self.parts(text, value, defined=defined))
+        self.surroundings |= found
+        self.refuse_many(self.surroundings)
+        self.namespaces |= {known: namespace} if found else {}
+        self.hold(*found.values())
 
     def note_value(self, path: str, name: str, value: Any) -> None:
-        if len(self.attributes) > _MANY:
-            raise Untraceable(f"reads more than {_MANY} things that may change")
+        self.refuse_many(self.attributes)
         if (path, name, value) not in self.attributes:
             self.attributes.append((path, name, value))
             self.hold(value)
+
+    def refuse_many(self, conditions: Sized) -> None:
+        if len(conditions) > _MANY:
+            raise Untraceable(f"reads more than {_MANY} things that may change")
 
     def hold(self, *values: Any) -> None:
         """Have the functions and classes among `values` in the namespace."""
         plain = [v.value if isinstance(v, Equal) else v for v in values if callable(v) or isinstance(v, Equal)]
         self.namespaces |= {known_as(v): v for v in plain if v is not Absent and path_of(v) is None}
+        self.namespaces |= {v.name: v.value for v in values if isinstance(v, Kept)}
 
     def defined(self) -> tuple[tuple[Any, str, Any], ...]:
         """(module or class, name, function) of the functions that were read and are found there by that name."""

@@ -49,11 +49,12 @@ _MATCHES = {"MATCH_SEQUENCE", "MATCH_MAPPING", "MATCH_CLASS", "MATCH_KEYS"}
 class Untraceable(Exception):
     """`forward` cannot be recorded faithfully; the message completes "its forward …"."""
 
-    latest: Untraceable | None = None  # for who records: the code that is recorded may have caught it
+    raised: list[Untraceable] | None = None  # for who records, meanwhile: the code that is recorded may have caught it
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        Untraceable.latest = self
+        if Untraceable.raised is not None:
+            Untraceable.raised.append(self)
 
 
 class Raised(Untraceable):
@@ -61,6 +62,11 @@ class Raised(Untraceable):
 
     It may where a decision was imagined otherwise than its inputs would have it.
     """
+
+
+def in_a_line(error: Exception) -> str:
+    """What `error` is, and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
 
 
 class Scan:

@@ -405,6 +405,8 @@ def _of_functions() -> dict[str, property]:
 def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
     """While active, questions are answered honestly; the value has those about the surroundings, with the answers."""
     answers: dict[str, Any] = {}
+    # PyTorch lists its functions when it is first asked, and keeps that: never what is put in their place here.
+    torch.overrides.get_ignored_functions(), torch.overrides.get_overridable_functions()
 
     def enter(plain: Callable[[Any], Any], reason: str) -> Callable[[Any], Any]:
         def refuse(region: Any) -> Any:

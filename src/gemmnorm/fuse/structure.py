@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import types
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +44,21 @@ def child_names(owner: nn.Module) -> tuple[Any, ...]:
         for name, child in owner._modules.items()
         if child is not None
     )
+
+
+def written(function: types.FunctionType) -> tuple[Any, ...]:
+    """What a function consists of, to be compared by identity."""
+    named = function.__kwdefaults__ or {}
+    return function.__code__, function.__defaults__, (*named, *named.values())
+
+
+def is_as_written(recorded: tuple[types.FunctionType, tuple[Any, ...]]) -> bool:
+    """A function has the same byte code and the same defaults as it had."""
+    function, (code, defaults, named) = recorded
+    if function.__code__ is not code or function.__defaults__ is not defaults:
+        return False
+    now = function.__kwdefaults__ or {}
+    return len(named) == 2 * len(now) and all(map(operator.is_, (*now, *now.values()), named))
 
 
 def is_as_recorded(owner: nn.Module, plan: OwnerPlan) -> bool:

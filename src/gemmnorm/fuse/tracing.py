@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from . import guards, held
 from .comparing import differs
 from .recorder import Recorder
-from .scanning import ANY, Raised, Scan, Untraceable, finds_itself
+from .scanning import ANY, Raised, Scan, Untraceable, finds_itself, in_a_line
 from .stand_ins import MAPPING, StandIn, honest
 from .structure import aliases, forward_of, original_class
 from .values import PLAIN
@@ -251,19 +251,22 @@ def _run(tracer: _OwnerTracer, owner: nn.Module) -> fx.Graph:
 
 
 def _attempt(tracer: _OwnerTracer, owner: nn.Module) -> fx.Graph:
-    Untraceable.latest = None
+    raised: list[Untraceable] = []
+    Untraceable.raised = raised
     try:
         graph = tracer.trace(owner)
-        if Untraceable.latest is not None:  # `forward` has caught it
-            raise Untraceable.latest
+        if raised:  # `forward` has caught it
+            raise raised[-1]
         return graph
     except Untraceable:
         raise
     except fx.proxy.TraceError as error:
         raise Untraceable(f"decides by the data ({error})") from error
     except Exception as error:
-        first_line = (str(error) or "no message").splitlines()[0]
-        raise Raised(f"cannot be traced ({type(error).__name__}: {first_line})") from error
+        raise Raised(f"cannot be traced ({in_a_line(error)})") from error
+    finally:
+        Untraceable.raised = None
+        raised.clear()  # whose frames have the model
 
 
 def _parameters(forward: types.FunctionType) -> tuple[inspect.Parameter, ...]:
@@ -426,6 +429,8 @@ class _OwnerTracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and not self._has_a_name(a):
             raise Untraceable("makes a tensor of its own")
+        if type(a) is torch.Size:  # torch.fx has a tuple for it
+            return self.create_proxy("call_function", torch.Size, ([*a],), {}).node
         plain = type(a) in _PLAIN_CONTAINERS or hasattr(a, "_fields")
         if not plain and (isinstance(a, (dict, list, tuple)) or _is_dataclass(a)):
             return self._made_again(a)
@@ -458,7 +463,7 @@ def _same(made: Any, wanted: Any) -> bool:
     return names[0] == names[1] and all(map(operator.is_, *values))
 
 
-_PLAIN_CONTAINERS = (dict, list, tuple, torch.Size)
+_PLAIN_CONTAINERS = (dict, list, tuple)
 
 
 def _is_input(p: inspect.Parameter, parameters: tuple[inspect.Parameter, ...]) -> bool:

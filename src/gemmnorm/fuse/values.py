@@ -15,6 +15,7 @@ from .outside import is_of_users, path_of
 
 PLAIN = (bool, int, float, str, type(None))
 _WRITTEN = (complex, bytes, range, slice, torch.dtype, torch.device)  # whose `literal` is theirs too
+_CONTAINERS = (tuple, torch.Size, list, set, frozenset, dict)
 # What makes a plain one of a number or text of a class of its own.
 _EXACT: tuple[tuple[Any, str], ...] = ((int, "__int__"), (float, "__float__"), (complex, "__pos__"), (str, "__str__"))
 _CHANGING = (bytearray, memoryview, array.array, weakref.ref, weakref.WeakSet)
@@ -22,9 +23,16 @@ _CHANGING = (bytearray, memoryview, array.array, weakref.ref, weakref.WeakSet)
 
 def is_known(value: Any) -> bool:
     """A plain value, or a container of such, which can be written down."""
-    if type(value) in (tuple, torch.Size, list, set, frozenset, dict):
+    if type(value) in _CONTAINERS:
         return all(map(is_known, items_of(value)))
     return type(value) in (*PLAIN, *_WRITTEN) or path_of(value) is not None
+
+
+def counted(value: Any) -> int:
+    """How many values there are in a container, and in those inside of it; 1 where it is none."""
+    if type(value) not in _CONTAINERS:
+        return 1
+    return sum(map(counted, items_of(value)))
 
 
 def is_named(value: Any, name: str) -> bool:

@@ -14,6 +14,7 @@ import keyword
 import math
 import operator
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from .comparing import HOLDS, literal
+from .comparing import HOLDS, UNLIKE, literal
 from .matching import Found, resolve
 from .outside import import_line, known_as
 from .recorder import Method
@@ -47,6 +48,8 @@ _RESERVED = {
     "logging",
     "type",
     HOLDS,
+    UNLIKE,
+    "numpy",
 }
 _BINARY = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
@@ -62,6 +65,8 @@ _IN_PLACE = {
 _UNARY = {operator.neg: "-", operator.pos: "+", operator.invert: "~"}
 _PURE_METHODS = {"size", "dim", "numel", "ndimension"}
 _ATOM = re.compile(r"[\w.]+(\[[^\[\]]*\]|\([^()]*\))*")
+_PIECE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\w+|\W""")  # of a line; a text in quotes is one
+_NESTED = 20  # expressions inside of each other, at most: more would be hard to read, and Python allows 200
 
 
 class Writer:
@@ -158,6 +163,7 @@ class Writer:
     def _choose_inlined(self) -> set[fx.Node]:
         """Pure expressions with one user and nothing but such expressions in between."""
         inlined: set[fx.Node] = set()
+        depth: dict[fx.Node, int] = {}  # of an inlined expression, inside of others
         position = {node: i for i, node in enumerate(self.order)}
         for i in reversed(range(len(self.order))):
             node = self.order[i]
@@ -167,8 +173,10 @@ class Writer:
                 continue
             returned = users[0].op == "output" and i + 1 == position[users[0]] and not _is_in_place(node)
             between = self.order[i + 1 : position[users[0]]]
-            if (_is_pure(node) or returned) and all(n in inlined for n in between):
+            inside = depth.get(users[0], 0) + 1
+            if inside <= _NESTED and (_is_pure(node) or returned) and all(n in inlined for n in between):
                 inlined.add(node)
+                depth[node] = inside
         return inlined
 
     def _variables(self, statement: fx.Node) -> list[fx.Node]:
@@ -245,7 +253,8 @@ class Writer:
 
     def _function(self, node: fx.Node) -> str:
         target, args = node.target, node.args
-        if target in _BINARY and len(args) == 2:
+        if target in _BINARY and len(args) == 2:  # where a number of numpy's is one of Python's
+            args = tuple(float(a) if isinstance(a, float) else a for a in args)
             return f"{self._atom(args[0])} {_BINARY[target]} {self._atom(args[1])}"
         if target in _UNARY and len(args) == 1:
             return f"{_UNARY[target]}{self._atom(args[0])}"
@@ -290,9 +299,8 @@ class Writer:
         if value is None or type(value) in (bool, int, float):
             return literal(value)
         if isinstance(value, float) and type(value).__module__ == "numpy":
-            return literal(float(value))
-        if isinstance(value, torch.Size):
-            return self._argument(tuple(value))
+            self._import("numpy", sys.modules["numpy"], "import numpy")
+            return f"numpy.{type(value).__name__}({literal(float(value))})"
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return f"{self._callable(type(value))}({self._arguments(value, {})})"
         if isinstance(value, tuple):
@@ -399,7 +407,7 @@ def merge_modes(train: list[str], evaluation: list[str]) -> list[str]:
 
 
 def _merge_line(train: str, evaluation: str) -> str | None:
-    pieces = [re.findall(r"\w+|\W", line) for line in (train, evaluation)]
+    pieces = [_PIECE.findall(line) for line in (train, evaluation)]
     if len(pieces[0]) != len(pieces[1]):
         return None
     merged = []
@@ -412,10 +420,15 @@ def _merge_line(train: str, evaluation: str) -> str | None:
 
 def _wrapped(prefix: str, text: str) -> list[str]:
     """One statement, with the arguments of its outermost call on a line of their own if it would be too long."""
-    if len(prefix) + len(text) <= LINE - 8 or not text.endswith(")") or "(" not in text:
+    if len(prefix) + len(text) <= LINE - 8 or not text.endswith(")"):
         return [prefix + text]
-    head, inside = text[:-1].split("(", 1)
-    return [f"{prefix}{head}(", f"    {inside}", ")"]
+    opened, place = [0], 0  # where the parentheses begin that are open at `place`
+    for piece in _PIECE.findall(text):
+        if piece == "(":
+            opened.append(place)
+        last = opened.pop() if piece == ")" else 0
+        place += len(piece)
+    return [f"{prefix}{text[:last]}(", f"    {text[last + 1 : -1]}", ")"]
 
 
 def _is_in_place(node: fx.Node) -> bool:

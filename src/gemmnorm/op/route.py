@@ -49,7 +49,7 @@ def linear_scale_batch_norm(operands: Operands, options: Options, process_group:
     if wanted not in (None, UNKNOWN):
         return reference.chain(operands, options)
     if not torch.compiler.is_compiling():
-        if _runs_plain_ops(x, options.strategy):
+        if runs_plain_ops(x, options.strategy):
             check_arguments(operands, options.training)
             return reference.chain(operands, options)
         run = None if observed else prepared(operands, options, process_group)
@@ -67,7 +67,7 @@ def prepared(operands: Operands, options: Options, process_group: Any | None) ->
     x = operands.x
     if _synchronises(options, process_group):
         return sync.prepared(operands, options, process_group) if _are_plain(operands) else None
-    if x.is_meta or _runs_plain_ops(x, options.strategy):
+    if x.is_meta or runs_plain_ops(x, options.strategy):
         return None
     call = runtime.find(operands, options._replace(cast=_autocast_dtype(x)), "eager")
     if call is None or not call.kernels:
@@ -107,7 +107,7 @@ def cached_call(operands: Operands, options: Options, process_group: Any | None)
 
 def surroundings(x: Tensor) -> tuple[Any, ...] | None:
     """What decides, besides its arguments, how a call goes. None where no kernels serve it or something observes it."""
-    if not x.is_cuda and _runs_plain_ops(x, None):
+    if not x.is_cuda and runs_plain_ops(x, None):
         return None
     try:  # `profiled` and `has_modes`, without calls of functions
         if (
@@ -136,7 +136,8 @@ def _are_plain(operands: Operands) -> bool:
     return all(t is None or type(t) in runtime.PLAIN for t in operands)
 
 
-def _runs_plain_ops(x: Tensor, strategy: str | None) -> bool:
+def runs_plain_ops(x: Tensor, strategy: str | None) -> bool:
+    """No kernels can serve x where it is, nobody has asked for a strategy, and nobody is recording plans."""
     return not x.is_cuda and runtime.unobserved() and plan.check_strategy(strategy) is None
 
 
