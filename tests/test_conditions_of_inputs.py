@@ -1,0 +1,163 @@
+"""What a `forward` asks of its inputs, and does to them: a condition under which the recording holds, or refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from fuse_support import FEATURES, Written
+from support import twin
+from torch import Tensor, nn
+
+import gemmnorm
+
+X = torch.randn(5, FEATURES)
+
+
+class Bare:
+    """An input with attributes, as graph data is."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__ |= attributes
+
+
+def h(self: Any, x: Tensor) -> Tensor:
+    return self.bn(self.gemm(x))  # type: ignore[no-any-return]
+
+
+def outcome(model: nn.Module, given: tuple[Any, ...]) -> Any:
+    """What it gives, or the error that it raises, and whether that has a graph."""
+    torch.manual_seed(1)
+    try:
+        y = model(*copy.deepcopy(given))
+    except Exception as error:
+        return type(error), str(error)
+    return y, getattr(y, "requires_grad", None)
+
+
+def assert_same(fused: nn.Module, model: nn.Module, *given: Any) -> None:
+    torch.testing.assert_close(outcome(fused, given), outcome(model, given), rtol=0, atol=0, equal_nan=True)
+
+
+def calls_of(fused: nn.Module) -> int:
+    """How many calls of the only chain ran as one operation; -1 where it was refused."""
+    matches = gemmnorm.fuse_report(fused, calls=True).matches
+    return int(matches[0].calls.fused) if matches and matches[0].calls else -1
+
+
+def reason_of(model: nn.Module) -> str:
+    return gemmnorm.fuse_report(model).refusals[0].reason
+
+
+# --- what may be None
+
+
+class Auxiliary(nn.Module):
+    """Gives None by way of a method, once `on` is changed."""
+
+    on = True
+
+    def compute(self, x: Tensor) -> Tensor | None:
+        return x * 2 if self.on else None
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        return self.compute(x)
+
+
+class Steady(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y = self.scaled(x) if self.training else x[:, :FEATURES]
+        return y
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def with_child(self: Any, x: Tensor) -> Tensor:
+    y, more = h(self, x), self.aux(x)
+    return y if more is None else y + more
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_child_that_gives_none_later(inside: bool) -> None:
+    aux = Auxiliary()
+    model = Written(with_child, aux=nn.Sequential(nn.Identity(), aux) if inside else aux)
+    assert "what aux gives may be None" in reason_of(model)
+    fused: Any = gemmnorm.fuse(twin(model))
+    aux.on = False
+    (fused.aux[1] if inside else fused.aux).on = False
+    assert_same(fused, model, X)
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda s, x: s.held["a"],
+        lambda s, x: s.held.get("a"),
+        lambda s, x: s.on and s.layer(x),
+        lambda s, x: getattr(s, "missing", None),
+        lambda s, x: next(iter(s.held.values())),
+    ],
+)
+def test_what_may_give_none_is_not_certain(give: Any) -> None:
+    aux = nn.Module()
+    aux.__class__ = type("Gives", (nn.Module,), {"forward": give})
+    vars(aux).update(on=False, held={"a": None})
+    aux.layer = nn.Linear(FEATURES, FEATURES)
+    model = Written(with_child, aux=aux)
+    assert_same(gemmnorm.fuse(twin(model)), model, X)
+    assert "what aux gives may be None" in reason_of(model)
+
+
+@pytest.mark.parametrize(
+    "aux", [Steady(), nn.ReLU(), nn.Sequential(nn.Linear(FEATURES, FEATURES), Steady()), nn.Sequential()]
+)
+def test_a_child_that_never_gives_none(aux: nn.Module) -> None:
+    model = Written(with_child, aux=aux)
+    fused = gemmnorm.fuse(twin(model))
+    assert_same(fused, model, X)
+    assert calls_of(fused) == 1
+
+
+def by_name(self: Any, b: Any) -> Tensor:
+    mean = b.mean
+    return h(self, b.x) if mean is None else h(self, b.x - mean)
+
+
+def of_a_method(self: Any, b: Any) -> Tensor:
+    mean = b.stats.mean(0)
+    return h(self, b.x) if mean is None else h(self, b.x - mean)
+
+
+class Means:
+    """Has a method of a tensor's name that gives None."""
+
+    def mean(self, *_: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize("name", ["mean", "values", "data", "indices", "std"])
+def test_an_input_s_attribute_called_as_one_of_tensors(name: str) -> None:
+    def forward(self: Any, b: Any) -> Tensor:
+        found = getattr(b, name)
+        return h(self, b.x) if found is None else h(self, b.x - found)
+
+    for read in (forward, by_name):
+        model = Written(read)
+        fused = gemmnorm.fuse(twin(model))
+        assert_same(fused, model, Bare(x=X, **{"mean": X, name: X}))
+        assert calls_of(fused) == 1
+        assert_same(fused, model, Bare(x=X, **{"mean": None, name: None}))
+    model = Written(of_a_method)
+    fused = gemmnorm.fuse(twin(model))
+    assert_same(fused, model, Bare(x=X, stats=X))
+    assert calls_of(fused) == 1
+    assert_same(fused, model, Bare(x=X, stats=Means()))
