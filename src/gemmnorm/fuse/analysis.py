@@ -339,12 +339,13 @@ def _conditions(owner: nn.Module, trace: Trace) -> list[str]:
     try:
         render = functools.partial(writing.path_expression, owner)
         found = [*trace.conditions(render), *guards.conditions(owner, trace.graph, render)]
+        of_none = [*optional.conditions(owner, trace.graph, trace.tests_values)]
     except guards.NotByShape as error:
-        raise Untraceable("decides by the shape of a value that it computes") from error
+        raise Untraceable(str(error) or "decides by the shape of a value that it computes") from error
     named = (str(node.target) for node in trace.graph.nodes if node.op == "get_attr")
     tested = [p for p in named if trace.tests_values or p.rpartition(".")[2] in trace.tested_attributes]
     found += [f"{render(path)} is None" for path in tested]
-    found += optional.conditions(owner, trace.graph, trace.tests_values)
+    found += of_none
     guards.forget(trace.graph)
     return found
 

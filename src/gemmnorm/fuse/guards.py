@@ -15,11 +15,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from .. import activations
 from ..children import is_batch_norm, is_linear, product_class
 
+IN_PLACE = {
+    getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
+}
 LENGTH, ATTRIBUTE = len, getattr  # while something is recorded, others stand in for them
 _LARGE, RANK = 1 << 20, 2  # a size, and a number of dimensions, of an imagined input
 COMPARED = "compared"  # the key under which a node says that it is an attribute which is compared with None
@@ -28,11 +32,13 @@ _COMPARE = {
     operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
 }  # fmt: skip
 _PROPERTIES = ("dtype", "device", "is_cuda", "type")  # of a tensor, and of its device
+_ANSWER = ("get", "keys", "values", "items", "index", "count", "size", "dim", "ndimension", "numel")  # and do no more
+_LAY_OUT = ("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_")
 _ARITHMETIC = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.mod: "%"}
 
 
 class NotByShape(Exception):
-    """The value of a node depends on more than shapes."""
+    """The value of a node depends on more than shapes of inputs as they are given; the message may say on what."""
 
 
 def decide(owner: nn.Module, node: fx.Node, planned: bool | None) -> tuple[bool, bool]:
@@ -53,11 +59,14 @@ def _imagined(owner: nn.Module, node: Any) -> Any:
         return node
     asked = _asked(node)
     if asked is not None:
+        unchanged(node, asked[0])
         return RANK if asked[1] is None else _LARGE
     if _is_looked_up(node):
+        unchanged(node, node)
         return True
     value, names = _property(node)
     if names:
+        unchanged(node, value)
         held = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
         like = next(iter(held.values()), torch.empty(0))
         return functools.reduce(getattr, names, held[str(value.target)] if value.op == "get_attr" else like)
@@ -153,12 +162,15 @@ class _Spelling:
         if not isinstance(node, fx.Node):
             return repr(node)
         if _is_looked_up(node):
+            self.also.update(dict.fromkeys(unchanged(node, node)))
             return f"{node.args[1]!r} in {part_of_input(node.args[0])}"
         value, names = _property(node)
         if names:
+            self.also.update(dict.fromkeys(unchanged(node, value)))
             return ".".join((part_of_input(value) or self.render(str(value.target)), *names))
         asked = _asked(node)
         if asked is not None:
+            self.also.update(dict.fromkeys(unchanged(node, asked[0])))
             return self.size(*asked)
         left, right = map(self.of, node.args)
         sign = {**_COMPARE, **_ARITHMETIC}[node.target]  # type: ignore[index]
@@ -181,6 +193,59 @@ def _keeps_rows(module: nn.Module) -> bool:
     """The result has as many dimensions as the input, and the same first one."""
     plain = isinstance(module, (nn.Identity, nn.Dropout, nn.LayerNorm)) or is_batch_norm(module)
     return plain or product_class(module) is nn.Linear or activations.from_module(module) is not None
+
+
+def unchanged(asked: fx.Node, part: fx.Node) -> list[str]:
+    """Conditions under which `part` of an input is at the node `asked` what it was at the start.
+
+    Raises:
+        NotByShape: something that runs before may change that input.
+    """
+    root, holders, conditions = _root(part), _holders(part), list[str]()
+    for node in asked.graph.nodes if root is not None else ():
+        if node is asked:
+            break
+        name = str(getattr(node.target, "__name__", node.target))
+        first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        of_input = first is not None and _root(first) is root
+        text = part_of_input(first) if first is not None else None
+        in_place = node.target in (operator.setitem, *IN_PLACE) or (name[-1:] == "_" and name[-2:] != "__")
+        changes = in_place and (of_input or (name in _LAY_OUT and _is_made_of(node, root)))
+        if node.op == "call_method" and of_input and text is not None and name not in _ANSWER:
+            changes |= not hasattr(Tensor, name)
+            conditions.append(f"not isinstance({text}, torch.Tensor)")
+        elif node.op == "call_module" or (node.op == "call_function" and not _only_reads(node)):
+            changes |= any(part_of_input(value) in holders for value in node.all_input_nodes)
+        changes |= isinstance(out := node.kwargs.get("out"), fx.Node) and _root(out) is root
+        if changes:
+            raise NotByShape(f"decides by what an input is after {name}, which may change it")
+    return conditions
+
+
+def _root(node: fx.Node) -> fx.Node | None:
+    """The input that `node` is a part of, or may be itself by way of methods such as `contiguous`."""
+    while node.op in ("call_method", "call_function") and node.args and isinstance(node.args[0], fx.Node):
+        if node.op == "call_function" and node.target not in (ATTRIBUTE, operator.getitem, operator.contains):
+            return None
+        node = node.args[0]
+    return node if node.op == "placeholder" else None
+
+
+def _holders(part: fx.Node) -> set[str]:
+    """The parts of an input that hold `part`, which who is given one may exchange."""
+    found = set[str]()
+    while part.op != "placeholder" and part.args and isinstance(part.args[0], fx.Node):
+        part = part.args[0]
+        found |= {text} if (text := part_of_input(part)) is not None else set()
+    return found
+
+
+def _only_reads(node: fx.Node) -> bool:
+    return node.target in (ATTRIBUTE, LENGTH, operator.getitem, operator.contains, *_COMPARE)
+
+
+def _is_made_of(node: fx.Node, root: fx.Node | None) -> bool:
+    return node is root or any(_is_made_of(value, root) for value in node.all_input_nodes)
 
 
 def forget(graph: fx.Graph) -> None:

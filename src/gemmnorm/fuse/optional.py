@@ -27,6 +27,7 @@ def conditions(owner: nn.Module, graph: fx.Graph, all_values: bool) -> Iterator[
 
     Raises:
         Untraceable: a value may be None that is no part of an input.
+        NotByShape: something may have changed the input before.
     """
     certainty = _Certainty(owner)
     for node in graph.nodes:
@@ -39,6 +40,7 @@ def conditions(owner: nn.Module, graph: fx.Graph, all_values: bool) -> Iterator[
         if text is not None and node.target is getattr:
             text = f"getattr({guards.part_of_input(node.args[0])}, {node.args[1]!r}, None)"
         if text is not None:
+            yield from guards.unchanged(node, node)
             yield f"{text} is None"
     yield from (f"not isinstance({text}, torch.Tensor)" for text in certainty.tensors)
 

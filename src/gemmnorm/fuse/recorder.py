@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from .comparing import Absent, Equal, IsInstance, Keys, Length, Names, Same, Without
+from .guards import IN_PLACE
 from .keeping import Keeper
 from .outside import (
     attribute_of,
@@ -33,7 +34,6 @@ from .outside import (
 )
 from .scanning import CONTAINERS, Scan, Untraceable, changed_by, content, is_bound
 from .scanning import is_of_users as is_of_user
-from .stand_ins import IN_PLACE
 from .structure import as_written, forward_of
 from .values import is_a_value, is_known, is_named, may_change, plain_of
 from .watching import by_us, function_of

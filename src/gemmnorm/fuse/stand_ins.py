@@ -27,10 +27,6 @@ from torch.utils import _pytree as pytree
 from . import guards
 from .scanning import HERE, TORCH, Raised, Untraceable, is_of_python
 
-IN_PLACE = {
-    getattr(operator, name)
-    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
-}
 MAPPING = "mapping"  # the key under which a node says that it stands for the keyword arguments of a call
 _INSIDE = (TORCH, HERE)  # code that knows stand-ins
 _FX = os.path.join(TORCH, "fx", "")
@@ -175,7 +171,7 @@ def _refuse_number(name: str) -> None:
     setattr(StandIn, f"__{name}__", refuse)
 
 
-for _target in IN_PLACE:
+for _target in guards.IN_PLACE:
     _define(_target)
 for _name in ("int", "float", "complex", "index"):
     _refuse_number(_name)

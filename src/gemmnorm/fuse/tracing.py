@@ -390,8 +390,8 @@ class _OwnerTracer(fx.Tracer):
             outcome, first = guards.decide(
                 self.root, obj.node, self.planned[index][0] if index < len(self.planned) else None
             )
-        except guards.NotByShape:
-            raise Untraceable("decides by the data") from None
+        except guards.NotByShape as reason:
+            raise Untraceable(str(reason) or "decides by the data") from None
         if first:
             self.taken.append(outcome)
         return outcome
