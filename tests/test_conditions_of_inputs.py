@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -262,3 +263,32 @@ def test_an_input_that_is_asked_before_it_is_changed() -> None:
     assert_same(fused, model, {"x": X, "y": X})
     assert_same(fused, model, {"x": X})
     assert calls_of(fused) == 1
+
+
+# --- attributes of an input that are called as those of stand-ins
+
+
+def sets_a_node(self: Any, g: Any) -> Tensor:
+    y = h(self, g.x)
+    g.node = y
+    return y
+
+
+@pytest.mark.parametrize("name", ["node", "tracer", "root", "attr", "_node", "keys"])
+def test_an_attribute_called_as_one_of_a_stand_in(name: str) -> None:
+    def asks(self: Any, g: Any) -> Tensor:
+        held = getattr(g.edge, name)
+        return h(self, g.x) * held + operator.attrgetter(f"tree.{name}.depth")(g)
+
+    source = f"lambda s, g: s.bn(s.gemm(g.x)) * g.edge.{name} * g.tree.{name}.depth + g.{name}"
+    given = Bare(x=X, depth=7.0, edge=Bare(**{name: X}), tree=Bare(**{name: Bare(depth=2.0)}), **{name: X})
+    for forward in (asks, eval(source)):
+        model = Written(forward)
+        fused = gemmnorm.fuse(twin(model))
+        assert_same(fused, model, given)
+        assert calls_of(fused) == 1
+
+
+def test_a_stand_in_s_own_attribute_is_not_set() -> None:
+    model = Written(sets_a_node)
+    assert "sets the attribute node of a value" in reason_of(model)

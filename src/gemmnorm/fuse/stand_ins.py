@@ -36,7 +36,7 @@ _HAS = "asks what a value has"
 _TEXT = "writes a value into a text"
 _DICT: Any = vars(fx.Proxy)["__dict__"]
 _NODE_TYPE: Any = getattr(pytree, "_get_node_type", None)  # a private name: docs/private_api.md
-_OWN = ("node", "tracer", "root", "attr", "_node")  # attributes of torch.fx's
+_OWN = ("node", "tracer", "root", "attr", "_node", "keys")  # attributes of torch.fx's, who alone sees them
 _ENTERED = {  # context managers whose effect a recording would lose
     torch.amp.autocast_mode.autocast: "enters an autocast region",
     torch.autograd.graph.saved_tensors_hooks: "changes what autograd saves, as activation checkpointing does",
@@ -79,6 +79,11 @@ _FACTORIES = (
 class StandIn(fx.Proxy):
     """Records what is done to a tensor in place as such, and refuses to be taken for a number, a text or a key."""
 
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OWN and not _inside(2):  # an attribute of the value that happens to have that name
+            return self.__getattr__(name)
+        return object.__getattribute__(self, name)
+
     def __getattr__(self, name: str) -> Any:
         found = _Attribute(self, name)
         if name in self.tracer.compared:  # type: ignore[attr-defined]
@@ -109,7 +114,7 @@ class StandIn(fx.Proxy):
         return super().__repr__()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _OWN:
+        if name not in _OWN or not _inside(2):
             raise Untraceable(f"sets the attribute {name} of a value")
         object.__setattr__(self, name, value)
 
@@ -243,11 +248,13 @@ def _only_of_values(name: str, reason: str) -> Callable[..., Any]:
 
 
 def _getattr(value: Any, name: str, *default: Any) -> Any:
-    if not default or not _asked(value):
+    if not _asked(value):
         return guards.ATTRIBUTE(value, name, *default)
-    if default[0] is not None:
+    if default and default[0] is not None:
         raise Raised(_HAS)
-    found = guards.ATTRIBUTE(value, name)
+    found = value.__getattr__(name) if name in _OWN else guards.ATTRIBUTE(value, name)
+    if not default:
+        return found
     mark_as_compared(found)
     return found
 
