@@ -14,6 +14,7 @@ from support import twin
 from torch import Tensor, nn
 
 import gemmnorm
+from gemmnorm.fuse.analysis import plan_of
 
 X = torch.randn(5, FEATURES)
 
@@ -292,3 +293,85 @@ def test_an_attribute_called_as_one_of_a_stand_in(name: str) -> None:
 def test_a_stand_in_s_own_attribute_is_not_set() -> None:
     model = Written(sets_a_node)
     assert "sets the attribute node of a value" in reason_of(model)
+
+
+# --- unpacking
+
+
+def unpacks(self: Any, b: Any) -> Tensor:
+    x, y = b
+    return h(self, x) + y  # type: ignore[no-any-return]
+
+
+def unpacks_one(self: Any, b: Any) -> Tensor:
+    (x,) = b
+    return h(self, x)
+
+
+def unpacks_a_shape(self: Any, x: Tensor) -> Tensor:
+    n, features = x.shape
+    return h(self, x).view(n, features)
+
+
+def unpacks_a_shape_of_three(self: Any, x: Tensor) -> Tensor:
+    n, length, features = x.shape
+    return h(self, x.view(n * length, features)).view(n, length, -1)
+
+
+def unpacks_what_it_decides_by(self: Any, x: Tensor) -> Tensor:
+    n, _ = x.size()
+    return h(self, x) if n > 1 else x
+
+
+def unpacks_a_product(self: Any, x: Tensor) -> Tensor:
+    product = self.gemm(x)
+    n, features = product.shape
+    return self.bn(product).view(features, n)  # type: ignore[no-any-return]
+
+
+def unpacks_a_child(self: Any, x: Tensor) -> Tensor:
+    a, b = self.pair(h(self, x))
+    return a + b  # type: ignore[no-any-return]
+
+
+class Pair(nn.Module):
+    count = 2
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x, x * 2, x * 3)[: self.count]
+
+
+CUBE = torch.randn(3, 4, FEATURES)
+UNPACKED: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "an input": (unpacks, [(X, X), (X, X, X), (X,), [X, X], {0: X, 1: X}, X[:2], 3]),
+    "one": (unpacks_one, [(X,), (X, X), ()]),
+    "a shape": (unpacks_a_shape, [X, CUBE, X[0]]),
+    "a shape of three": (unpacks_a_shape_of_three, [CUBE, X]),
+    "a decision": (unpacks_what_it_decides_by, [X, CUBE, X[0], X[:1]]),
+    "a product": (unpacks_a_product, [X, CUBE.flatten(0, 1), X[0]]),
+    "a child": (unpacks_a_child, [X]),
+}
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_unpacking(name: str) -> None:
+    forward, given = UNPACKED[name]
+    model: Any = Written(forward, pair=Pair())
+    fused: Any = gemmnorm.fuse(twin(model))
+    for mode in (True, False):
+        for value in given:
+            assert_same(fused.train(mode), model.train(mode), value)
+    assert calls_of(fused) > 0
+    for count in (1, 3):
+        model.pair.count = fused.pair.count = count
+        assert_same(fused, model, given[0])
+
+
+def test_unpacking_reads_as_it_was_written() -> None:
+    assert plan_of(Written(unpacks)).forward_source("chain").splitlines()[1:] == [
+        "    x, y = b",
+        "    x = chain(x, self.gemm, self.bn)",
+        "    return x + y",
+    ]
+    of_a_child = plan_of(Written(unpacks_a_child, pair=Pair())).forward_source("chain")
+    assert "    a, b = self.pair(chain(x, self.gemm, self.bn))" in of_a_child

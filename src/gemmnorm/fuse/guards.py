@@ -27,6 +27,7 @@ IN_PLACE = {
 LENGTH, ATTRIBUTE = len, getattr  # while something is recorded, others stand in for them
 _LARGE, RANK = 1 << 20, 2  # a size, and a number of dimensions, of an imagined input
 COMPARED = "compared"  # the key under which a node says that it is an attribute which is compared with None
+UNPACKED = "unpacked"  # the key under which a node says which of how many values it is, and its variable
 _DECIDED = "decided"  # the key under which a node says how it was decided
 _COMPARE = {
     operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
@@ -253,7 +254,7 @@ def forget(graph: fx.Graph) -> None:
     waiting = [node for node in graph.nodes if {_DECIDED, COMPARED} & {*node.meta} or iterated(node)]
     while waiting:
         node = waiting.pop()
-        if node.users or node.op == "placeholder" or getattr(node, "_erased", False):
+        if node.users or node.op == "placeholder" or UNPACKED in node.meta or getattr(node, "_erased", False):
             continue
         known = _DECIDED in node.meta or iterated(node) or _asked(node) is not None or _is_number(node)
         if known or _property(node)[1] or part_of_input(node) is not None:

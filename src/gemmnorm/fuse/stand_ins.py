@@ -76,13 +76,24 @@ _FACTORIES = (
 )
 
 
+def _own(name: str) -> property:
+    """What torch.fx keeps under `name`; for who is recorded, the attribute of the value that has that name."""
+    kept = f"_own_{name}"
+
+    def get(self: StandIn) -> Any:
+        return object.__getattribute__(self, kept) if _inside(2) else self.__getattr__(name)
+
+    return property(get, lambda self, value: object.__setattr__(self, kept, value))
+
+
 class StandIn(fx.Proxy):
     """Records what is done to a tensor in place as such, and refuses to be taken for a number, a text or a key."""
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in _OWN and not _inside(2):  # an attribute of the value that happens to have that name
-            return self.__getattr__(name)
-        return object.__getattribute__(self, name)
+    node, tracer, root, attr, _node = map(_own, ("node", "tracer", "root", "attr", "_node"))  # type: ignore[assignment]
+
+    @property
+    def keys(self) -> Any:  # type: ignore[override]
+        return super().keys if _inside(2) else self.__getattr__("keys")
 
     def __getattr__(self, name: str) -> Any:
         found = _Attribute(self, name)
@@ -121,6 +132,17 @@ class StandIn(fx.Proxy):
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
+    def __iter__(self) -> Iterator[Any]:
+        with self.tracer.watch.paused():  # type: ignore[attr-defined]
+            names = _unpacked(sys._getframe(1))
+        if names is None:
+            return iter(self.tracer.iter(self))
+        call, parts = self.tracer.create_proxy, []
+        for i, name in enumerate(names):
+            parts.append(call("call_function", operator.getitem, (self, i), {}))
+            parts[-1].node.meta[guards.UNPACKED] = (i, len(names), name)
+        return iter(parts)
+
     def __contains__(self, item: Any) -> bool:
         return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
 
@@ -139,6 +161,8 @@ class _Attribute(StandIn, fx.proxy.Attribute):
     @property
     def node(self) -> fx.Node:  # type: ignore[override]
         """Made when it is asked for; torch.fx would record what stands in for `getattr`."""
+        if not _inside(2):
+            return self.__getattr__("node")  # type: ignore[no-any-return]
         if self._node is None:
             self._node = self.tracer.create_proxy("call_function", guards.ATTRIBUTE, (self.root, self.attr), {}).node
         return self._node  # type: ignore[no-any-return]
@@ -148,6 +172,20 @@ def _refuse(reason: str, but: str | None = None) -> None:
     """Where user's code asks a stand-in, by way of Python's library or PyTorch's file `but` or not."""
     if not _inside(3, but):
         raise Raised(reason)
+
+
+def _unpacked(frame: types.FrameType) -> list[str] | None:
+    """The variables that take what is unpacked in `frame` (`a, b = …`), "" for what is none; None where nothing is."""
+    found = [*dis.get_instructions(frame.f_code)]
+    at = next(k for k, i in enumerate(found) if i.offset == frame.f_lasti)
+    if found[at].opname != "UNPACK_SEQUENCE":
+        return None
+    names: list[str] = []
+    for i in found[at + 1 :]:
+        if not i.opname.startswith("STORE_FAST"):
+            break
+        names += i.argval if isinstance(i.argval, tuple) else (i.argval,)
+    return [*names, *[""] * found[at].argval][: found[at].argval]
 
 
 def _reads_attribute(frame: types.FrameType) -> bool:

@@ -14,7 +14,7 @@ import keyword
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from .comparing import HOLDS, literal
+from .guards import UNPACKED
 from .matching import Found, resolve
 from .outside import import_line, known_as
 from .recorder import Method
@@ -95,6 +96,8 @@ class Writer:
             node for node in graph.nodes
             if node.op not in ("placeholder", "get_attr") and (node not in hidden or node in self.chain_at)
         ]  # fmt: skip
+        self.unpacked = {nodes[0]: nodes for nodes in _unpacked(self.order)}
+        self.order = [n for n in self.order if n in self.unpacked or not any(n in v for v in self.unpacked.values())]
         self.users = self._count_users()
         self.names: dict[fx.Node, str] = {n: str(n.target) for n in graph.nodes if n.op == "placeholder"}
         self.inlined = self._choose_inlined()
@@ -118,6 +121,7 @@ class Writer:
                 lines += _wrapped("return ", text)
                 continue
             result = self.result.get(statement, statement)
+            live = [n for n, last in last_use.items() if n in self.names and statements.index(last) > i]
             used = self._variables(statement)  # type: ignore[assignment]
             dying = [v for v in used if last_use[v] is statement]  # type: ignore[attr-defined]
             if statement.target is operator.setitem:
@@ -129,10 +133,12 @@ class Writer:
                 lines.append(f"{target} {_IN_PLACE[statement.target]} {value}")
                 self.names[result] = target
                 continue
+            if statement in self.unpacked:
+                lines.append(f"{self._unpacking(statement, live, last_use)} = {self._argument(statement.args[0])}")
+                continue
             if result not in last_use:
                 lines += _wrapped("", text)
                 continue
-            live = [n for n, last in last_use.items() if n in self.names and statements.index(last) > i]
             first = used[0] if used and used[0] in dying else None  # type: ignore[index]
             self.names[result] = self.names[first] if first is not None else self._new_name(result, live)
             lines += _wrapped(f"{self.names[result]} = ", text)
@@ -163,9 +169,17 @@ class Writer:
             node = self.order[i]
             result = self.result.get(node, node)
             users = self.users.get(result, [])
-            if len(users) != 1 or (users[0] not in self.chain_at and _occurrences(users[0], result) != 1):
+            if (
+                node in self.unpacked
+                or len(users) != 1
+                or (users[0] not in self.chain_at and _occurrences(users[0], result) != 1)
+            ):
                 continue
-            returned = users[0].op == "output" and i + 1 == position[users[0]] and not _is_in_place(node)
+            returned = (
+                (users[0].op == "output" or users[0] in self.unpacked)
+                and i + 1 == position[users[0]]
+                and not _is_in_place(node)
+            )
             between = self.order[i + 1 : position[users[0]]]
             if (_is_pure(node) or returned) and all(n in inlined for n in between):
                 inlined.add(node)
@@ -181,11 +195,21 @@ class Writer:
             found += self._variables(source) if source in self.inlined else [node]
         return list(dict.fromkeys(found))
 
-    def _new_name(self, node: fx.Node, live: Iterable[fx.Node]) -> str:
+    def _unpacking(self, head: fx.Node, live: Sequence[fx.Node], used: Container[fx.Node]) -> str:
+        """`a, b`: the names of the values that are unpacked, of which `head` is the first."""
+        named: list[fx.Node] = []
+        for node in self.unpacked[head]:
+            if node in used:
+                self.names[node] = self._new_name(node, [*live, *named], node.meta[UNPACKED][2])
+                named.append(node)
+        names = [self.names[node] if node in used else "_" for node in self.unpacked[head]]
+        return ", ".join(names) + "," * (len(names) == 1)
+
+    def _new_name(self, node: fx.Node, live: Iterable[fx.Node], base: str = "") -> str:
         """A name after the function or child that makes the value, not that of a value which is still needed."""
         in_chain = node in self.result.values()
         last = str(node.target).rpartition(".")[2] if node.op == "call_module" else re.sub(r"_\d+$", "", node.name)
-        base = "h" if in_chain or not last.isidentifier() else last.strip("_") or "h"
+        base = base or ("h" if in_chain or not last.isidentifier() else last.strip("_") or "h")
         taken = {*(self.names[n] for n in live), *self.namespace, *_RESERVED, "self", "nn"}
         name, n = base, 1
         while name in taken or keyword.iskeyword(name) or hasattr(builtins, name):
@@ -416,6 +440,16 @@ def _wrapped(prefix: str, text: str) -> list[str]:
         return [prefix + text]
     head, inside = text[:-1].split("(", 1)
     return [f"{prefix}{head}(", f"    {inside}", ")"]
+
+
+def _unpacked(order: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The values that one statement unpacks, as long as all of them are there: how many there are is to be checked."""
+    found: list[fx.Node] = []
+    for node in order:
+        index, count, _ = node.meta.get(UNPACKED, (None, 0, ""))
+        found = [*(found if index else []), node]
+        if index == count - 1 == len(found) - 1:
+            yield found
 
 
 def _is_in_place(node: fx.Node) -> bool:
