@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fuse_support import FEATURES, Written
-from support import twin
+from support import stir, twin
 from torch import Tensor, nn
 
 import gemmnorm
@@ -374,4 +374,76 @@ def test_unpacking_reads_as_it_was_written() -> None:
         "    return x + y",
     ]
     of_a_child = plan_of(Written(unpacks_a_child, pair=Pair())).forward_source("chain")
-    assert "    a, b = self.pair(chain(x, self.gemm, self.bn))" in of_a_child
+    assert "    a, b = self.pair(x)" in of_a_child
+
+
+# --- gradient mode
+
+
+def by_enable_grad(self: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return h(self, x)
+
+
+def by_inference_mode(self: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode(False):
+        return h(self, x)
+
+
+def by_set_grad_enabled(self: Any, x: Tensor) -> Tensor:
+    with torch.set_grad_enabled(True):
+        return h(self, x)
+
+
+def by_statement(self: Any, x: Tensor) -> Tensor:
+    torch.set_grad_enabled(True)
+    return h(self, x)
+
+
+def by_its_own_function(self: Any, x: Tensor) -> Tensor:
+    torch._C._set_grad_enabled(True)
+    return h(self, x)
+
+
+def in_a_method(self: Any, x: Tensor) -> Tensor:
+    return h(self, x) * self.decorated(x)  # type: ignore[no-any-return]
+
+
+SWITCHES = [by_enable_grad, by_inference_mode, by_set_grad_enabled, by_statement, by_its_own_function]
+
+
+@pytest.mark.parametrize("decorator", [torch.enable_grad(), torch.no_grad(), torch.inference_mode(False)])
+@pytest.mark.parametrize("forward", [*SWITCHES, torch.enable_grad()(h), torch.set_grad_enabled(True)(h), in_a_method])
+def test_gradients_that_are_switched_on(forward: Any, decorator: Any) -> None:
+    model: Any = Written(forward)
+    type(model).decorated = decorator(lambda self, x: self.gemm(x))
+    fused = gemmnorm.fuse(twin(model))
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            assert_same(fused, model, X)
+    if forward is not in_a_method:
+        assert "switches gradients on or off" in reason_of(model)
+
+
+class Tracking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gemm, self.bn = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = h(self, x)
+        self.track(y)
+        return y
+
+    def track(self, y: Tensor) -> None:
+        self.mean.lerp_(y.detach().mean(0), 0.1)
+
+
+@pytest.mark.parametrize("decorator", [torch.no_grad(), torch.enable_grad(), torch.inference_mode(False)])
+def test_a_decorated_method_stays_a_call(decorator: Any) -> None:
+    model = stir(Tracking())
+    model.__class__ = type("Decorated", (Tracking,), {"track": decorator(Tracking.track)})
+    fused = gemmnorm.fuse(twin(model))
+    assert_same(fused, model, X)
+    assert calls_of(fused) == 1

@@ -29,6 +29,7 @@ from .scanning import HERE, TORCH, Raised, Untraceable, is_of_python
 
 MAPPING = "mapping"  # the key under which a node says that it stands for the keyword arguments of a call
 _INSIDE = (TORCH, HERE)  # code that knows stand-ins
+_GRAD_MODE = os.path.join(TORCH, "autograd", "grad_mode.py")
 _FX = os.path.join(TORCH, "fx", "")
 _here = threading.local()  # `records`: this thread does
 _TYPE = "asks for the type of a value"
@@ -37,9 +38,16 @@ _TEXT = "writes a value into a text"
 _DICT: Any = vars(fx.Proxy)["__dict__"]
 _NODE_TYPE: Any = getattr(pytree, "_get_node_type", None)  # a private name: docs/private_api.md
 _OWN = ("node", "tracer", "root", "attr", "_node", "keys")  # attributes of torch.fx's, who alone sees them
-_ENTERED = {  # context managers whose effect a recording would lose
-    torch.amp.autocast_mode.autocast: "enters an autocast region",
-    torch.autograd.graph.saved_tensors_hooks: "changes what autograd saves, as activation checkpointing does",
+_GRADIENTS = "switches gradients on or off"
+_SAVED = "changes what autograd saves, as activation checkpointing does"
+# Methods of context managers whose effect a recording would lose; of `no_grad` it notices what runs inside.
+_ENTERED: dict[tuple[type[Any], str], str] = {
+    (torch.amp.autocast_mode.autocast, "__enter__"): "enters an autocast region",
+    (torch.autograd.graph.saved_tensors_hooks, "__enter__"): _SAVED,
+    (torch.enable_grad, "__enter__"): _GRADIENTS,
+    (torch.inference_mode, "__enter__"): _GRADIENTS,
+    (torch.set_grad_enabled, "__init__"): _GRADIENTS,
+    (torch.set_grad_enabled, "__enter__"): _GRADIENTS,
 }
 # Questions about the surroundings, whose answers become conditions: the function, and its name below `torch`.
 _ASKED = (
@@ -445,11 +453,16 @@ def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
     """While active, questions are answered honestly; the value has those about the surroundings, with the answers."""
     answers: dict[str, Any] = {}
 
-    def enter(plain: Callable[[Any], Any], reason: str) -> Callable[[Any], Any]:
-        def refuse(region: Any) -> Any:
-            if getattr(_here, "records", False):
-                raise Untraceable(reason)
-            return plain(region)
+    def enter(plain: Callable[..., Any], reason: str) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1)
+            by_others = not caller.f_code.co_filename.startswith((HERE, _GRAD_MODE))  # such as `no_grad` itself
+            if by_others and getattr(_here, "records", False):
+                refused = Untraceable(reason)
+                refused.method = getattr(caller.f_locals.get("func"), "__name__", None)  # type: ignore[attr-defined]
+                raise refused  # with the function that it decorates
+            return plain(*args, **kwargs)
 
         return refuse
 
@@ -467,8 +480,8 @@ def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
         for name in ("__getitem__", "__setitem__", "__delitem__", "__iter__"):
             stack.enter_context(_replaced(type(os.environ), name, _environment(name, answers)))
         stack.enter_context(_replaced(logging.Logger, "isEnabledFor", _would_log(answers)))
-        for cls, reason in _ENTERED.items():
-            stack.enter_context(_replaced(cls, "__enter__", enter(vars(cls)["__enter__"], reason)))
+        for (cls, name), reason in _ENTERED.items():
+            stack.enter_context(_replaced(cls, name, enter(vars(cls)[name], reason)))
         for name, looked_up in _of_functions().items():
             stack.enter_context(_replaced(type(torch.autograd.Function), name, looked_up))
         stack.enter_context(_replaced(_here, "tracer", tracer))
@@ -500,4 +513,4 @@ def _no_first_import_of_dynamo() -> Iterator[None]:
 
 def _refuse_dynamo(name: str, *_: Any) -> None:
     if name == "torch._dynamo":
-        raise Untraceable(_ENTERED[torch.autograd.graph.saved_tensors_hooks])
+        raise Untraceable(_SAVED)

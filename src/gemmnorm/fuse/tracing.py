@@ -13,7 +13,6 @@ import dataclasses
 import dis
 import functools
 import inspect
-import itertools
 import operator
 import threading
 import traceback
@@ -29,7 +28,7 @@ from torch import Tensor, fx, nn
 from . import guards, held
 from .comparing import differs
 from .recorder import Recorder
-from .scanning import ANY, Raised, Scan, Untraceable, finds_itself
+from .scanning import ANY, Raised, Scan, Untraceable, finds_itself, is_of_users
 from .stand_ins import MAPPING, StandIn, honest
 from .structure import aliases, forward_of, original_class
 from .values import PLAIN
@@ -225,14 +224,16 @@ def _failed_method(owner: nn.Module, reason: Untraceable) -> str | None:
 
 
 def _method_in(owner: nn.Module, error: BaseException) -> str | None:
-    """The name of what `forward` itself had called where `error` was raised."""
+    """The name of what `forward` itself had called where `error` was raised, by way of a decorator or not."""
     forward = inspect.unwrap(forward_of(type(owner))).__code__
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame, called in itertools.pairwise(frames):
-        if frame.f_code is forward:
-            function = inspect.getattr_static(type(owner), called.f_code.co_name, None)
-            is_method = getattr(function, "__code__", None) is called.f_code
-            return called.f_code.co_name if is_method else None
+    at = next((i for i, frame in enumerate(frames) if frame.f_code is forward), len(frames))
+    for called in frames[at + 1 :]:
+        function = inspect.getattr_static(type(owner), called.f_code.co_name, None)
+        if isinstance(function, types.FunctionType) and inspect.unwrap(function).__code__ is called.f_code:
+            return called.f_code.co_name
+        if is_of_users(called.f_code.co_filename):
+            return None
     return None
 
 
