@@ -400,16 +400,11 @@ def by_statement(self: Any, x: Tensor) -> Tensor:
     return h(self, x)
 
 
-def by_its_own_function(self: Any, x: Tensor) -> Tensor:
-    torch._C._set_grad_enabled(True)
-    return h(self, x)
-
-
 def in_a_method(self: Any, x: Tensor) -> Tensor:
     return h(self, x) * self.decorated(x)  # type: ignore[no-any-return]
 
 
-SWITCHES = [by_enable_grad, by_inference_mode, by_set_grad_enabled, by_statement, by_its_own_function]
+SWITCHES = [by_enable_grad, by_inference_mode, by_set_grad_enabled, by_statement]
 
 
 @pytest.mark.parametrize("decorator", [torch.enable_grad(), torch.no_grad(), torch.inference_mode(False)])

@@ -86,7 +86,7 @@ class Recorder:
         self.take_up()
 
     def __enter__(self) -> Recorder:
-        recorder, plain_setattr = self, nn.Module.__setattr__
+        recorder, plain_setattr, plain_init = self, nn.Module.__setattr__, nn.Module.__init__
 
         def getattribute(module: nn.Module, name: str) -> Any:
             if module is recorder.owner and name in recorder.whole and recorder.watches(module):
@@ -117,18 +117,23 @@ class Recorder:
                 if recorder.is_the_same(module, name, value):
                     return
                 raise Untraceable(f"assigns self.{name}")
-            if threading.get_ident() == recorder.thread:
-                recorder.tracer.made[id(module)] = module
             plain_setattr(module, name, value)
 
-        self.plain_setattr = plain_setattr
+        def initialise(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if threading.get_ident() == recorder.thread:
+                recorder.tracer.made[id(module)] = module
+            plain_init(module, *args, **kwargs)
+
+        self.plain_setattr, self.plain_init = plain_setattr, plain_init
         nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = setattribute  # type: ignore[method-assign, assignment]
+        nn.Module.__init__ = initialise  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
         del nn.Module.__getattribute__
         nn.Module.__setattr__ = self.plain_setattr  # type: ignore[method-assign]
+        nn.Module.__init__ = self.plain_init  # type: ignore[method-assign]
 
     def watches(self, module: nn.Module) -> bool:
         return id(module) in self.paths and threading.get_ident() == self.thread

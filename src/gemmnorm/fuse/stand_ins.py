@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import dis
 import functools
 import logging
 import operator
@@ -25,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from . import guards
-from .scanning import HERE, TORCH, Raised, Untraceable, is_of_python
+from .scanning import HERE, TORCH, Raised, Untraceable, is_of_python, reads_attribute, unpacked
 
 MAPPING = "mapping"  # the key under which a node says that it stands for the keyword arguments of a call
 _INSIDE = (TORCH, HERE)  # code that knows stand-ins
@@ -115,7 +114,7 @@ class StandIn(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        if _reads_attribute(sys._getframe(1)):  # and not a compiled function, about which `watching` hears
+        if reads_attribute(sys._getframe(1)):  # and not a compiled function, about which `watching` hears
             _refuse(_TYPE)
         return type(self)
 
@@ -142,7 +141,7 @@ class StandIn(fx.Proxy):
 
     def __iter__(self) -> Iterator[Any]:
         with self.tracer.watch.paused():  # type: ignore[attr-defined]
-            names = _unpacked(sys._getframe(1))
+            names = unpacked(sys._getframe(1))
         if names is None:
             return iter(self.tracer.iter(self))
         call, parts = self.tracer.create_proxy, []
@@ -180,25 +179,6 @@ def _refuse(reason: str, but: str | None = None) -> None:
     """Where user's code asks a stand-in, by way of Python's library or PyTorch's file `but` or not."""
     if not _inside(3, but):
         raise Raised(reason)
-
-
-def _unpacked(frame: types.FrameType) -> list[str] | None:
-    """The variables that take what is unpacked in `frame` (`a, b = …`), "" for what is none; None where nothing is."""
-    found = [*dis.get_instructions(frame.f_code)]
-    at = next(k for k, i in enumerate(found) if i.offset == frame.f_lasti)
-    if found[at].opname != "UNPACK_SEQUENCE":
-        return None
-    names: list[str] = []
-    for i in found[at + 1 :]:
-        if not i.opname.startswith("STORE_FAST"):
-            break
-        names += i.argval if isinstance(i.argval, tuple) else (i.argval,)
-    return [*names, *[""] * found[at].argval][: found[at].argval]
-
-
-def _reads_attribute(frame: types.FrameType) -> bool:
-    """What runs in `frame` is about to get an attribute by its name."""
-    return any(i.offset == frame.f_lasti and i.opname == "LOAD_ATTR" for i in dis.get_instructions(frame.f_code))
 
 
 def mark_as_compared(value: fx.Proxy) -> None:

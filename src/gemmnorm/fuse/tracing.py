@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..children import is_untouched
 from . import guards, held
 from .comparing import differs
 from .recorder import Recorder
@@ -307,15 +308,26 @@ class _OwnerTracer(fx.Tracer):
         return True
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A loss of PyTorch that `forward` makes, as in `nn.MSELoss()(y, target)`, is written out."""
+        """A module of PyTorch that `forward` makes, as in `nn.MSELoss()(y, target)`, is written out."""
         if threading.get_ident() != self.thread:  # which runs a model meanwhile
             return forward(*args, **kwargs)
         if any(isinstance(a, (list, dict, set)) and not a for a in (*args, *kwargs.values())):
             raise Untraceable("hands a child an empty container, which the child may fill")
-        if id(m) in self.made and type(m).__module__ == nn.CrossEntropyLoss.__module__:
+        if m not in (self.submodule_paths or {}):
+            self._refuse_other(m)
             return forward(*args, **kwargs)
         self.called.append(m)
         return super().call_module(m, forward, args, kwargs)
+
+    def _refuse_other(self, m: nn.Module) -> None:
+        """Of other modules those of PyTorch's run that `forward` has made, and that hold no tensors of their own."""
+        name = type(m).__name__
+        if id(m) not in self.made:
+            raise Untraceable(f"calls a {name} that is none of its own modules")
+        if not type(m).__module__.startswith("torch.nn.modules.") or not is_untouched(m):
+            raise Untraceable(f"makes a module, a {name}, and calls it")
+        if any(tensor is not None for held in (m._parameters, m._buffers) for tensor in held.values()):
+            raise Untraceable(f"makes a {name} with parameters or buffers of its own, and calls it")
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         found = StandIn(node, self)

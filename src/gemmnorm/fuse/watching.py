@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
@@ -38,7 +37,6 @@ _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _LOST: dict[Callable[..., Any], str] = {
     **{getattr(time, f"{name}{unit}"): "asks for the time" for name in _CLOCKS for unit in ("", "_ns")},
     **{time.sleep: "sleeps", warnings.warn: "warns", warnings.warn_explicit: "warns"},
-    torch._C._set_grad_enabled: "switches gradients on or off",
     isinstance: "calls isinstance under another name",
     **dict.fromkeys((operator.is_, operator.is_not), "compares values by identity"),
     **dict.fromkeys((time.localtime, time.gmtime, time.strftime, time.ctime), "asks for the time"),

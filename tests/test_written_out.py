@@ -1,0 +1,62 @@
+"""What a `forward` makes or names that its text has to write in another way, or imagines of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fuse_support import FEATURES, Written
+from support import twin
+from test_conditions_of_inputs import X, assert_same, calls_of, h, reason_of
+from torch import Tensor, nn
+
+import gemmnorm
+
+# --- modules that forward makes
+
+SHARED = nn.Dropout(0.5)
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+MADE: dict[str, Callable[..., Any]] = {
+    "ReLU": lambda s, x: nn.ReLU()(h(s, x)),
+    "Tanh": lambda s, x: nn.Tanh()(h(s, x)),
+    "Softmax": lambda s, x: nn.Softmax(dim=1)(h(s, x)),
+    "Flatten": lambda s, x: nn.Flatten()(h(s, x)),
+    "Dropout": lambda s, x: nn.Dropout(0.5)(h(s, x)),
+    "MSELoss": lambda s, x: nn.MSELoss()(h(s, x), x),
+    "a slice": lambda s, x: s.net[:3](x),
+    "Sequential": lambda s, x: nn.Sequential(s.gemm, s.bn, nn.Sigmoid())(x),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_module_that_is_made(name: str, training: bool) -> None:
+    net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES), nn.ReLU(), nn.Tanh())
+    model: Any = Written(MADE[name], net=net).train(training)
+    fused: Any = gemmnorm.fuse(twin(model))
+    assert_same(fused, model, X)
+    assert calls_of(fused) == 1
+    for changed in (fused, model):
+        changed.net[2] = nn.Identity()
+        changed.net.insert(2, nn.Tanh())
+    assert_same(fused, model, X)
+
+
+REFUSED: dict[str, Callable[..., Any]] = {
+    "makes a module, a Doubling, and calls it": lambda s, x: Doubling()(h(s, x)),
+    "calls a Dropout that is none of its own modules": lambda s, x: SHARED(h(s, x)),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_module_that_cannot_be_written_out(reason: str) -> None:
+    model = Written(REFUSED[reason])
+    assert reason in reason_of(model)
+    assert_same(gemmnorm.fuse(twin(model)), model, X)
