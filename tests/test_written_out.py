@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from fuse_support import FEATURES, Written
 from support import twin
 from test_conditions_of_inputs import X, assert_same, calls_of, h, reason_of
@@ -60,3 +62,59 @@ def test_a_module_that_cannot_be_written_out(reason: str) -> None:
     model = Written(REFUSED[reason])
     assert reason in reason_of(model)
     assert_same(gemmnorm.fuse(twin(model)), model, X)
+
+
+# --- what inputs are imagined to be
+
+
+def pads(self: Any, x: Tensor) -> Tensor:
+    if x.size(-1) != self.dim:
+        x = F.pad(x, (0, self.dim - x.size(-1)))
+    return h(self, x)
+
+
+def by_width(self: Any, x: Tensor) -> Tensor:
+    return h(self, x) if x.size(-1) == self.gemm.in_features else self.gemm.weight * 2
+
+
+def by_another_width(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return h(self, x) + (self.wide(y) if y.shape[1] == 2 * FEATURES else y)  # type: ignore[no-any-return]
+
+
+def raises_for(self: Any, x: Tensor) -> Tensor:
+    n, features = x.shape
+    if features > 2 * FEATURES:
+        raise ValueError(f"{features} features")
+    return h(self, x).view(n, -1)
+
+
+WIDTHS: dict[str, tuple[Callable[..., Any], list[tuple[Tensor, ...]]]] = {
+    "padding": (pads, [(X,), (X[:, :4],)]),
+    "in_features": (by_width, [(X,), (X[:, :4],)]),
+    "another": (by_another_width, [(X, torch.cat([X, X], 1)), (X, X)]),
+    "an error": (raises_for, [(X,), (torch.cat([X, X, X], 1),)]),
+}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_an_input_is_as_wide_as_a_linear_takes_it(name: str) -> None:
+    forward, calls = WIDTHS[name]
+    model: Any = Written(forward, wide=nn.Linear(2 * FEATURES, FEATURES))
+    model.dim = FEATURES
+    fused = gemmnorm.fuse(twin(model))
+    assert_same(fused, model, *calls[0])
+    assert calls_of(fused) == 1
+    for given in calls[1:]:
+        assert_same(fused, model, *given)
+
+
+def test_a_number_by_default_is_no_tensor() -> None:
+    def forward(self: Any, x: Tensor, alpha: float = 2.0) -> Tensor:
+        return h(self, x) * (alpha if isinstance(alpha, float) else 1.0)
+
+    model = Written(forward)
+    fused = gemmnorm.fuse(twin(model))
+    assert_same(fused, model, X)
+    assert calls_of(fused) == 1
+    for alpha in (3.0, 3, X):
+        assert_same(fused, model, X, alpha)

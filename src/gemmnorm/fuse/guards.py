@@ -1,8 +1,8 @@
 """Decisions by what inputs are: `if x.shape[0] > 1`, `if x.dtype == torch.float16`, `if "mask" in batch`.
 
-While recording, an input is imagined as a matrix of many rows, of the dtype of the owner's parameters, and a dictionary
-to have what is looked for; the branch that they would take is recorded. The decision becomes a condition on the inputs;
-where it would fall otherwise, the original `forward` runs.
+While recording, an input is imagined as a matrix of many rows, as wide as a Linear of the owner takes it, of the dtype
+of the owner's parameters, and a dictionary to have what is looked for; the branch that they would take is recorded. The
+decision becomes a condition on the inputs; where it would fall otherwise, the original `forward` runs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ IN_PLACE = {
 LENGTH, ATTRIBUTE = len, getattr  # while something is recorded, others stand in for them
 _LARGE, RANK = 1 << 20, 2  # a size, and a number of dimensions, of an imagined input
 COMPARED = "compared"  # the key under which a node says that it is an attribute which is compared with None
+NUMBER = "number"  # the key under which a node says that it is a parameter which is a number by default
 UNPACKED = "unpacked"  # the key under which a node says which of how many values it is, and its variable
 _DECIDED = "decided"  # the key under which a node says how it was decided
 _COMPARE = {
@@ -55,12 +56,16 @@ def decide(owner: nn.Module, node: fx.Node, planned: bool | None) -> tuple[bool,
     return bool(node.meta[_DECIDED]), first
 
 
-def _imagined(owner: nn.Module, node: Any) -> Any:
+def _imagined(owner: nn.Module, node: Any, beside: Any = None) -> Any:
+    """What `node` is for the imagined input; `beside`: what it is compared with."""
     if not isinstance(node, fx.Node):
         return node
     asked = _asked(node)
     if asked is not None:
         unchanged(node, asked[0])
+        if asked[1] in (-1, RANK - 1):
+            widths = _widths(owner)
+            return beside if beside in widths else next(iter(widths), _LARGE)
         return RANK if asked[1] is None else _LARGE
     if _is_looked_up(node):
         unchanged(node, node)
@@ -72,8 +77,16 @@ def _imagined(owner: nn.Module, node: Any) -> Any:
         like = next(iter(held.values()), torch.empty(0))
         return functools.reduce(getattr, names, held[str(value.target)] if value.op == "get_attr" else like)
     if node.op == "call_function" and (node.target in _COMPARE or node.target in _ARITHMETIC):
-        return node.target(*(_imagined(owner, a) for a in node.args))  # type: ignore[operator]
+        pairs = zip(node.args, reversed(node.args), strict=True)
+        return node.target(*(_imagined(owner, a, beside) for a, beside in pairs))  # type: ignore[operator]
     raise NotByShape
+
+
+def _widths(owner: nn.Module) -> list[int]:
+    """The features that the owner's products take, those of the first one first."""
+    products = [m for m in owner.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d)) or is_linear(m)]
+    weights = (module._parameters.get("weight") for module in products)
+    return [weight.shape[1] for weight in weights if weight is not None and weight.dim() > 1]
 
 
 def _is_looked_up(node: fx.Node) -> bool:
@@ -277,8 +290,8 @@ _GIVE_TENSORS = (F.dropout, F.relu, F.gelu, F.silu, F.linear, F.batch_norm, F.no
 def is_tensor(owner: nn.Module, node: fx.Node) -> bool:
     """The value is certainly a tensor; an input of the owner is made a condition."""
     if node.op == "placeholder":
-        node.meta["tensor"] = True
-        return True
+        node.meta["tensor"] = NUMBER not in node.meta
+        return bool(node.meta["tensor"])
     if node.op == "call_module":
         module = owner.get_submodule(str(node.target))
         known = is_linear(module) or is_batch_norm(module) or isinstance(module, (nn.Dropout, nn.LayerNorm))

@@ -373,6 +373,8 @@ class _OwnerTracer(fx.Tracer):
                 value = self.create_proxy("placeholder", p.name, (), {})
                 if p.name in self.given:
                     value.node.meta["tensor"] = True
+                elif p.default is not p.empty:
+                    value.node.meta[guards.NUMBER] = True
             else:
                 self.fixed.add(p.name)
                 value = p.default
