@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -118,3 +119,61 @@ def test_a_number_by_default_is_no_tensor() -> None:
     assert calls_of(fused) == 1
     for alpha in (3.0, 3, X):
         assert_same(fused, model, X, alpha)
+
+
+# --- names and kinds of values
+
+NAMES = ["type", "len", "product", "math", "float", "F", "operator", "os", "int"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_called_as_something_else(name: str) -> None:
+    forward = eval(f"lambda self, x, {name}=2.0: h(self, x) * {name}", {"h": h})
+    model = Written(forward)
+    fused = gemmnorm.fuse(twin(model))
+    assert_same(fused, model, X)
+    assert_same(fused, model, X, 3.0)
+    assert calls_of(fused) == 2
+
+
+def of_mean(self: Any, x: Tensor, product: Tensor) -> Tensor:
+    return self.bn(self.gemm(x).view(x.shape[0], product.shape[1])) * 2  # type: ignore[no-any-return]
+
+
+HIDDEN: dict[str, Callable[..., Any]] = {
+    "float": lambda self, x, float: h(self, x).clamp(max=math.inf) * float,
+    "type": lambda self, x, type: h(self, x) * type * self.factor,
+    "len": lambda self, x, len: h(self, x) * len * sum(self.factors),
+    "math": lambda self, x, math: h(self, x) * math.real,
+    "product": of_mean,
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_parameter_that_would_hide_what_the_text_needs(name: str) -> None:
+    model: Any = Written(HIDDEN[name])
+    model.factor, model.factors = 2.0, [1.5, 2.5]
+    fused: Any = gemmnorm.fuse(twin(model))
+    assert_same(fused, model, X, X)
+    for changed in (fused, model):
+        changed.factor, changed.factors = 3.0, [1.5, 2.5, 3.5]
+    assert_same(fused, model, X, X)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int64"])
+def test_a_number_of_numpy_is_refused_in_words(kind: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    model: Any = Written(lambda self, x: h(self, x) * self.factor)
+    model.factor = getattr(numpy, kind)(2)
+    assert f"uses a {kind} of numpy" in reason_of(model)
+    assert_same(gemmnorm.fuse(twin(model)), model, X)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_function_of_torchscript_is_named() -> None:
+    scripted = torch.jit.script(doubled)
+    assert "a function of torch.jit.script" in reason_of(Written(lambda self, x: scripted(h(self, x))))

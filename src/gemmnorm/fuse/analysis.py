@@ -304,6 +304,7 @@ def _plan_of_traces(
         assumed |= dict.fromkeys(assume(owner, path) for path in paths)
         namespace, variables = writer.namespace, writer.variables
         imports |= dict.fromkeys(writer.imports)
+    writing.check_parameters((p.name for p in pair[0].parameters), [*conditions, *bodies[0], *bodies[1]])
     for mode, missed, other in (("in training", *refused), ("in evaluation", *reversed(refused))):  # type: ignore[assignment]
         for where, why in missed:
             reasons[where, why if (where, why) in other else f"{why} ({mode})"] = None

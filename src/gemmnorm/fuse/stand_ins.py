@@ -128,7 +128,7 @@ class StandIn(fx.Proxy):
         return object.__dir__(self)
 
     def __repr__(self) -> str:
-        _refuse(_TEXT)
+        _refuse(f"{_TEXT}, or hands it to a function of torch.jit.script")
         return super().__repr__()
 
     def __setattr__(self, name: str, value: Any) -> None:

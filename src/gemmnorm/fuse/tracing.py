@@ -437,6 +437,8 @@ class _OwnerTracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and not self._has_a_name(a):
             raise Untraceable("makes a tensor of its own")
+        if type(a).__module__ == "numpy" and not isinstance(a, float):  # which is a Python number too
+            raise Untraceable(f"uses a {type(a).__name__} of numpy; float() or int() of it can be recorded")
         plain = type(a) in _PLAIN_CONTAINERS or hasattr(a, "_fields")
         if not plain and (isinstance(a, (dict, list, tuple)) or _is_dataclass(a)):
             return self._made_again(a)

@@ -33,22 +33,18 @@ LINE = 116
 _STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 _PRODUCT = "product"  # what a chain's product is called where it is laid out anew
 _MODULES = {"F": F, "torch": torch, "operator": operator, "math": math}
-# What no parameter or variable may be called: the text refers to these by name.
-_RESERVED = {
-    *_MODULES,
-    _PRODUCT,
-    "float",
+_REFERRED = {*_MODULES, "os", "logging"}
+_ALWAYS = {
+    "torch",
+    "Exception",
     "slice",
+    "super",
     "getattr",
     "hasattr",
     "isinstance",
-    "super",
-    "len",
-    "os",
-    "logging",
-    "type",
     HOLDS,
-}
+}  # what no parameter may be called
+_RESERVED = {*_REFERRED, *_ALWAYS, _PRODUCT, "float", "len", "type"}  # nor any variable: the text refers to these
 _BINARY = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
     operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.and_: "&", operator.or_: "|",
@@ -101,8 +97,6 @@ class Writer:
         self.users = self._count_users()
         self.names: dict[fx.Node, str] = {n: str(n.target) for n in graph.nodes if n.op == "placeholder"}
         self.inlined = self._choose_inlined()
-        if clash := _RESERVED & set(self.names.values()):
-            raise Untraceable(f"has a parameter called {clash.pop()}")
         for node in self.order:  # imports first, so that no variable takes a function's name
             if node.op == "call_function" and not _is_syntax(node) and not isinstance(node.target, Method):
                 self._callable(node.target)
@@ -369,6 +363,16 @@ class Writer:
     def path(self, path: str) -> str:
         """`self.gemm`, `self.layers[0].bn`, `self["key"]`: a dotted path below the owner as an expression."""
         return path_expression(self.owner, path)
+
+
+def check_parameters(names: Iterable[str], lines: Iterable[str]) -> None:
+    """Raise `Untraceable` where a parameter hides a function or a module that `lines` refer to by the same name."""
+    text = "\n".join(lines)
+    for name in names:
+        word = re.escape(name)
+        builtin = rf"(?<![\w.]){word}\(|\bis not {word}\b|\blambda {word}:"
+        if name in _ALWAYS or re.search(rf"(?<![\w.]){word}\." if name in _REFERRED else builtin, text):
+            raise Untraceable(f"has a parameter called {name}")
 
 
 def path_expression(owner: nn.Module, path: str) -> str:
