@@ -19,7 +19,7 @@ from fuse_support import FEATURES, Written
 from torch import Tensor, nn
 
 import gemmnorm
-from gemmnorm.fuse import writing
+from gemmnorm.fuse import lines, writing
 
 X = torch.randn(5, FEATURES)
 
@@ -81,8 +81,8 @@ def test_true_and_false_in_texts_are_no_modes(forward: Any) -> None:
 
 
 def test_lines_are_merged_by_what_stands_outside_of_texts() -> None:
-    assert writing.merge_modes(["f(True, 'True')"], ["f(False, 'True')"]) == ["f(self.training, 'True')"]
-    apart = writing.merge_modes(['f("it\'s True")'], ['f("it\'s False")'])
+    assert lines.merge_modes(["f(True, 'True')"], ["f(False, 'True')"]) == ["f(self.training, 'True')"]
+    apart = lines.merge_modes(['f("it\'s True")'], ['f("it\'s False")'])
     assert apart == ["if self.training:", '    f("it\'s True")', 'f("it\'s False")']
 
 
@@ -92,8 +92,8 @@ def test_a_long_line_with_brackets_in_a_name(forward: Any) -> None:
 
 
 def test_a_long_line_breaks_within_its_last_parentheses() -> None:
-    lines = writing._wrapped("y = ", f"f(a) + g({', '.join('abcdefgh' * 8)})")
-    assert [line[:8] for line in lines] == ["y = f(a)", "    a, b", ")"]
+    found = lines.wrapped("y = ", f"f(a) + g({', '.join('abcdefgh' * 8)})")
+    assert [line[:8] for line in found] == ["y = f(a)", "    a, b", ")"]
 
 
 # --- depth -----------------------------------------------------------------------------------------------------------

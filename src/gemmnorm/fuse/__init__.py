@@ -15,6 +15,7 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 - `guards.py`    decisions by what inputs are, as conditions under which a recording holds
 - `outside.py`   globals, closures, functions, configurations that a `forward` reads
 - `optional.py`  comparisons with None, likewise
+- `giving.py`    what never gives None, by its byte code
 - `views.py`     what may stand between the two: operations that only lay elements out
 - `matching.py`  finds the chains in a recording, and gives the reason for every near miss
 - `inlining.py`  a child's recording in its owner's, for chains that two modules share

@@ -19,7 +19,7 @@ from torch import fx, nn
 from .. import children
 from ..errors import GemmNormTypeError
 from ..module import LinearScaleBatchNorm1d
-from . import comparing, guards, inlining, matching, optional, outside, structure, tracing, views, writing
+from . import comparing, guards, inlining, lines, matching, optional, outside, structure, tracing, views, writing
 from .matching import Chain, Refusal
 from .scanning import Untraceable, in_a_line
 from .structure import Assumed, assume, assume_between, child_names, original_class
@@ -326,6 +326,7 @@ def _plan_of_traces(
         for where, why in missed:
             reasons[where, why if (where, why) in other else f"{why} ({mode})"] = None
     conditions = _of_modes(*asked)
+    writing.check_parameters((p.name for p in pair[0].parameters), [*conditions, *bodies[0], *bodies[1]])
     for module in (torch, os, logging):
         if any(f"{module.__name__}." in condition for condition in conditions):
             namespace[module.__name__], imports[f"import {module.__name__}"] = module, None
@@ -348,7 +349,7 @@ def _plan_of_traces(
         assumed=tuple(assumed),
         signature=writing.signature(pair[0].parameters),
         forwarded=writing.forwarded(pair[0].parameters),
-        forms=(Form(tuple(conditions), tuple(writing.merge_modes(*bodies))),),
+        forms=(Form(tuple(conditions), tuple(lines.merge_modes(*bodies))),),
     )
     if chains:
         compile(plan.forward_source("call", "changed"), "<fused>", "exec")  # what no Python is raises here
@@ -373,12 +374,13 @@ def _conditions(owner: nn.Module, trace: Trace) -> list[str]:
     try:
         render = functools.partial(writing.path_expression, owner)
         found = [*trace.conditions(render), *guards.conditions(owner, trace.graph, render)]
+        of_none = [*optional.conditions(owner, trace.graph, trace.tests_values)]
     except guards.NotByShape as error:
-        raise Untraceable("decides by the shape of a value that it computes") from error
+        raise Untraceable(str(error) or "decides by the shape of a value that it computes") from error
     named = (str(node.target) for node in trace.graph.nodes if node.op == "get_attr")
     tested = [p for p in named if trace.tests_values or p.rpartition(".")[2] in trace.tested_attributes]
     found += [f"{render(path)} is None" for path in tested]
-    found += optional.conditions(owner, trace.graph, trace.tests_values)
+    found += of_none
     guards.forget(trace.graph)
     return found
 

@@ -1,8 +1,8 @@
 """Decisions by what inputs are: `if x.shape[0] > 1`, `if x.dtype == torch.float16`, `if "mask" in batch`.
 
-While recording, an input is imagined as a matrix of many rows, of the dtype of the owner's parameters, and a dictionary
-to have what is looked for; the branch that they would take is recorded. The decision becomes a condition on the inputs;
-where it would fall otherwise, the original `forward` runs.
+While recording, an input is imagined as a matrix of many rows, as wide as a Linear of the owner takes it, of the dtype
+of the owner's parameters, and a dictionary to have what is looked for; the branch that they would take is recorded. The
+decision becomes a condition on the inputs; where it would fall otherwise, the original `forward` runs.
 """
 
 from __future__ import annotations
@@ -15,24 +15,32 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from .. import activations
 from ..children import is_batch_norm, is_linear, product_class
 
+IN_PLACE = {
+    getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
+}
 LENGTH, ATTRIBUTE = len, getattr  # while something is recorded, others stand in for them
 _LARGE, RANK = 1 << 20, 2  # a size, and a number of dimensions, of an imagined input
 COMPARED = "compared"  # the key under which a node says that it is an attribute which is compared with None
+NUMBER = "number"  # the key under which a node says that it is a parameter which is a number by default
+UNPACKED = "unpacked"  # the key under which a node says which of how many values it is, and its variable
 _DECIDED = "decided"  # the key under which a node says how it was decided
 _COMPARE = {
     operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
 }  # fmt: skip
 _PROPERTIES = ("dtype", "device", "is_cuda", "type")  # of a tensor, and of its device
+_ANSWER = ("get", "keys", "values", "items", "index", "count", "size", "dim", "ndimension", "numel")  # and do no more
+_LAY_OUT = ("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_")
 _ARITHMETIC = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.mod: "%"}
 
 
 class NotByShape(Exception):
-    """The value of a node depends on more than shapes."""
+    """The value of a node depends on more than shapes of inputs as they are given; the message may say on what."""
 
 
 def decide(owner: nn.Module, node: fx.Node, planned: bool | None) -> tuple[bool, bool]:
@@ -48,22 +56,37 @@ def decide(owner: nn.Module, node: fx.Node, planned: bool | None) -> tuple[bool,
     return bool(node.meta[_DECIDED]), first
 
 
-def _imagined(owner: nn.Module, node: Any) -> Any:
+def _imagined(owner: nn.Module, node: Any, beside: Any = None) -> Any:
+    """What `node` is for the imagined input; `beside`: what it is compared with."""
     if not isinstance(node, fx.Node):
         return node
     asked = _asked(node)
     if asked is not None:
+        unchanged(node, asked[0])
+        if asked[1] in (-1, RANK - 1):
+            widths = _widths(owner)
+            return beside if beside in widths else next(iter(widths), _LARGE)
         return RANK if asked[1] is None else _LARGE
     if _is_looked_up(node):
+        unchanged(node, node)
         return True
     value, names = _property(node)
     if names:
+        unchanged(node, value)
         held = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
         like = next(iter(held.values()), torch.empty(0))
         return functools.reduce(getattr, names, held[str(value.target)] if value.op == "get_attr" else like)
     if node.op == "call_function" and (node.target in _COMPARE or node.target in _ARITHMETIC):
-        return node.target(*(_imagined(owner, a) for a in node.args))  # type: ignore[operator]
+        pairs = zip(node.args, reversed(node.args), strict=True)
+        return node.target(*(_imagined(owner, a, beside) for a, beside in pairs))  # type: ignore[operator]
     raise NotByShape
+
+
+def _widths(owner: nn.Module) -> list[int]:
+    """The features that the owner's products take, those of the first one first."""
+    products = [m for m in owner.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d)) or is_linear(m)]
+    weights = (module._parameters.get("weight") for module in products)
+    return [weight.shape[1] for weight in weights if weight is not None and weight.dim() > 1]
 
 
 def _is_looked_up(node: fx.Node) -> bool:
@@ -153,12 +176,15 @@ class _Spelling:
         if not isinstance(node, fx.Node):
             return repr(node)
         if _is_looked_up(node):
+            self.also.update(dict.fromkeys(unchanged(node, node)))
             return f"{node.args[1]!r} in {part_of_input(node.args[0])}"
         value, names = _property(node)
         if names:
+            self.also.update(dict.fromkeys(unchanged(node, value)))
             return ".".join((part_of_input(value) or self.render(str(value.target)), *names))
         asked = _asked(node)
         if asked is not None:
+            self.also.update(dict.fromkeys(unchanged(node, asked[0])))
             return self.size(*asked)
         left, right = map(self.of, node.args)
         sign = {**_COMPARE, **_ARITHMETIC}[node.target]  # type: ignore[index]
@@ -183,12 +209,65 @@ def _keeps_rows(module: nn.Module) -> bool:
     return plain or product_class(module) is nn.Linear or activations.from_module(module) is not None
 
 
+def unchanged(asked: fx.Node, part: fx.Node) -> list[str]:
+    """Conditions under which `part` of an input is at the node `asked` what it was at the start.
+
+    Raises:
+        NotByShape: something that runs before may change that input.
+    """
+    root, holders, conditions = _root(part), _holders(part), list[str]()
+    for node in asked.graph.nodes if root is not None else ():
+        if node is asked:
+            break
+        name = str(getattr(node.target, "__name__", node.target))
+        first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        of_input = first is not None and _root(first) is root
+        text = part_of_input(first) if first is not None else None
+        in_place = node.target in (operator.setitem, *IN_PLACE) or (name[-1:] == "_" and name[-2:] != "__")
+        changes = in_place and (of_input or (name in _LAY_OUT and _is_made_of(node, root)))
+        if node.op == "call_method" and of_input and text is not None and name not in _ANSWER:
+            changes |= not hasattr(Tensor, name)
+            conditions.append(f"not isinstance({text}, torch.Tensor)")
+        elif node.op == "call_module" or (node.op == "call_function" and not _only_reads(node)):
+            changes |= any(part_of_input(value) in holders for value in node.all_input_nodes)
+        changes |= isinstance(out := node.kwargs.get("out"), fx.Node) and _root(out) is root
+        if changes:
+            raise NotByShape(f"decides by what an input is after {name}, which may change it")
+    return conditions
+
+
+def _root(node: fx.Node) -> fx.Node | None:
+    """The input that `node` is a part of, or may be itself by way of methods such as `contiguous`."""
+    while node.op in ("call_method", "call_function") and node.args and isinstance(node.args[0], fx.Node):
+        if node.op == "call_function" and node.target not in (ATTRIBUTE, operator.getitem, operator.contains):
+            return None
+        node = node.args[0]
+    return node if node.op == "placeholder" else None
+
+
+def _holders(part: fx.Node) -> set[str]:
+    """The parts of an input that hold `part`, which who is given one may exchange."""
+    found = set[str]()
+    while part.op != "placeholder" and part.args and isinstance(part.args[0], fx.Node):
+        part = part.args[0]
+        found |= {text} if (text := part_of_input(part)) is not None else set()
+    return found
+
+
+def _only_reads(node: fx.Node) -> bool:
+    return node.target in (ATTRIBUTE, LENGTH, operator.getitem, operator.contains, *_COMPARE)
+
+
+def _is_made_of(node: fx.Node, root: fx.Node | None) -> bool:
+    return node is root or any(_is_made_of(value, root) for value in node.all_input_nodes)
+
+
 def forget(graph: fx.Graph) -> None:
     """Take the decisions, and what only they asked for, out of a recording."""
     waiting = [node for node in graph.nodes if {_DECIDED, COMPARED} & {*node.meta} or iterated(node)]
     while waiting:
         node = waiting.pop()
-        if node.users or node.op == "placeholder" or getattr(node, "_erased", False):
+        if node.users or node.op == "placeholder" or UNPACKED in node.meta or getattr(node, "_erased", False):
             continue
         known = _DECIDED in node.meta or iterated(node) or _asked(node) is not None or _is_number(node)
         if known or _property(node)[1] or part_of_input(node) is not None:
@@ -211,8 +290,8 @@ _GIVE_TENSORS = (F.dropout, F.relu, F.gelu, F.silu, F.linear, F.batch_norm, F.no
 def is_tensor(owner: nn.Module, node: fx.Node) -> bool:
     """The value is certainly a tensor; an input of the owner is made a condition."""
     if node.op == "placeholder":
-        node.meta["tensor"] = True
-        return True
+        node.meta["tensor"] = NUMBER not in node.meta
+        return bool(node.meta["tensor"])
     if node.op == "call_module":
         module = owner.get_submodule(str(node.target))
         known = is_linear(module) or is_batch_norm(module) or isinstance(module, (nn.Dropout, nn.LayerNorm))

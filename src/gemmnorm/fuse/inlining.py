@@ -16,9 +16,9 @@ from torch import fx, nn
 from ..children import is_untouched
 from .comparing import below
 from .guards import is_tensor
-from .recorder import Method
 from .structure import original_class
 from .tracing import Trace
+from .values import Method
 
 
 class NotInlined(Exception):

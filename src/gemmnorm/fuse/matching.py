@@ -31,8 +31,8 @@ from ..children import (
     why_not,
 )
 from .outside import is_of_users
-from .recorder import Method
 from .tracing import Trace
+from .values import Method
 from .views import Layout, Source, asks_only_for_the_shape, step, viewed
 
 _MULTIPLY = (operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__")

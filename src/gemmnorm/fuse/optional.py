@@ -1,26 +1,23 @@
 """Values that may be None, where a `forward` compares one with None: a stand-in never is.
 
-`batch.get("mask")` and other parts of an input become conditions; what a child or a method may give is refused.
+`batch.get("mask")` and other parts of an input become conditions. Of any other value it has to be certain that it is
+not None; what a child or a method may give is refused (`giving`).
 """
 
 from __future__ import annotations
 
-import dis
-import inspect
-import itertools
 import operator
-import types
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor, fx, nn
 
-from .guards import COMPARED, part_of_input, shape_of
-from .recorder import Method
-from .scanning import Untraceable, is_none
+from . import giving, guards
+from .scanning import Untraceable
 from .structure import forward_of
+from .values import Method
 
 _MAY_BE_NONE = ("grad", "grad_fn", "_grad", "_grad_fn", "_base", "name", "_backward_hooks")  # of a tensor
+_OF_TENSORS = ("shape", "ndim", "dtype", "device", "T", "mT", "is_cuda", "requires_grad")  # and of nothing else
 
 
 def conditions(owner: nn.Module, graph: fx.Graph, all_values: bool) -> Iterator[str]:
@@ -30,80 +27,75 @@ def conditions(owner: nn.Module, graph: fx.Graph, all_values: bool) -> Iterator[
 
     Raises:
         Untraceable: a value may be None that is no part of an input.
+        NotByShape: something may have changed the input before.
     """
+    certainty = _Certainty(owner)
     for node in graph.nodes:
-        text = part_of_input(node)
-        compared = COMPARED in node.meta and (text is not None or _may_be_none(owner, node))
-        if not compared and not (all_values and _may_be_none(owner, node)):
+        if node.op in ("placeholder", "get_attr", "output") or not (all_values or guards.COMPARED in node.meta):
             continue
-        if text is None:
+        text = guards.part_of_input(node)
+        if text is None and not certainty.of(node):
             name = getattr(node.target, "__name__", node.target)
             raise Untraceable(f"compares a value with None, and what {name} gives may be None")
-        if node.target is getattr:
-            text = f"getattr({part_of_input(node.args[0])}, {node.args[1]!r}, None)"
-        yield f"{text} is None"
+        if text is not None and node.target is getattr:
+            text = f"getattr({guards.part_of_input(node.args[0])}, {node.args[1]!r}, None)"
+        if text is not None:
+            yield from guards.unchanged(node, node)
+            yield f"{text} is None"
+    yield from (f"not isinstance({text}, torch.Tensor)" for text in certainty.tensors)
 
 
-def _may_be_none(owner: nn.Module, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        module = owner.get_submodule(str(node.target))
-        return not type(module).__module__.startswith("torch.nn.") and _gives_none(forward_of(type(module)))
-    if node.op == "call_method":
-        return not hasattr(Tensor, str(node.target))
-    if node.op != "call_function":
-        return False
-    if isinstance(node.target, Method):
-        module = owner.get_submodule(node.target.path)
-        return _gives_none(inspect.getattr_static(type(module), node.target.name, None))
-    if node.target is getattr:
-        return not hasattr(Tensor, str(node.args[1])) or node.args[1] in _MAY_BE_NONE
-    if node.target is operator.getitem:
-        source, index = node.args
-        if not isinstance(source, fx.Node) or type(index) not in (int, str) or shape_of(source) is not None:
-            return False
-        if source.op == "call_module":
-            return _gives_none(forward_of(type(owner.get_submodule(str(source.target)))), within=True)
-        return source.op == "placeholder" or _may_be_none(owner, source)
-    return isinstance(node.target, types.FunctionType) and _gives_none(node.target)
+class _Certainty:
+    """Whether values are surely not None, provided that the parts of inputs in `tensors` are tensors."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = owner
+        self.tensors: dict[str, None] = {}
+
+    def of(self, node: fx.Node, tensor: bool = False) -> bool:
+        """It is not None; `tensor`: it is a tensor or consists of tensors."""
+        text = guards.part_of_input(node)
+        if text is not None:  # or a condition says that it is not None
+            self.tensors |= {text: None} if tensor and not node.meta.get("tensor") else {}
+            return True
+        if node.op == "get_attr":
+            return True
+        if node.op == "call_module":
+            return self._of_module(self.owner.get_submodule(str(node.target)), node, tensor)
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if node.op == "call_method":
+            of_input = source is not None and guards.part_of_input(source) is not None
+            return hasattr(Tensor, str(node.target)) and source is not None and self.of(source, tensor or of_input)
+        if isinstance(node.target, Method):
+            module = self.owner.get_submodule(node.target.path)
+            return not tensor and giving.Giving(module).of_method(node.target.name, not _gets_none(node))
+        if node.target is getattr and source is not None:
+            name = str(node.args[1])
+            known = hasattr(Tensor, name) and name not in _MAY_BE_NONE
+            return known and self.of(source, tensor or name not in _OF_TENSORS)
+        if node.target is operator.getitem and source is not None:
+            return self._of_item(source, node.args[1], tensor)
+        return giving.is_of_torch(node.target) or giving.Giving().of_function(node.target, not _gets_none(node))
+
+    def _of_module(self, module: nn.Module, node: fx.Node, tensor: bool) -> bool:
+        """What a child gives; one that passes its input on gives what it was given."""
+        while isinstance(module, nn.Sequential) and giving.is_of_torch(forward_of(type(module))) and len(module):
+            module = module[-1]
+        if isinstance(module, (nn.Identity, nn.Sequential)) and giving.is_of_torch(forward_of(type(module))):
+            given = node.args[0] if node.args else None
+            return isinstance(given, fx.Node) and self.of(given, tensor)
+        if tensor:
+            return giving.is_of_torch(forward_of(type(module))) and not giving.mentions_none(module)
+        return giving.Giving(module).of_forward(not _gets_none(node))
+
+    def _of_item(self, source: fx.Node, index: object, tensor: bool) -> bool:
+        if isinstance(index, (slice, tuple)):
+            return self.of(source, tensor)
+        if source.op == "call_module" and not tensor:
+            module = self.owner.get_submodule(str(source.target))
+            return self.of(source) and not giving.mentions_none(module)
+        return self.of(source, tensor=True)
 
 
-def _gives_none(function: Any, within: bool = False) -> bool:
-    """It returns None somewhere, or (`within`) has a None that may be part of what it returns."""
-    if not isinstance(function, types.FunctionType):
-        return True
-    uses = _uses(function)
-    names = _names_of_none(function, uses)
-    if within and any(is_none(instruction) for instruction, _ in uses):
-        return True
-    return any(
-        (load.opname == "RETURN_CONST" and is_none(load)) or (use.opname == "RETURN_VALUE" and _gives(load, names))
-        for load, use in uses
-    )
-
-
-def _uses(function: types.FunctionType) -> list[tuple[dis.Instruction, dis.Instruction]]:
-    """Each instruction with the one that runs after it, where that does not depend on a value."""
-    found = [*dis.get_instructions(inspect.unwrap(function))]
-    at = {instruction.offset: instruction for instruction in found}
-    pairs = itertools.pairwise([*found, found[-1]])
-    return [(a, at[b.argval] if b.opname in ("JUMP_FORWARD", "JUMP_ABSOLUTE") else b) for a, b in pairs]
-
-
-def _names_of_none(function: types.FunctionType, uses: list[tuple[dis.Instruction, dis.Instruction]]) -> set[str]:
-    """Variables and parameters that may be None, also by way of another one."""
-    found = {name for name, p in inspect.signature(function).parameters.items() if p.default is None}
-    while True:
-        stored = {_named(use)[0] for load, use in uses if use.opname.startswith("STORE_FAST") and _gives(load, found)}
-        if stored <= found:
-            return found
-        found |= stored
-
-
-def _gives(load: dis.Instruction, names: set[str]) -> bool:
-    """It loads None, or what one of `names` stands for."""
-    return is_none(load) or ("LOAD_FAST" in load.opname and _named(load)[-1] in names)
-
-
-def _named(instruction: dis.Instruction) -> tuple[str, ...]:
-    """The variables of an instruction, of which newer interpreters have some with two."""
-    return instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+def _gets_none(node: fx.Node) -> bool:
+    return any(value is None for value in (*node.args, *node.kwargs.values()))

@@ -12,13 +12,13 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sized
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from . import effects, guards
 from .comparing import Absent, Equal, IsInstance, Kept, Keys, Length, Names, OfClass, Same, Without
+from .guards import IN_PLACE
 from .keeping import Keeper, items_of
 from .outside import (
     attribute_of,
@@ -33,9 +33,8 @@ from .outside import (
 )
 from .scanning import CONTAINERS, Scan, Untraceable, content, is_bound, is_own
 from .scanning import is_of_users as is_of_user
-from .stand_ins import IN_PLACE
 from .structure import as_written, forward_of, original_class
-from .values import counted, is_a_value, is_known, is_named, may_change, plain_of
+from .values import Method, counted, is_a_value, is_known, is_named, may_change, plain_of
 from .watching import by_us, function_of
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
@@ -48,21 +47,6 @@ _MANY, _FAR = 400, 20_000  # conditions, values to look at for them
 def by_a_user(frame: types.FrameType) -> bool:
     """Code of a user's runs in `frame`."""
     return is_of_user(frame.f_code.co_filename)
-
-
-@dataclass(frozen=True)
-class Method:
-    """What a node calls that stands for a method of the owner, or of the descendant at `path`."""
-
-    name: str
-    path: str = ""
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("a recording is written out, not run")
 
 
 class Recorder:
@@ -93,7 +77,7 @@ class Recorder:
         self.take_up()
 
     def __enter__(self) -> Recorder:
-        recorder, plain_setattr = self, nn.Module.__setattr__
+        recorder, plain_setattr, plain_init = self, nn.Module.__setattr__, nn.Module.__init__
 
         def getattribute(module: nn.Module, name: str) -> Any:
             if module is recorder.owner and name in recorder.whole and recorder.watches(module):
@@ -128,18 +112,23 @@ class Recorder:
                 if recorder.is_the_same(module, name, value):
                     return
                 raise Untraceable(f"assigns self.{name}")
-            if threading.get_ident() == recorder.thread:
-                recorder.tracer.made[id(module)] = module
             plain_setattr(module, name, value)
 
-        self.plain_setattr = plain_setattr
+        def initialise(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if threading.get_ident() == recorder.thread:
+                recorder.tracer.made[id(module)] = module
+            plain_init(module, *args, **kwargs)
+
+        self.plain_setattr, self.plain_init = plain_setattr, plain_init
         nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = setattribute  # type: ignore[method-assign, assignment]
+        nn.Module.__init__ = initialise  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
         del nn.Module.__getattribute__
         nn.Module.__setattr__ = self.plain_setattr  # type: ignore[method-assign]
+        nn.Module.__init__ = self.plain_init  # type: ignore[method-assign]
 
     def watches(self, module: nn.Module) -> bool:
         return id(module) in self.paths and threading.get_ident() == self.thread

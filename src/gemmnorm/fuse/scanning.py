@@ -305,6 +305,25 @@ class Scan:
             raise
 
 
+def unpacked(frame: types.FrameType) -> list[str] | None:
+    """The variables that take what is unpacked in `frame` (`a, b = …`), "" for what is none; None where nothing is."""
+    found = [*dis.get_instructions(frame.f_code)]
+    at = next(k for k, i in enumerate(found) if i.offset == frame.f_lasti)
+    if found[at].opname != "UNPACK_SEQUENCE":
+        return None
+    names: list[str] = []
+    for i in found[at + 1 :]:
+        if not i.opname.startswith("STORE_FAST"):
+            break
+        names += i.argval if isinstance(i.argval, tuple) else (i.argval,)
+    return [*names, *[""] * found[at].argval][: found[at].argval]
+
+
+def reads_attribute(frame: types.FrameType) -> bool:
+    """What runs in `frame` is about to get an attribute by its name."""
+    return any(i.offset == frame.f_lasti and i.opname == "LOAD_ATTR" for i in dis.get_instructions(frame.f_code))
+
+
 def is_none(instruction: dis.Instruction) -> bool:
     """It loads or returns None."""
     return instruction.opname in (*CONSTANTS, "RETURN_CONST") and instruction.argval is None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import dis
 import functools
 import logging
 import operator
@@ -25,14 +24,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from . import guards
-from .scanning import HERE, TORCH, Raised, Untraceable, is_of_python
+from .functions import looked_up
+from .scanning import HERE, TORCH, Raised, Untraceable, is_of_python, reads_attribute, unpacked
 
-IN_PLACE = {
-    getattr(operator, name)
-    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
-}
 MAPPING = "mapping"  # the key under which a node says that it stands for the keyword arguments of a call
 _INSIDE = (TORCH, HERE)  # code that knows stand-ins
+_GRAD_MODE = os.path.join(TORCH, "autograd", "grad_mode.py")
 _FX = os.path.join(TORCH, "fx", "")
 _here = threading.local()  # `records`: this thread does
 _TYPE = "asks for the type of a value"
@@ -40,10 +37,17 @@ _HAS = "asks what a value has"
 _TEXT = "writes a value into a text"
 _DICT: Any = vars(fx.Proxy)["__dict__"]
 _NODE_TYPE: Any = getattr(pytree, "_get_node_type", None)  # a private name: docs/private_api.md
-_OWN = ("node", "tracer", "root", "attr", "_node")  # attributes of torch.fx's
-_ENTERED = {  # context managers whose effect a recording would lose
-    torch.amp.autocast_mode.autocast: "enters an autocast region",
-    torch.autograd.graph.saved_tensors_hooks: "changes what autograd saves, as activation checkpointing does",
+_OWN = ("node", "tracer", "root", "attr", "_node", "keys")  # attributes of torch.fx's, who alone sees them
+_GRADIENTS = "switches gradients on or off"
+_SAVED = "changes what autograd saves, as activation checkpointing does"
+# Methods of context managers whose effect a recording would lose; of `no_grad` it notices what runs inside.
+_ENTERED: dict[tuple[type[Any], str], str] = {
+    (torch.amp.autocast_mode.autocast, "__enter__"): "enters an autocast region",
+    (torch.autograd.graph.saved_tensors_hooks, "__enter__"): _SAVED,
+    (torch.enable_grad, "__enter__"): _GRADIENTS,
+    (torch.inference_mode, "__enter__"): _GRADIENTS,
+    (torch.set_grad_enabled, "__init__"): _GRADIENTS,
+    (torch.set_grad_enabled, "__enter__"): _GRADIENTS,
 }
 # Questions about the surroundings, whose answers become conditions: the function, and its name below `torch`.
 _ASKED = (
@@ -80,8 +84,24 @@ _FACTORIES = (
 )
 
 
+def _own(name: str) -> property:
+    """What torch.fx keeps under `name`; for who is recorded, the attribute of the value that has that name."""
+    kept = f"_own_{name}"
+
+    def get(self: StandIn) -> Any:
+        return object.__getattribute__(self, kept) if _inside(2) else self.__getattr__(name)
+
+    return property(get, lambda self, value: object.__setattr__(self, kept, value))
+
+
 class StandIn(fx.Proxy):
     """Records what is done to a tensor in place as such, and refuses to be taken for a number, a text or a key."""
+
+    node, tracer, root, attr, _node = map(_own, ("node", "tracer", "root", "attr", "_node"))  # type: ignore[assignment]
+
+    @property
+    def keys(self) -> Any:  # type: ignore[override]
+        return super().keys if _inside(2) else self.__getattr__("keys")
 
     def __getattr__(self, name: str) -> Any:
         found = _Attribute(self, name)
@@ -95,7 +115,7 @@ class StandIn(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        if _reads_attribute(sys._getframe(1)):  # and not a compiled function, about which `watching` hears
+        if reads_attribute(sys._getframe(1)):  # and not a compiled function, about which `watching` hears
             _refuse(_TYPE)
         return type(self)
 
@@ -109,16 +129,27 @@ class StandIn(fx.Proxy):
         return object.__dir__(self)
 
     def __repr__(self) -> str:
-        _refuse(_TEXT)
+        _refuse(f"{_TEXT}, or hands it to a function of torch.jit.script")
         return super().__repr__()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _OWN:
+        if name not in _OWN or not _inside(2):
             raise Untraceable(f"sets the attribute {name} of a value")
         object.__setattr__(self, name, value)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __iter__(self) -> Iterator[Any]:
+        with self.tracer.watch.paused():  # type: ignore[attr-defined]
+            names = unpacked(sys._getframe(1))
+        if names is None:
+            return iter(self.tracer.iter(self))
+        call, parts = self.tracer.create_proxy, []
+        for i, name in enumerate(names):
+            parts.append(call("call_function", operator.getitem, (self, i), {}))
+            parts[-1].node.meta[guards.UNPACKED] = (i, len(names), name)
+        return iter(parts)
 
     def __contains__(self, item: Any) -> bool:
         return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
@@ -138,6 +169,8 @@ class _Attribute(StandIn, fx.proxy.Attribute):
     @property
     def node(self) -> fx.Node:  # type: ignore[override]
         """Made when it is asked for; torch.fx would record what stands in for `getattr`."""
+        if not _inside(2):
+            return self.__getattr__("node")  # type: ignore[no-any-return]
         if self._node is None:
             self._node = self.tracer.create_proxy("call_function", guards.ATTRIBUTE, (self.root, self.attr), {}).node
         return self._node  # type: ignore[no-any-return]
@@ -147,11 +180,6 @@ def _refuse(reason: str, but: str | None = None) -> None:
     """Where user's code asks a stand-in, by way of Python's library or PyTorch's file `but` or not."""
     if not _inside(3, but):
         raise Raised(reason)
-
-
-def _reads_attribute(frame: types.FrameType) -> bool:
-    """What runs in `frame` is about to get an attribute by its name."""
-    return any(i.offset == frame.f_lasti and i.opname == "LOAD_ATTR" for i in dis.get_instructions(frame.f_code))
 
 
 def mark_as_compared(value: fx.Proxy) -> None:
@@ -175,7 +203,7 @@ def _refuse_number(name: str) -> None:
     setattr(StandIn, f"__{name}__", refuse)
 
 
-for _target in IN_PLACE:
+for _target in guards.IN_PLACE:
     _define(_target)
 for _name in ("int", "float", "complex", "index"):
     _refuse_number(_name)
@@ -249,11 +277,13 @@ def _only_of_values(name: str, reason: str) -> Callable[..., Any]:
 
 
 def _getattr(value: Any, name: str, *default: Any) -> Any:
-    if not default or not _asked(value):
+    if not _asked(value):
         return guards.ATTRIBUTE(value, name, *default)
-    if default[0] is not None:
+    if default and default[0] is not None:
         raise Raised(_HAS)
-    found = guards.ATTRIBUTE(value, name)
+    found = value.__getattr__(name) if name in _OWN else guards.ATTRIBUTE(value, name)
+    if not default:
+        return found
     mark_as_compared(found)
     return found
 
@@ -359,48 +389,6 @@ def _making(tracer: fx.Tracer, plain: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _of_class(cls: Any, name: str) -> Any:
-    """A static method that `cls` has or inherits, whatever its metaclass says."""
-    return next(vars(c)[name] for c in cls.__mro__ if name in vars(c)).__get__(None, cls)
-
-
-def _of_functions() -> dict[str, property]:
-    """What `apply` of an `autograd.Function` looks up on its class: given stand-ins, the whole call is recorded.
-
-    `apply` itself may have been taken from its class long before, and is compiled from PyTorch 2.15 on. It looks
-    `setup_context` up first, and `forward` with gradients switched off.
-    """
-    unset = _of_class(torch.autograd.Function, "setup_context")
-    with_gradients = True
-
-    def setup_context(cls: Any) -> Any:
-        nonlocal with_gradients
-        plain = _of_class(cls, "setup_context")
-        if not getattr(_here, "records", False):
-            return plain
-        with_gradients = torch.is_grad_enabled()
-        if plain is unset:
-            return plain
-        return lambda ctx, inputs, output: None if issubclass(type(output), fx.Proxy) else plain(ctx, inputs, output)
-
-    def forward(cls: Any) -> Any:
-        plain = _of_class(cls, "forward")
-        with_context = _of_class(cls, "setup_context") is unset
-
-        @functools.wraps(plain)
-        def record(*args: Any, **kwargs: Any) -> Any:
-            given = next((a for a in (*args, *kwargs.values()) if issubclass(type(a), fx.Proxy)), None)
-            if given is None:
-                return plain(*args, **kwargs)
-            apply = vars(torch.autograd.Function)["apply"].__get__(None, cls)
-            with torch.set_grad_enabled(with_gradients):
-                return given.tracer.create_proxy("call_function", apply, args[with_context:], kwargs)
-
-        return record if getattr(_here, "records", False) else plain
-
-    return {"setup_context": property(setup_context), "forward": property(forward)}
-
-
 @contextlib.contextmanager
 def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
     """While active, questions are answered honestly; the value has those about the surroundings, with the answers."""
@@ -408,11 +396,16 @@ def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
     # PyTorch lists its functions when it is first asked, and keeps that: never what is put in their place here.
     torch.overrides.get_ignored_functions(), torch.overrides.get_overridable_functions()
 
-    def enter(plain: Callable[[Any], Any], reason: str) -> Callable[[Any], Any]:
-        def refuse(region: Any) -> Any:
-            if getattr(_here, "records", False):
-                raise Untraceable(reason)
-            return plain(region)
+    def enter(plain: Callable[..., Any], reason: str) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1)
+            by_others = not caller.f_code.co_filename.startswith((HERE, _GRAD_MODE))  # such as `no_grad` itself
+            if by_others and getattr(_here, "records", False):
+                refused = Untraceable(reason)
+                refused.method = getattr(caller.f_locals.get("func"), "__name__", None)  # type: ignore[attr-defined]
+                raise refused  # with the function that it decorates
+            return plain(*args, **kwargs)
 
         return refuse
 
@@ -430,10 +423,10 @@ def honest(tracer: fx.Tracer) -> Iterator[dict[str, Any]]:
         for name in ("__getitem__", "__setitem__", "__delitem__", "__iter__"):
             stack.enter_context(_replaced(type(os.environ), name, _environment(name, answers)))
         stack.enter_context(_replaced(logging.Logger, "isEnabledFor", _would_log(answers)))
-        for cls, reason in _ENTERED.items():
-            stack.enter_context(_replaced(cls, "__enter__", enter(vars(cls)["__enter__"], reason)))
-        for name, looked_up in _of_functions().items():
-            stack.enter_context(_replaced(type(torch.autograd.Function), name, looked_up))
+        for (cls, name), reason in _ENTERED.items():
+            stack.enter_context(_replaced(cls, name, enter(vars(cls)[name], reason)))
+        for name, found in looked_up(lambda: getattr(_here, "records", False)).items():
+            stack.enter_context(_replaced(type(torch.autograd.Function), name, found))
         stack.enter_context(_replaced(_here, "tracer", tracer))
         stack.enter_context(_replaced(_here, "records", True))
         yield answers
@@ -463,4 +456,4 @@ def _no_first_import_of_dynamo() -> Iterator[None]:
 
 def _refuse_dynamo(name: str, *_: Any) -> None:
     if name == "torch._dynamo":
-        raise Untraceable(_ENTERED[torch.autograd.graph.saved_tensors_hooks])
+        raise Untraceable(_SAVED)

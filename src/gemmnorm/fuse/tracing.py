@@ -13,7 +13,6 @@ import dataclasses
 import dis
 import functools
 import inspect
-import itertools
 import operator
 import threading
 import traceback
@@ -26,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..children import is_untouched
 from . import guards, held
 from .comparing import differs
+from .parameters import VARIADIC, by_position, is_input, is_mapping, parameters_of
 from .recorder import Recorder
-from .scanning import ANY, Raised, Scan, Untraceable, finds_itself, in_a_line
+from .scanning import ANY, Raised, Scan, Untraceable, finds_itself, in_a_line, is_of_users
 from .stand_ins import MAPPING, StandIn, honest
 from .structure import aliases, forward_of, original_class
-from .values import PLAIN
 from .watching import Watch, forget_frames, take_back
 
 _NUMBERS = (int, float)
@@ -84,7 +84,7 @@ class Trace:
         return (
             asked
             or bool(self.fixed or self.tested or self.surroundings or self.relations)
-            or any(p.kind in _VARIADIC for p in self.parameters)
+            or any(p.kind in VARIADIC for p in self.parameters)
         )
 
     def conditions(self, render: Callable[[str], str]) -> list[str]:
@@ -95,9 +95,9 @@ class Trace:
         found = [differs(p.name, p.default, render) for p in self.parameters if p.name in self.fixed]
         found += [f"{p.name} is None" for p in self.parameters if p.name in self.tested - self.fixed]
         found += [
-            f"len({p.name}) != 1" if _is_input(p, self.parameters) else p.name
+            f"len({p.name}) != 1" if is_input(p, self.parameters) else p.name
             for p in self.parameters
-            if p.kind in _VARIADIC and not _is_mapping(p, self.parameters)
+            if p.kind in VARIADIC and not is_mapping(p, self.parameters)
         ]
         found += [differs(render(path), value, render) for path, value in self.relations]
         found += [differs(expression, value, render) for expression, value in self.surroundings]
@@ -131,7 +131,7 @@ def forms(owner: nn.Module) -> list[frozenset[str]]:
         raise Untraceable("belongs to a torch.fx.GraphModule, which regenerates it by itself")
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("is not a plain Python function")
-    parameters = _parameters(forward)
+    parameters = parameters_of(forward)
     optional = [p.name for p in parameters if p.default is None]
     always = {p.name for p in parameters[:1]} & {*optional}
     found = [always, *({*always, name} for name in optional), {*optional}]
@@ -155,7 +155,7 @@ def trace(owner: nn.Module, training: bool, given: Container[str] = ()) -> Trace
             method = _failed_method(owner, reason)
             if method is not None and method not in whole:
                 whole[method] = str(reason)
-            elif variable and any(type(p.default) in variable for p in _parameters(forward_of(type(owner)))):
+            elif variable and any(type(p.default) in variable for p in parameters_of(forward_of(type(owner)))):
                 variable = ()  # a number that says how often, or whether
             else:
                 raise
@@ -166,7 +166,7 @@ def _record(
 ) -> Trace:
     """One attempt, in which the methods `whole` stay calls, and defaults of the types `variable` stay parameters."""
     forward: Any = forward_of(type(owner))
-    parameters = _parameters(forward)
+    parameters = parameters_of(forward)
     scan = Scan(type(owner), forward, whole)
     failed: Untraceable | None = None
     with _LOCK, held.mode(owner, training), torch.enable_grad(), held.random_state() as drew:
@@ -226,14 +226,16 @@ def _failed_method(owner: nn.Module, reason: Untraceable) -> str | None:
 
 
 def _method_in(owner: nn.Module, error: BaseException) -> str | None:
-    """The name of what `forward` itself had called where `error` was raised."""
+    """The name of what `forward` itself had called where `error` was raised, by way of a decorator or not."""
     forward = inspect.unwrap(forward_of(type(owner))).__code__
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame, called in itertools.pairwise(frames):
-        if frame.f_code is forward:
-            function = inspect.getattr_static(type(owner), called.f_code.co_name, None)
-            is_method = getattr(function, "__code__", None) is called.f_code
-            return called.f_code.co_name if is_method else None
+    at = next((i for i, frame in enumerate(frames) if frame.f_code is forward), len(frames))
+    for called in frames[at + 1 :]:
+        function = inspect.getattr_static(type(owner), called.f_code.co_name, None)
+        if isinstance(function, types.FunctionType) and inspect.unwrap(function).__code__ is called.f_code:
+            return called.f_code.co_name
+        if is_of_users(called.f_code.co_filename):
+            return None
     return None
 
 
@@ -267,14 +269,6 @@ def _attempt(tracer: _OwnerTracer, owner: nn.Module) -> fx.Graph:
     finally:
         Untraceable.raised = None
         raised.clear()  # whose frames have the model
-
-
-def _parameters(forward: types.FunctionType) -> tuple[inspect.Parameter, ...]:
-    parameters = tuple(inspect.signature(forward).parameters.values())[1:]
-    for p in parameters:
-        if p.default is not p.empty and type(p.default) not in PLAIN:
-            raise Untraceable(f"has a default value for {p.name} that is not a plain one")
-    return parameters
 
 
 class _OwnerTracer(fx.Tracer):
@@ -311,16 +305,27 @@ class _OwnerTracer(fx.Tracer):
         return True
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A loss of PyTorch that `forward` makes, as in `nn.MSELoss()(y, target)`, is written out."""
+        """A module of PyTorch that `forward` makes, as in `nn.MSELoss()(y, target)`, is written out."""
         if threading.get_ident() != self.thread:  # which runs a model meanwhile
             return forward(*args, **kwargs)
         if any(isinstance(a, (list, dict, set)) and not a for a in (*args, *kwargs.values())):
             raise Untraceable("hands a child an empty container, which the child may fill")
-        self.recorder.hand_over(self.recorder.effects_of(m)[0], [*args, *kwargs.values()])
-        if id(m) in self.made and type(m).__module__ == nn.CrossEntropyLoss.__module__:
+        if m not in (self.submodule_paths or {}):
+            self._refuse_other(m)
             return forward(*args, **kwargs)
+        self.recorder.hand_over(self.recorder.effects_of(m)[0], [*args, *kwargs.values()])
         self.called.append(m)
         return super().call_module(m, forward, args, kwargs)
+
+    def _refuse_other(self, m: nn.Module) -> None:
+        """Of other modules those of PyTorch's run that `forward` has made, and that hold no tensors of their own."""
+        name = type(m).__name__
+        if id(m) not in self.made:
+            raise Untraceable(f"calls a {name} that is none of its own modules")
+        if not type(m).__module__.startswith("torch.nn.modules.") or not is_untouched(m):
+            raise Untraceable(f"makes a module, a {name}, and calls it")
+        if any(tensor is not None for held in (m._parameters, m._buffers) for tensor in held.values()):
+            raise Untraceable(f"makes a {name} with parameters or buffers of its own, and calls it")
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         found = StandIn(node, self)
@@ -353,19 +358,21 @@ class _OwnerTracer(fx.Tracer):
         keywords: dict[str, Any] = {}
         for p in self.parameters:
             value: Any
-            if _is_mapping(p, self.parameters):
-                root_fn = _by_position(root_fn)
+            if is_mapping(p, self.parameters):
+                root_fn = by_position(root_fn)
                 positional.append(self.create_proxy("placeholder", p.name, (), {}))
                 positional[-1].node.meta[MAPPING] = True
-            elif _is_input(p, self.parameters):
+            elif is_input(p, self.parameters):
                 given = self.create_proxy("placeholder", p.name, (), {})
                 positional.append(self.create_proxy("call_function", operator.getitem, (given, 0), {}))
-            if p.kind in _VARIADIC:
+            if p.kind in VARIADIC:
                 continue
             if p.name in self.given or p.default is p.empty or type(p.default) in self.variable:
                 value = self.create_proxy("placeholder", p.name, (), {})
                 if p.name in self.given:
                     value.node.meta["tensor"] = True
+                elif p.default is not p.empty:
+                    value.node.meta[guards.NUMBER] = True
             else:
                 self.fixed.add(p.name)
                 value = p.default
@@ -397,8 +404,8 @@ class _OwnerTracer(fx.Tracer):
             outcome, first = guards.decide(
                 self.root, obj.node, self.planned[index][0] if index < len(self.planned) else None
             )
-        except guards.NotByShape:
-            raise Untraceable("decides by the data") from None
+        except guards.NotByShape as reason:
+            raise Untraceable(str(reason) or "decides by the data") from None
         if first:
             self.taken.append(outcome)
         return outcome
@@ -429,6 +436,8 @@ class _OwnerTracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and not self._has_a_name(a):
             raise Untraceable("makes a tensor of its own")
+        if type(a).__module__ == "numpy" and not isinstance(a, float):  # which is a Python number too
+            raise Untraceable(f"uses a {type(a).__name__} of numpy; float() or int() of it can be recorded")
         if type(a) is torch.Size:  # torch.fx has a tuple for it
             return self.create_proxy("call_function", torch.Size, ([*a],), {}).node
         plain = type(a) in _PLAIN_CONTAINERS or hasattr(a, "_fields")
@@ -464,25 +473,3 @@ def _same(made: Any, wanted: Any) -> bool:
 
 
 _PLAIN_CONTAINERS = (dict, list, tuple)
-
-
-def _is_input(p: inspect.Parameter, parameters: tuple[inspect.Parameter, ...]) -> bool:
-    """`forward(self, *args)`: it is recorded with one."""
-    return p.kind is p.VAR_POSITIONAL and p is parameters[0]
-
-
-def _is_mapping(p: inspect.Parameter, parameters: tuple[inspect.Parameter, ...]) -> bool:
-    """`forward(self, **batch)`: a dictionary of inputs."""
-    return p.kind is p.VAR_KEYWORD and p is parameters[0]
-
-
-def _by_position(forward: Any) -> types.FunctionType:
-    """`forward(self, **batch)` as `forward(self, batch)`, so that a stand-in can take the dictionary's place."""
-    code = getattr(forward, "__code__", None)
-    if code is None or code.co_argcount != 1 or not code.co_flags & inspect.CO_VARKEYWORDS:
-        raise Untraceable("takes keyword arguments alone, by way of another function")
-    code = code.replace(co_flags=code.co_flags & ~inspect.CO_VARKEYWORDS, co_argcount=2)
-    return types.FunctionType(code, forward.__globals__, forward.__name__, None, forward.__closure__)
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

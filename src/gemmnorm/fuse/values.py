@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,21 @@ _CONTAINERS = (tuple, torch.Size, list, set, frozenset, dict)
 # What makes a plain one of a number or text of a class of its own.
 _EXACT: tuple[tuple[Any, str], ...] = ((int, "__int__"), (float, "__float__"), (complex, "__pos__"), (str, "__str__"))
 _CHANGING = (bytearray, memoryview, array.array, weakref.ref, weakref.WeakSet)
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a node calls that stands for a method of the owner, or of the descendant at `path`."""
+
+    name: str
+    path: str = ""
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("a recording is written out, not run")
 
 
 def is_known(value: Any) -> bool:

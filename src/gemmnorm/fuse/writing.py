@@ -15,7 +15,7 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,34 +23,31 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from .comparing import HOLDS, UNLIKE, literal
+from .guards import UNPACKED
+from .lines import wrapped
 from .matching import Found, resolve
 from .outside import import_line, known_as
-from .recorder import Method
 from .scanning import Untraceable, is_bound
+from .values import Method
 from .views import does_nothing
 
-LINE = 116
 _STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 _PRODUCT = "product"  # what a chain's product is called where it is laid out anew
 _MODULES = {"F": F, "torch": torch, "operator": operator, "math": math}
-# What no parameter or variable may be called: the text refers to these by name.
-_RESERVED = {
-    *_MODULES,
-    _PRODUCT,
-    "float",
+_REFERRED = {*_MODULES, "os", "logging"}
+_ALWAYS = {
+    "torch",
+    "Exception",
     "slice",
+    "super",
     "getattr",
     "hasattr",
     "isinstance",
-    "super",
-    "len",
-    "os",
-    "logging",
-    "type",
     HOLDS,
     UNLIKE,
     "numpy",
-}
+}  # what no parameter may be called
+_RESERVED = {*_REFERRED, *_ALWAYS, _PRODUCT, "float", "len", "type"}  # nor any variable: the text refers to these
 _BINARY = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
     operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.and_: "&", operator.or_: "|",
@@ -65,7 +62,6 @@ _IN_PLACE = {
 _UNARY = {operator.neg: "-", operator.pos: "+", operator.invert: "~"}
 _PURE_METHODS = {"size", "dim", "numel", "ndimension"}
 _ATOM = re.compile(r"[\w.]+(\[[^\[\]]*\]|\([^()]*\))*")
-_PIECE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\w+|\W""")  # of a line; a text in quotes is one
 _NESTED = 20  # expressions inside of each other, at most: more would be hard to read, and Python allows 200
 
 
@@ -100,11 +96,11 @@ class Writer:
             node for node in graph.nodes
             if node.op not in ("placeholder", "get_attr") and (node not in hidden or node in self.chain_at)
         ]  # fmt: skip
+        self.unpacked = {nodes[0]: nodes for nodes in _unpacked(self.order)}
+        self.order = [n for n in self.order if n in self.unpacked or not any(n in v for v in self.unpacked.values())]
         self.users = self._count_users()
         self.names: dict[fx.Node, str] = {n: str(n.target) for n in graph.nodes if n.op == "placeholder"}
         self.inlined = self._choose_inlined()
-        if clash := _RESERVED & set(self.names.values()):
-            raise Untraceable(f"has a parameter called {clash.pop()}")
         for node in self.order:  # imports first, so that no variable takes a function's name
             if node.op == "call_function" and not _is_syntax(node) and not isinstance(node.target, Method):
                 self._callable(node.target)
@@ -120,9 +116,10 @@ class Writer:
         for i, statement in enumerate(statements):
             text = self._expression(statement)
             if statement.op == "output":
-                lines += _wrapped("return ", text)
+                lines += wrapped("return ", text)
                 continue
             result = self.result.get(statement, statement)
+            live = [n for n, last in last_use.items() if n in self.names and statements.index(last) > i]
             used = self._variables(statement)  # type: ignore[assignment]
             dying = [v for v in used if last_use[v] is statement]  # type: ignore[attr-defined]
             if statement.target is operator.setitem:
@@ -134,13 +131,15 @@ class Writer:
                 lines.append(f"{target} {_IN_PLACE[statement.target]} {value}")
                 self.names[result] = target
                 continue
-            if result not in last_use:
-                lines += _wrapped("", text)
+            if statement in self.unpacked:
+                lines.append(f"{self._unpacking(statement, live, last_use)} = {self._argument(statement.args[0])}")
                 continue
-            live = [n for n, last in last_use.items() if n in self.names and statements.index(last) > i]
+            if result not in last_use:
+                lines += wrapped("", text)
+                continue
             first = used[0] if used and used[0] in dying else None  # type: ignore[index]
             self.names[result] = self.names[first] if first is not None else self._new_name(result, live)
-            lines += _wrapped(f"{self.names[result]} = ", text)
+            lines += wrapped(f"{self.names[result]} = ", text)
         return lines
 
     # --- which values get a name -------------------------------------------------------------------------------------
@@ -169,9 +168,17 @@ class Writer:
             node = self.order[i]
             result = self.result.get(node, node)
             users = self.users.get(result, [])
-            if len(users) != 1 or (users[0] not in self.chain_at and _occurrences(users[0], result) != 1):
+            if (
+                node in self.unpacked
+                or len(users) != 1
+                or (users[0] not in self.chain_at and _occurrences(users[0], result) != 1)
+            ):
                 continue
-            returned = users[0].op == "output" and i + 1 == position[users[0]] and not _is_in_place(node)
+            returned = (
+                (users[0].op == "output" or users[0] in self.unpacked)
+                and i + 1 == position[users[0]]
+                and not _is_in_place(node)
+            )
             between = self.order[i + 1 : position[users[0]]]
             inside = depth.get(users[0], 0) + 1
             if inside <= _NESTED and (_is_pure(node) or returned) and all(n in inlined for n in between):
@@ -189,11 +196,21 @@ class Writer:
             found += self._variables(source) if source in self.inlined else [node]
         return list(dict.fromkeys(found))
 
-    def _new_name(self, node: fx.Node, live: Iterable[fx.Node]) -> str:
+    def _unpacking(self, head: fx.Node, live: Sequence[fx.Node], used: Container[fx.Node]) -> str:
+        """`a, b`: the names of the values that are unpacked, of which `head` is the first."""
+        named: list[fx.Node] = []
+        for node in self.unpacked[head]:
+            if node in used:
+                self.names[node] = self._new_name(node, [*live, *named], node.meta[UNPACKED][2])
+                named.append(node)
+        names = [self.names[node] if node in used else "_" for node in self.unpacked[head]]
+        return ", ".join(names) + "," * (len(names) == 1)
+
+    def _new_name(self, node: fx.Node, live: Iterable[fx.Node], base: str = "") -> str:
         """A name after the function or child that makes the value, not that of a value which is still needed."""
         in_chain = node in self.result.values()
         last = str(node.target).rpartition(".")[2] if node.op == "call_module" else re.sub(r"_\d+$", "", node.name)
-        base = "h" if in_chain or not last.isidentifier() else last.strip("_") or "h"
+        base = base or ("h" if in_chain or not last.isidentifier() else last.strip("_") or "h")
         taken = {*(self.names[n] for n in live), *self.namespace, *_RESERVED, "self", "nn"}
         name, n = base, 1
         while name in taken or keyword.iskeyword(name) or hasattr(builtins, name):
@@ -355,6 +372,16 @@ class Writer:
         return path_expression(self.owner, path)
 
 
+def check_parameters(names: Iterable[str], lines: Iterable[str]) -> None:
+    """Raise `Untraceable` where a parameter hides a function or a module that `lines` refer to by the same name."""
+    text = "\n".join(lines)
+    for name in names:
+        word = re.escape(name)
+        builtin = rf"(?<![\w.]){word}\(|\bis not {word}\b|\blambda {word}:"
+        if name in _ALWAYS or re.search(rf"(?<![\w.]){word}\." if name in _REFERRED else builtin, text):
+            raise Untraceable(f"has a parameter called {name}")
+
+
 def path_expression(owner: nn.Module, path: str) -> str:
     """A dotted path below `owner` ("" for itself) as an expression in `self`."""
     text, module = "self", owner
@@ -394,41 +421,14 @@ def forwarded(parameters: Sequence[inspect.Parameter]) -> str:
     return ", ".join(prefix + p.name for prefix, p in zip(named, parameters, strict=True))
 
 
-def merge_modes(train: list[str], evaluation: list[str]) -> list[str]:
-    """One body for both modes: where they differ only in True against False, `self.training` says which."""
-    if train == evaluation:
-        return train
-    if len(train) == len(evaluation):
-        merged = [_merge_line(a, b) for a, b in zip(train, evaluation, strict=True)]
-        if None not in merged:
-            return [line for line in merged if line is not None]
-    indented = ["    " + line for line in train]
-    return ["if self.training:", *indented, *evaluation]
-
-
-def _merge_line(train: str, evaluation: str) -> str | None:
-    pieces = [_PIECE.findall(line) for line in (train, evaluation)]
-    if len(pieces[0]) != len(pieces[1]):
-        return None
-    merged = []
-    for a, b in zip(*pieces, strict=True):
-        if a != b and (a, b) not in (("True", "False"), ("False", "True")):
-            return None
-        merged.append(a if a == b else "self.training" if a == "True" else "(not self.training)")
-    return "".join(merged)
-
-
-def _wrapped(prefix: str, text: str) -> list[str]:
-    """One statement, with the arguments of its outermost call on a line of their own if it would be too long."""
-    if len(prefix) + len(text) <= LINE - 8 or not text.endswith(")"):
-        return [prefix + text]
-    opened, place = [0], 0  # where the parentheses begin that are open at `place`
-    for piece in _PIECE.findall(text):
-        if piece == "(":
-            opened.append(place)
-        last = opened.pop() if piece == ")" else 0
-        place += len(piece)
-    return [f"{prefix}{text[:last]}(", f"    {text[last + 1 : -1]}", ")"]
+def _unpacked(order: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The values that one statement unpacks, as long as all of them are there: how many there are is to be checked."""
+    found: list[fx.Node] = []
+    for node in order:
+        index, count, _ = node.meta.get(UNPACKED, (None, 0, ""))
+        found = [*(found if index else []), node]
+        if index == count - 1 == len(found) - 1:
+            yield found
 
 
 def _is_in_place(node: fx.Node) -> bool:
