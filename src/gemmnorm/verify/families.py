@@ -91,7 +91,7 @@ FAMILIES: tuple[Case, ...] = (
     Case("64 rows", 64, use=(ADDED,)),
     Case("65 rows", 65, use=(NO_INPUT_GRADIENT,)),
     Case("127 rows", 127, use=(SLICED, EXPANDED)),
-    Case("128 rows", 128, use=(WRITTEN,)),
+    Case("128 rows", 128, gradients=("train",), use=(WRITTEN,)),
     Case("129 rows", 129, use=(BETWEEN, SMALL)),
     Case("evaluation", 33, phases=("eval",), gradients=(), use=(AFTER,)),
     Case("NaN and infinity", 12, inputs="not finite", gradients=()),
