@@ -22,7 +22,8 @@ The dict (schema 1)::
     checks      [{seed, case, phase, quantity, measure, error, eager_error, limit, ratio, ok, position, note}]
     summary     the worst check of each (phase, quantity), same fields; failures: how many checks failed
     properties  same_parameter_names, same_drawing_order, inputs_mutated, outputs_share_memory, deterministic,
-                weights_prepacked, moves_generator, threads, allclose_eager: {train, eval, tolerance},
+                weights_prepacked, moves_generator, threads, settings_left, instances (what goes wrong with several),
+                output_needed (in place writes to it are refused), allclose_eager: {train, eval, tolerance},
                 output_error: {train, eval: {error, eager_error}} on plain data
     warnings    sentences about what is reported and not condemned
     skipped     sentences about what could not be checked

@@ -9,6 +9,7 @@ behind :class:`~gemmnorm.verify.runner.Runner`, as a rule in another process.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import traceback
@@ -21,13 +22,16 @@ from torch import Tensor
 from ..userfiles import Bare, BareCallError, BareProcessError, ModelFile, ModelFileError
 from .equality import Measure, compare
 from .golden import Reference, Sample
-from .runner import Runner, same_inputs
+from .runner import Runner
+from .trial import VOLATILE, WRITTEN, entries, same_inputs
 
 __all__ = ["Candidate", "Check", "Local", "Remote", "Side"]
 
 Check = dict[str, Any]
 _SETTLED = 0.81  # of a provisional limit: no further runs; 0.8 is what the original's own errors give (1/EAGER)
 _ALLCLOSE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+_FATAL = ("default dtype", "grad mode")  # settings without which a program's other calls compute something else
+_REFUSED = "modified by an inplace operation"  # of PyTorch's message
 _REMEMBERED = 1 << 20  # elements of an output that is remembered, to know it again
 
 
@@ -80,9 +84,12 @@ class Candidate:
 
     def __init__(self, side: Side, original: ModelFile, seed: int) -> None:
         self.side, self.seed = side, seed
-        reference = original.build(seed, original.init_inputs()).state_dict()
-        own = side.call("build", seed, *original.init_inputs())
-        self.mismatch = _mismatch(reference, own)
+        model = original.build(seed, original.init_inputs())
+        reference, kinds = model.state_dict(), entries(model)
+        volatile = [name for name, kind in kinds.items() if kind == VOLATILE]
+        own = side.call("build", seed, *original.init_inputs(), volatile)
+        self.original, self.seed = original, seed
+        self.mismatch = _mismatch(reference, own) or _other_kinds(kinds, side.call("entries"))
         same_draw = not self.mismatch and all(_same(own[name], value) for name, value in reference.items())
         self.trouble = ""
         self.seen: dict[str, str] = {}
@@ -96,6 +103,9 @@ class Candidate:
             "weights_prepacked": None,
             "moves_generator": None,
             "threads": [],
+            "settings_left": side.call("left"),
+            "instances": None,
+            "output_needed": False,
             "allclose_eager": {"train": None, "eval": None, "tolerance": None},
             "output_error": {"train": None, "eval": None},
         }
@@ -109,6 +119,7 @@ class Candidate:
         new = self.properties
         self.properties = {**earlier.properties, "same_parameter_names": new["same_parameter_names"]}
         self.properties["same_drawing_order"] = new["same_drawing_order"] and earlier.properties["same_drawing_order"]
+        self._settings(new["settings_left"], [])
         self.seen = earlier.seen
 
     def warnings(self) -> list[str]:
@@ -134,6 +145,12 @@ class Candidate:
             sentences.append(
                 f"threads that a call starts still run when it returns: {', '.join(self.properties['threads'])}"
             )
+        if self.properties["output_needed"]:
+            sentences.append("its backward needs the output: who writes to that in place gets PyTorch's error")
+        if left := [name for name in self.properties["settings_left"] if name not in _FATAL]:
+            sentences.append(f"loading it or a call of it leaves settings of the process changed: {', '.join(left)}")
+        if (self.properties["instances"] or "").startswith("copy: "):
+            sentences.append(self.properties["instances"].removeprefix("copy: "))
         close = self.properties["allclose_eager"]
         bad = [phase for phase in ("train", "eval") if close[phase] is False]
         if bad:
@@ -151,12 +168,17 @@ class Candidate:
             if reference.error is not None:
                 return [self._expect_error(reference)]
             checks = self._compare(reference, reference.gradients, "")
+            if wrong := [name for name in self.properties["settings_left"] if name in _FATAL]:
+                self.seen["tampering"] = f"it leaves the {' and the '.join(wrong)} of the process changed"
+                checks.append(_check(reference, "settings", _failed("left", f"{' and '.join(wrong)} left changed")))
             plain = reference.case.weights == reference.case.inputs == "plain"
             if plain and reference.gradients and reference.case.rows is not None:
                 self._load(reference, buffers_only=True)
                 checks += self._compare(reference, False, " without autograd")
             if reference.case.name == "plain":
-                checks += self._side_effects(reference)
+                checks += self._side_effects(reference, all(check["ok"] for check in checks))
+            if reference.case.name == "evaluation" and self.properties["instances"] is None:
+                checks += self._instances(reference)
             return checks
         except BareProcessError:
             raise
@@ -188,13 +210,14 @@ class Candidate:
         return _check(reference, "call", _failed("raises", note))
 
     def _compare(self, reference: Reference, gradients: bool, suffix: str) -> list[Check]:
-        cotangents = reference.cotangents if gradients else None
-        run = self.side.call("run", reference.inputs, reference.training, cotangents)
+        run = self._run(reference, gradients)
         self.values = {**self.values, **run["values"]} if suffix else run["values"]
         if run["structure"] != reference.structure:
             note = f"the output is {run['structure']}, the original's is {reference.structure}"
             return [_check(reference, "output", _failed("structure", note))]
-        checks = [_check(reference, quantity, measure) for quantity, measure in self._conduct(reference, run)]
+        checks = [
+            _check(reference, quantity, measure) for quantity, measure in self._conduct(reference, run, gradients)
+        ]
         if run["others"] != reference.others:
             checks.append(_check(reference, "output", _failed("exact", "outputs that are no tensors differ")))
         found = self._measure(reference, gradients)
@@ -210,7 +233,20 @@ class Candidate:
             self._beside_eager(reference, self.values["output"], dict(found)["output"])
         return checks
 
-    def _conduct(self, reference: Reference, run: dict[str, Any]) -> list[tuple[str, Measure]]:
+    def _run(self, reference: Reference, gradients: bool) -> dict[str, Any]:
+        """One run.  Where PyTorch refuses it because the output was written to, another one without that."""
+        cotangents, use = reference.cotangents if gradients else None, reference.case.use
+        try:
+            return dict(self.side.call("run", reference.inputs, reference.training, cotangents, use))
+        except RuntimeError as error:
+            if WRITTEN not in use or _REFUSED not in str(error):
+                raise
+        self.properties["output_needed"] = True
+        self._load(reference, buffers_only=True)
+        use = tuple(word for word in use if word != WRITTEN)
+        return dict(self.side.call("run", reference.inputs, reference.training, cotangents, use))
+
+    def _conduct(self, reference: Reference, run: dict[str, Any], gradients: bool) -> list[tuple[str, Measure]]:
         """What a call did besides computing: failures, properties and faults that were seen as such."""
         failures = []
         mutated = not reference.mutates and run["mutated"]
@@ -229,10 +265,25 @@ class Candidate:
         if run["late"]:
             failures.append(("output", _failed("late", "the output changes after the call has returned")))
             self.seen["late_work"] = f"a thread ({', '.join(run['threads'])}) works on after the call has returned"
+        self._settings(run["left"], reference.left)
+        if run["spoiled"] and not reference.spoils:
+            failures.append(("grad:output", _failed("unchanged", "the backward changes the gradient that it is given")))
+            self.seen["inputs_changed"] = "its backward writes into the gradient that it is given"
+        left_alone = "the original leaves it as it is"
+        for name in sorted(run["changed"]):
+            if name in reference.state and name not in reference.eager:
+                failures.append((name, _failed("unchanged", f"the call changes it, {left_alone}")))
+        if gradients:
+            failures += _surplus(reference, run)
         if run["reseeded"]:
             failures.append(("generator", _failed("seed", "the call sets the seed of the random generator")))
             self.seen["tampering"] = "it sets the random generator's seed, and so the inputs that a harness draws next"
         return failures
+
+    def _settings(self, found: list[str], allowed: list[str]) -> None:
+        """Remember settings of the process that are no longer what they were."""
+        known = self.properties["settings_left"]
+        self.properties["settings_left"] = sorted({*known, *(name for name in found if name not in allowed)})
 
     def _recognise(self, reference: Reference, wrong: bool) -> None:
         """Remember an answer, or know it again: the bits that were given in another case, where others are right."""
@@ -284,7 +335,7 @@ class Candidate:
         close["tolerance"] = tolerance
         close[reference.phase] = same and close[reference.phase] is not False
 
-    def _side_effects(self, reference: Reference) -> list[Check]:
+    def _side_effects(self, reference: Reference, well: bool) -> list[Check]:
         """What two calls share, whether the second repeats the first, and whether many calls stay the same."""
         found = self.side.call("side_effects", reference.inputs, reference.training)
         shared, changed = found["shared"], found["changed"]
@@ -295,6 +346,9 @@ class Candidate:
             what = "a later call overwrites it" if changed else "two calls return the same memory"
             self.seen["shared_outputs"] = f"its outputs share memory: {what}"
             failures.append(_failed("memory", what))
+        if found["strays"] and well:
+            self.seen["changes_with_calls"] = "the same call gives quite another answer when it is made again"
+            failures.append(_failed("repeats", "another call on the same inputs gives quite another answer"))
         if found["late"]:
             self.seen["late_work"] = "its output changes after the call has returned"
             failures.append(_failed("late", "the output changes after the call has returned"))
@@ -305,6 +359,44 @@ class Candidate:
             packed = not failures and self.side.call("prepacked", reference.inputs)
             self.properties["weights_prepacked"] = bool(packed or self.properties["weights_prepacked"])
         return [_check(reference, "output", measure) for measure in failures]
+
+    def _instances(self, reference: Reference) -> list[Check]:
+        """Several instances side by side, once."""
+        said = self.properties["instances"] = self.side.call("instances", reference.inputs)
+        if said.startswith("copy: "):
+            try:
+                copy.deepcopy(self.original.build(self.seed, self.original.init_inputs()))
+            except Exception:  # the original cannot be copied either
+                self.properties["instances"] = ""
+            return []
+        if said:
+            self.seen["ignores_parameters"] = said
+        return [_check(reference, "output", _failed("instances", said))] if said else []
+
+
+def _surplus(reference: Reference, run: dict[str, Any]) -> list[tuple[str, Measure]]:
+    """Gradients that the original does not give, and outputs that do not require one as the original's do."""
+    surplus, missing = "a gradient, the original gives none", "no gradient, the original's output requires one"
+    found = [(name, _failed("surplus", surplus)) for name in run["values"] if _new_gradient(name, reference)]
+    for index, (own, wanted) in enumerate(zip(run["require"], reference.require, strict=False)):
+        if own != wanted:
+            name = "grad:output" if len(reference.require) == 1 else f"grad:output[{index}]"
+            note = missing if wanted else "it requires a gradient, the original's is cut off from its graph"
+            found.append((name, _failed("missing" if wanted else "surplus", note)))
+    return found
+
+
+def _new_gradient(name: str, reference: Reference) -> bool:
+    return name.startswith("grad:") and name not in reference.eager
+
+
+def _other_kinds(reference: dict[str, str], own: dict[str, str]) -> str:
+    """How parameters and buffers differ in what they are, in words."""
+    return "; ".join(
+        f"{name} is {own[name]}, expected {kind}"
+        for name, kind in reference.items()
+        if name in own and own[name] != kind and VOLATILE not in (kind, own[name])
+    )
 
 
 def _in_full(measure: Measure, sample: Sample) -> Measure:
@@ -343,5 +435,5 @@ def _failed(measure: str, note: str) -> Measure:
 
 def _check(reference: Reference, quantity: str, measure: Measure) -> Check:
     fields = {**measure.as_dict(), "ratio": measure.ratio}
-    return {"seed": reference.seed, "case": reference.case.name, "phase": reference.phase, "quantity": quantity,
+    return {"seed": reference.seed, "case": reference.case.title, "phase": reference.phase, "quantity": quantity,
             **fields}  # fmt: skip

@@ -21,6 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from .trial import (
+    ADDED,
+    AFTER,
+    BETWEEN,
+    EXPANDED,
+    FROZEN,
+    NO_INPUT_GRADIENT,
+    SLICED,
+    SMALL,
+    TRANSPOSED,
+    TURNED,
+    WRITTEN,
+)
+
 __all__ = ["FAMILIES", "QUICK", "Case", "draw_inputs", "draw_state", "plan_cases", "roles"]
 
 LARGE = 1e4  # |mean| / std of the columns in the families of large means
@@ -38,7 +52,8 @@ class Case:
                parameters of the case before: only the inputs are new, in the same memory)
     same_inputs  the inputs are those of the case before: what is kept under their contents or their address goes stale
     gradients  phases in which gradients are compared
-    phases     phases that run at all
+    phases     phases that run at all, in their order; a state is loaded in the mode that the case before ended with
+    use        how the model is used besides (`trial.py`); where the original raises then, it is left out
     """
 
     name: str
@@ -50,6 +65,11 @@ class Case:
     same_inputs: bool = False
     gradients: tuple[str, ...] = ("train", "eval")
     phases: tuple[str, ...] = ("train", "eval")
+    use: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return ", ".join((self.name, *self.use))
 
 
 FAMILIES: tuple[Case, ...] = (
@@ -64,16 +84,21 @@ FAMILIES: tuple[Case, ...] = (
     Case("constant columns", 9, inputs="constant", settled=True),
     Case("outliers", 40, inputs="outliers", settled=True),
     Case("tiny inputs", 15, inputs="tiny", settled=True),
-    Case("two rows", 2),
-    Case("three rows", 3),
+    Case("two rows", 2, phases=("eval", "train")),
+    Case("three rows", 3, use=(FROZEN,)),
     Case("one row", 1, gradients=("eval",)),
-    Case("63 rows", 63),
-    Case("65 rows", 65),
-    Case("127 rows", 127),
-    Case("129 rows", 129),
+    Case("63 rows", 63, use=(TRANSPOSED, TURNED)),
+    Case("64 rows", 64, use=(ADDED,)),
+    Case("65 rows", 65, use=(NO_INPUT_GRADIENT,)),
+    Case("127 rows", 127, use=(SLICED, EXPANDED)),
+    Case("128 rows", 128, gradients=("train",), use=(WRITTEN,)),
+    Case("129 rows", 129, use=(BETWEEN, SMALL)),
+    Case("evaluation", 33, phases=("eval",), gradients=(), use=(AFTER,)),
     Case("NaN and infinity", 12, inputs="not finite", gradients=()),
 )
 
+
+_AS_IT_IS = ("plain", "new inputs, same weights", "same inputs, weights updated in place")
 
 # What an edit of a kernel breaks first; every wrong file of tests/traps fails one of them.
 QUICK = frozenset(
@@ -86,7 +111,9 @@ QUICK = frozenset(
         "columns with |mean| = 1e4 std",
         "two rows",
         "one row",
+        "64 rows",
         "65 rows",
+        "evaluation",
         "NaN and infinity",
     )
 )
@@ -114,9 +141,17 @@ def plan_cases(
 
 
 def without_rows(cases: Sequence[Case]) -> list[Case]:
-    """The same cases at the batch that get_inputs() makes, for models whose batch cannot be changed."""
-    kept = [c for c in cases if not c.name.endswith(("rows", "row"))]
-    return [replace(c, rows=None) for c in kept]
+    """The same cases at the batch that get_inputs() makes, for models whose batch cannot be changed.
+
+    Uses of the cases that are left out go over to those that stay.
+    """
+    of_rows = [c for c in cases if c.name.endswith(("rows", "row"))]
+    uses = [c.use for c in of_rows if c.use]
+    kept = []
+    for case in (c for c in cases if c not in of_rows):
+        free = case.name not in _AS_IT_IS and not case.use and case.gradients == ("train", "eval")
+        kept.append(replace(case, rows=None, use=uses.pop() if uses and free else case.use))
+    return kept
 
 
 # ----------------------------------------------------------------------------------------------- weights and statistics

@@ -23,7 +23,7 @@ from ..userfiles import ModelFile, ModelFileError
 from .equality import PERIOD, Limits, pool
 from .families import Case, draw_inputs, draw_state, leading_rows, roles
 from .rounding import Arithmetic, DtypeRecorder, Kinks, Units, unit_roundoff
-from .runner import Trial, load_in_place, moves, run_trial, same_inputs
+from .trial import VOLATILE, Trial, arranged, entries, load_in_place, moves, run_trial, same_inputs, set_back
 
 __all__ = ["Original", "Reference", "Sample"]
 
@@ -60,8 +60,10 @@ class Reference:
     eager       the original's quantities in its own precision; ``error`` instead if it raises on purpose (one row)
     golden      the same in float64, with ``limits`` per quantity
     samples     the rows of very large tensors that are compared; eager, golden and limits hold only those
-    mutates     the original itself changes its inputs
-    kinds       classes of the original's outputs that are no plain tensors (`runner.Trial`)
+    mutates     the original itself changes its inputs; spoils: its backward, the gradients that it is given
+    left        settings of the process that the original leaves changed
+    kinds       classes of the original's outputs that are no plain tensors (`trial.Trial`)
+    require     whether each output requires a gradient
     structure   the containers that hold them
     spreads_of  what rounding in other units would do to each quantity
     insensitive which of the named parameters, buffers and inputs the original's output does not depend on
@@ -81,8 +83,11 @@ class Reference:
     others: list[Any] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     structure: str = "Tensor"
+    require: list[bool] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     cotangents: list[Tensor] = field(default_factory=list)
     mutates: bool = False
+    spoils: bool = False
     error: str | None = None
     spreads_of: Callable[[Units], dict[str, Tensor]] = lambda units: {}
     insensitive: Callable[[Sequence[str]], set[str]] = lambda names: set()
@@ -139,6 +144,8 @@ class Original:
         self.device = device
         self.model = file.build(seed).to(device)
         self.initial = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        kinds, buffers = entries(self.model), dict(self.model.named_buffers())
+        self.volatile = {n: buffers[n].detach().clone() for n, kind in kinds.items() if kind == VOLATILE}
         self.role_of = roles(self.model)
         self.golden = file.build(seed).to(device).double()
         self.inputs = [v.to(device) if isinstance(v, Tensor) else v for v in file.inputs(seed)]
@@ -180,7 +187,7 @@ class Original:
         results = []
         for seed in (1, 2):
             inputs = draw_inputs(self.inputs, Case("probe", rows), torch.Generator().manual_seed(0))
-            load_in_place(self.model, self.initial)
+            self._load(self.model, self.initial)
             torch.manual_seed(seed)
             try:
                 results.append(self._run(self.model, inputs, True, None, None).values)
@@ -197,7 +204,7 @@ class Original:
         if not norms or (self.rows is not None and leading_rows(inputs) == 1):
             return state
         momenta = [m.momentum for m in norms]
-        load_in_place(self.golden, state)
+        self._load(self.golden, state)
         for module in norms:
             module.momentum = 1.0
         try:
@@ -208,8 +215,26 @@ class Original:
         wanted = {name for name, role in self.role_of.items() if role in ("mean", "var")}
         return {n: values[n].to(v.dtype) if n in wanted and n in values else v for n, v in state.items()}
 
+    def _load(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        load_in_place(model, state)
+        set_back(model, self.volatile)
+
     def _reference(self, reference: Reference, generator: torch.Generator) -> Reference:
-        """Fill in a reference: eager, golden, the spread of the noisy runs, and what the kinks allow besides."""
+        """Fill in a reference; what the original does not allow of the case's use is left out."""
+        drawn, use = generator.get_state(), reference.case.use
+        fewer = [tuple(word for word in use if word != left_out) for left_out in use]
+        for words in (use, *fewer, ()):
+            try:
+                return self._filled(replace(reference, case=replace(reference.case, use=words)), generator)
+            except ModelFileError:
+                if not words:
+                    raise
+            generator.set_state(drawn)
+            reference = Reference(reference.case, reference.phase, reference.seed, reference.state, reference.inputs)
+        raise AssertionError("a case without a use raises")
+
+    def _filled(self, reference: Reference, generator: torch.Generator) -> Reference:
+        """Eager, golden, the spread of the noisy runs, and what the kinks allow besides."""
         dtypes = self._run_eagerly(reference, generator)
         if reference.error is not None:
             return reference
@@ -250,23 +275,29 @@ class Original:
                 cotangents.append(drawn.to(output.device, output.dtype))
             return cotangents[index]
 
-        load_in_place(self.model, reference.state)
-        recorder = DtypeRecorder()
-        inputs = _copies(reference.inputs)
+        self._load(self.model, reference.state)
+        recorder, use = DtypeRecorder(), reference.case.use
+        inputs = [arranged(value, use) for value in reference.inputs]
+        before = {**reference.state, **self.volatile}
+        options: dict[str, Any] = {"use": use, "before": before}
         try:
-            eager = self._run(self.model, inputs, training, draw if reference.gradients else None, recorder)
+            eager = self._run(self.model, inputs, training, draw if reference.gradients else None, recorder, **options)
         except Exception as error:
             if reference.case.rows == 1:  # in evaluation too, where there are no running statistics
                 reference.error = type(error).__name__
                 return set()
             raise self._cannot_run(f"on its inputs ({reference.case.name}, {reference.phase})", error) from error
         reference.mutates = not same_inputs(eager.inputs, reference.inputs)
+        reference.spoils, reference.left = eager.spoiled, eager.left
+        for name in eager.state - eager.changed:  # buffers that stay are compared by whether the candidate's do
+            if not (training and name in self.initial):
+                eager.values.pop(name, None)
         budget = _FULL_SAMPLE if reference.case.name == "full size" else _SAMPLE
         for name, value in eager.values.items():
             if value.ndim > 1 and value.numel() > budget:
                 reference.samples[name] = Sample.of(value, budget)
         reference.eager, reference.others = reference.sampled(eager.values), eager.others
-        reference.kinds, reference.structure = eager.kinds, eager.structure
+        reference.kinds, reference.structure, reference.require = eager.kinds, eager.structure, eager.require
         return recorder.dtypes
 
     def _golden_run(
@@ -277,12 +308,14 @@ class Original:
         def given(index: int, output: Tensor) -> Tensor:
             return reference.cotangents[index]
 
-        load_in_place(self.golden, reference.state)
+        self._load(self.golden, reference.state)
         inputs = _copies(reference.inputs, double=True)
         backward = given if reference.gradients else None
         mode = Arithmetic(units, seed=seed, kinks=kinks)
+        options: dict[str, Any] = {"use": reference.case.use, "wanted": reference.eager}
         try:
-            return reference.sampled(self._run(self.golden, inputs, reference.training, backward, mode).values)
+            values = self._run(self.golden, inputs, reference.training, backward, mode, **options).values
+            return reference.sampled({name: value for name, value in values.items() if name in reference.eager})
         except Exception as error:
             raise self._cannot_run("in float64, which is what candidates are measured against", error) from error
 
@@ -315,12 +348,13 @@ class Original:
         training: bool,
         cotangent: Callable[[int, Tensor], Tensor] | None,
         mode: AbstractContextManager[Any] | None,
+        **options: Any,
     ) -> Trial:
         with contextlib.ExitStack() as plainly:
             if isinstance(mode, Arithmetic):  # single operations, so that the roundings inside are made as well
                 plainly.enter_context(torch.backends.cudnn.flags(enabled=False))
                 plainly.enter_context(sdpa_kernel(SDPBackend.MATH))
-            return run_trial(model, inputs, training=training, cotangent=cotangent, mode=mode)
+            return run_trial(model, inputs, training=training, cotangent=cotangent, mode=mode, **options)
 
 
 def _copies(inputs: Sequence[Any], *, double: bool = False) -> list[Any]:

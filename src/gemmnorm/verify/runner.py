@@ -9,26 +9,36 @@ here may import more than the loader of files, and everything that goes in and o
 from __future__ import annotations
 
 import contextlib
-import math
+import copy
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from ..userfiles import ModelFile, load_candidate_file, load_model_file, without_dropout
+from .trial import (
+    arranged,
+    changed_settings,
+    distance,
+    entries,
+    load_in_place,
+    moves,
+    run_trial,
+    same_inputs,
+    set_back,
+    settings,
+)
 
-__all__ = ["Runner", "Trial", "load", "load_in_place", "moves", "run_trial", "same_inputs"]
+__all__ = ["Runner", "load"]
 
 _WAIT = 0.05  # seconds in which work that goes on after the call shows
 _STILL = 1e-5  # of an output's norm: what moves it by less has left rounding errors behind
 _SEED = 8_675_309_421  # nobody else's
+_COPIED = 1 << 28  # elements of a state of which there is room for two more
 _CALLS, _CALLS_SECONDS = 150, 0.5  # further calls, for what counts them
 
 # What measures, compares and draws, wherever harnesses do so: nobody's model has to replace it.
@@ -44,99 +54,6 @@ _WATCHED = {
 }
 
 
-@dataclass
-class Trial:
-    """One run of one model.  ``values`` by quantity: "output", "bn.running_var", "grad:gemm.weight", "grad:input0"."""
-
-    values: dict[str, Tensor]
-    others: list[Any]  # outputs that are no tensors
-    inputs: list[Any]  # as they are after the run
-    outputs: list[Tensor]  # the tensors themselves, not copies
-    structure: str  # of the output: "(Tensor, {'aux': Tensor})"
-
-    @property
-    def kinds(self) -> list[str]:
-        """The classes of the outputs, where they are not plain tensors; "" where they are."""
-        return [_kind(y) for y in self.outputs]
-
-
-def run_trial(
-    model: nn.Module,
-    inputs: Sequence[Any],
-    *,
-    training: bool,
-    cotangent: Callable[[int, Tensor], Tensor] | None,
-    mode: AbstractContextManager[Any] | None = None,
-) -> Trial:
-    """Run ``model`` forward, and backward against ``cotangent(i, output_i)`` unless that is None; collect everything.
-
-    The inputs are used as they are (floating-point ones become leaves that require gradients).
-    """
-    model.train(training)
-    model.zero_grad(set_to_none=True)
-    leaves = []
-    for value in inputs:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            value.grad = None
-            value.requires_grad_(cotangent is not None)
-        leaves.append(value)
-    with mode or contextlib.nullcontext(), torch.set_grad_enabled(cotangent is not None):
-        output = model(*leaves)
-        flat, _ = tree_flatten(output)
-        outputs = [value for value in flat if isinstance(value, Tensor)]
-        values = {_output_name(i, len(outputs)): y.detach().clone() for i, y in enumerate(outputs)}
-        if cotangent is not None:
-            pairs = [(y, cotangent(i, y).to(y)) for i, y in enumerate(outputs) if y.requires_grad]
-            if pairs:
-                torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
-    parameters = dict(model.named_parameters())
-    for name, buffer in model.state_dict().items():
-        if name not in parameters and training:
-            values[name] = buffer.detach().clone()
-    if cotangent is not None:
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                values[f"grad:{name}"] = parameter.grad.detach()
-        for i, value in enumerate(leaves):
-            if isinstance(value, Tensor) and value.grad is not None:
-                values[f"grad:input{i}"] = value.grad.detach()
-    model.zero_grad(set_to_none=True)
-    others = [v if isinstance(v, (bool, int, float, str, type(None))) else repr(v) for v in flat if not _tensor(v)]
-    return Trial(values, others, leaves, outputs, _structure(output))
-
-
-def _structure(value: Any) -> str:
-    """Containers with their keys, and tensors; what is neither is compared by its value."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_structure(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return f"({', '.join(f'{name}={_structure(item)}' for name, item in zip(value._fields, value, strict=True))})"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_structure, value))}{',' * (len(value) == 1)})"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_structure, value))}]"
-    return "Tensor" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _output_name(index: int, count: int) -> str:
-    return "output" if count == 1 else f"output[{index}]"
-
-
-def load_in_place(model: nn.Module, state: Mapping[str, Tensor], *, buffers_only: bool = False) -> None:
-    """Write a state into a model as an optimizer would: element by element, in place, behind no hook's back."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, value in model.state_dict(keep_vars=True).items():
-            if not (buffers_only and name in parameters):
-                value.copy_(state[name])
-
-
-def same_inputs(after: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Whether tensors kept every bit (NaN equals NaN)."""
-    pairs = [(a, b) for a, b in zip(after, before, strict=True) if isinstance(b, Tensor)]
-    return all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
-
-
 class Runner:
     """A candidate's file and its model, built anew for each seed.
 
@@ -148,7 +65,11 @@ class Runner:
         self.name = file.name
         self.model = nn.Module()
         self._state: dict[str, Tensor] = {}
-        self._memory: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
+        self._volatile: dict[str, Tensor] = {}
+        self._arguments: tuple[list[Any], dict[str, Any]] = ([], {})
+        self._judged: list[Tensor] = []
+        self.settings_left: list[str] = []
+        self._memory: dict[tuple[Any, ...], Tensor] = {}
         self._outputs: list[tuple[torch.Size, torch.dtype]] = []
         self.functions = _watched()
         self.dropout: tuple[contextlib.ExitStack, list[str]] = (contextlib.ExitStack(), [])
@@ -157,32 +78,56 @@ class Runner:
         """As many of the CPU's as the judge finds worth having."""
         torch.set_num_threads(count)
 
-    def build(self, seed: int, positional: list[Any], keyword: dict[str, Any]) -> dict[str, Tensor]:
-        """Construct the model right after seeding; its state_dict as constructed."""
+    def build(
+        self, seed: int, positional: list[Any], keyword: dict[str, Any], volatile: Sequence[str] = ()
+    ) -> dict[str, Tensor]:
+        """Construct the model right after seeding; its state_dict as constructed.
+
+        ``volatile`` names buffers outside the state_dict that loading a state sets back as well.
+        """
+        found = settings()
         self.model = self.file.build(seed, (positional, keyword))
-        self._state = {}
+        self.settings_left += changed_settings(found)
+        self._state, self._arguments = {}, (positional, keyword)
         own = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.model.to(self.device)
+        buffers = self.model.named_buffers()
+        self._volatile = {name: b.detach().clone() for name, b in buffers if name in volatile}
         return own
+
+    def entries(self) -> dict[str, str]:
+        """What each parameter and buffer is."""
+        return entries(self.model)
+
+    def left(self) -> list[str]:
+        """Settings of the process that loading the file or building the model changed."""
+        return sorted(set(self.settings_left))
 
     def load(self, changed: dict[str, Tensor], how: str, buffers_only: bool = False) -> None:
         """Take over a state of which ``changed`` differs from the one before, as a Case's ``load`` says."""
         self._state.update({name: value.to(self.device) for name, value in changed.items()})
         if how == "state_dict" and not buffers_only:
             self.model.load_state_dict(self._state, strict=True)
+            set_back(self.model, self._volatile)
         else:
-            load_in_place(self.model, self._state, buffers_only=buffers_only or how == "keep")
+            self._restore(buffers_only=buffers_only or how == "keep")
 
-    def run(self, inputs: list[Any], training: bool, cotangents: list[Tensor] | None) -> dict[str, Any]:
+    def _restore(self, *, buffers_only: bool = True) -> None:
+        load_in_place(self.model, self._state, buffers_only=buffers_only)
+        set_back(self.model, self._volatile)
+
+    def run(
+        self, inputs: list[Any], training: bool, cotangents: list[Tensor] | None, use: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """One run: its values, and what was seen besides.
 
-        values, others, kinds, structure  as of :class:`Trial`
+        values, others, kinds, structure, require, state, changed, spoiled, left  as of :class:`Trial`
         mutated   the inputs changed
         late      an output changed after the call had returned
         threads   names of threads that the call started and that still ran when it returned
         reseeded  the call set the random generator's seed; drawn: it moved the generator
         """
-        given = self._inputs(inputs)
+        given = self._inputs(inputs, use)
         self._poison()
         torch.manual_seed(_SEED)
         before, generator = set(threading.enumerate()), torch.get_rng_state()
@@ -192,7 +137,9 @@ class Runner:
             more = index >= len(cotangents)  # outputs than the original, which is found by the structure
             return torch.zeros_like(output) if more else cotangents[index].to(output.device)
 
-        trial = run_trial(self.model, given, training=training, cotangent=None if cotangents is None else cotangent)
+        backward = None if cotangents is None else cotangent
+        state = {**self._state, **self._volatile}
+        trial = run_trial(self.model, given, training=training, cotangent=backward, use=use, before=state)
         started = [t for t in threading.enumerate() if t not in before and t.is_alive()]
         kept = [v for n, v in trial.values.items() if n.startswith("output")]
         for thread in started:
@@ -200,11 +147,17 @@ class Runner:
         late = bool(started) and not _all_same(trial.outputs, kept)
         reseeded = torch.initial_seed() != _SEED
         self._outputs = [(y.shape, y.dtype) for y in trial.outputs]
+        self._judged = kept
         return {
             "values": trial.values,
             "others": trial.others,
             "kinds": trial.kinds,
             "structure": trial.structure,
+            "require": trial.require,
+            "state": trial.state,
+            "changed": trial.changed,
+            "spoiled": trial.spoiled,
+            "left": trial.left,
             "mutated": not same_inputs(trial.inputs, inputs),
             "late": late,
             "threads": [t.name for t in started],
@@ -213,21 +166,23 @@ class Runner:
         }
 
     def side_effects(self, inputs: list[Any], training: bool) -> dict[str, bool]:
-        """Call twice, then again as at first.
+        """Call twice, then again as at first, after a run on the same inputs.
 
         shared     the two calls' outputs lie in the same memory; changed: the second overwrote the first's
         late       an output changed while nothing was called, whatever the two calls share
-        repeats    the same inputs gave the same bits
+        repeats    the same inputs gave the same bits; strays: quite another answer than that run, which was judged
         """
         flat: list[list[Tensor]] = []
         kept: list[list[Tensor]] = []
-        late = False
+        late, strays, judged = False, False, self._judged
+        self._restore()
         for factor in (1.0, 0.5):
             given = self._inputs(inputs)
             for value in given:
                 if isinstance(value, Tensor) and value.is_floating_point():
                     value.data.mul_(factor)
             trial = run_trial(self.model, given, training=training, cotangent=None)
+            strays = strays or (factor == 1.0 and _any_far(trial.outputs, judged))
             own = {_memory(v) for v in given if isinstance(v, Tensor)}
             flat.append([y for y in trial.outputs if _memory(y) not in own])  # an input that is given back is no fault
             returned = [y.clone() for y in flat[-1]]
@@ -237,12 +192,57 @@ class Runner:
         first, second = flat
         shared = any(_memory(a) == _memory(b) != 0 for a in first for b in second)
         changed = not _all_same(first, kept[0])
-        load_in_place(self.model, self._state, buffers_only=True)
+        self._restore()
         given = self._inputs(inputs)
         own = {_memory(v) for v in given if isinstance(v, Tensor)}
         again = run_trial(self.model, given, training=training, cotangent=None).outputs
         repeats = _all_same([y for y in again if _memory(y) not in own], kept[0])
-        return {"shared": shared, "changed": changed, "late": late, "repeats": repeats}
+        strays = strays or _any_far(again, judged)
+        return {"shared": shared, "changed": changed, "late": late, "repeats": repeats, "strays": strays}
+
+    def instances(self, inputs: list[Any]) -> str:
+        """What goes wrong with a second instance beside the model, and with a copy of it; empty if nothing does.
+
+        Another instance takes over other weights, and so do the model, in evaluation, and a copy: all must agree, and
+        leave each other alone.  A copy that raises is told as "copy: ...", since the original's may do so too.
+        """
+        if sum(v.numel() for v in self._state.values()) > _COPIED:
+            return ""
+        model, shifted = self.model, {n: self._shifted(v) for n, v in self._state.items()}
+        self._restore()
+        before = self._forward(inputs)
+        with torch.random.fork_rng(devices=[]):
+            other = self.file.build(1, self._arguments).to(self.device)
+        load_in_place(other, shifted)
+        try:
+            if _any_far(self._forward(inputs), before):
+                return "it gives another answer once a second instance has been built"
+            self.model = other
+            expected = self._forward(inputs)
+            try:
+                self.model = copy.deepcopy(model)
+            except Exception as error:
+                return f"copy: copy.deepcopy of it raises {type(error).__name__}: {error}"
+            load_in_place(model, shifted)
+            copied, self.model = self.model, model
+            if _any_far(self._forward(inputs), expected):
+                return "it does not follow weights that are loaded in evaluation mode"
+            load_in_place(model, self._state)
+            load_in_place(copied, shifted)
+            self.model = copied
+            if _any_far(self._forward(inputs), expected):
+                return "a copy by copy.deepcopy does not follow its own weights"
+            self.model = model
+            return (
+                "it follows the weights of another instance or copy" if _any_far(self._forward(inputs), before) else ""
+            )
+        finally:
+            self.model = model
+            load_in_place(model, self._state)
+
+    @staticmethod
+    def _shifted(value: Tensor) -> Tensor:
+        return 1.25 * value + 0.125 * value.abs().mean() if value.is_floating_point() else value
 
     def wears_off(self, inputs: list[Any]) -> int:
         """How many further calls in evaluation it takes until the answer is quite another one; 0 if it stays."""
@@ -284,7 +284,7 @@ class Runner:
             filled = run_trial(self.model, self._inputs(inputs), training=training, cotangent=None)
         finally:
             torch.use_deterministic_algorithms(strict, warn_only=warn)
-        load_in_place(self.model, self._state, buffers_only=True)
+        self._restore()
         return sum(int(y.isnan().sum()) for y in filled.outputs if y.is_floating_point())
 
     def unordered(self, inputs: list[Any]) -> bool:
@@ -316,16 +316,16 @@ class Runner:
     def _forward(self, inputs: list[Any]) -> list[Tensor]:
         return run_trial(self.model, self._inputs(inputs), training=False, cotangent=None).outputs
 
-    def _inputs(self, inputs: list[Any]) -> list[Any]:
+    def _inputs(self, inputs: list[Any], use: Sequence[str] = ()) -> list[Any]:
         """The inputs in memory that earlier calls of the same shape used, behind PyTorch's version counters."""
         result = []
         if self.device.type == "cuda":
             torch.cuda._sleep(5_000_000)  # whoever does not wait for the current stream reads the inputs too early
         for index, value in enumerate(inputs):
             if isinstance(value, Tensor):
-                key = (index, value.shape, value.dtype)
+                key = (index, value.shape, value.dtype, tuple(use))
                 if key not in self._memory:
-                    self._memory[key] = value.detach().to(self.device, copy=True)
+                    self._memory[key] = arranged(value.to(self.device), use)
                 memory = self._memory[key].detach()
                 memory.data.copy_(value)
                 value = memory
@@ -340,31 +340,6 @@ class Runner:
         for shape, dtype in self._outputs:
             if dtype.is_floating_point and shape.numel() <= 1 << 24:
                 held += [torch.full(shape, float("nan"), dtype=dtype, device=self.device) for _ in range(3)]
-
-
-def moves(
-    model: nn.Module, state: Mapping[str, Tensor], inputs: list[Any], names: Sequence[str]
-) -> Iterator[tuple[str, float]]:
-    """How far a change by half of each of these parameters, buffers and inputs moves the outputs in evaluation."""
-
-    def outputs() -> list[Tensor]:
-        copies = [v.detach().clone() if isinstance(v, Tensor) else v for v in inputs]
-        return [
-            y.double().nan_to_num(0.0).clone() for y in run_trial(model, copies, training=False, cotangent=None).outputs
-        ]
-
-    load_in_place(model, state)
-    before = outputs()
-    own = model.state_dict(keep_vars=True)
-    for name in names:
-        target = inputs[int(name[5:])] if name.startswith("input") and name not in own else own[name]
-        kept = target.detach().clone()
-        with torch.no_grad():
-            target.mul_(1.5).add_(0.25 * kept.abs().mean().nan_to_num(0.0) + 0.01)
-        yield name, max((_distance(a, b) for a, b in zip(outputs(), before, strict=True)), default=0.0)
-        with torch.no_grad():
-            target.copy_(kept)
-    load_in_place(model, state)
 
 
 def _watched() -> dict[str, object]:
@@ -384,18 +359,6 @@ def _foreign(function: object) -> bool:
     return code is None or not code.co_filename.startswith(os.path.dirname(torch.__file__) + os.sep)
 
 
-def _tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _kind(value: Tensor) -> str:
-    """What is special about a tensor: its class, or attributes of its own that stand before PyTorch's."""
-    if type(value) not in (Tensor, nn.Parameter):
-        return type(value).__qualname__
-    own = sorted(name for name in vars(value) if hasattr(Tensor, name)) if hasattr(value, "__dict__") else []
-    return f"Tensor with its own {', '.join(own)}" if own else ""
-
-
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -404,17 +367,13 @@ def _all_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return len(left) == len(right) and all(same_inputs([a], [b.to(a.device)]) for a, b in zip(left, right, strict=True))
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    """‖a − b‖ / ‖b‖; infinite for another shape."""
-    if a.shape != b.shape:
-        return math.inf
-    a, b = a.detach().double().nan_to_num(0.0), b.detach().double().nan_to_num(0.0)
-    return float((a - b).norm() / b.norm().clamp(min=1e-300))
-
-
 def _far(a: Tensor, b: Tensor) -> bool:
     """Apart by more than another order of summation explains."""
-    return _distance(a, b) > 0.02
+    return distance(a, b) > 0.02
+
+
+def _any_far(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return any(_far(a, b) for a, b in zip(left, right, strict=False))
 
 
 def load(model_path: str, candidate_path: str, device: str, precision: str | None) -> Runner:
@@ -424,6 +383,8 @@ def load(model_path: str, candidate_path: str, device: str, precision: str | Non
     functions = _watched()
     off = contextlib.ExitStack()  # for as long as the process lives
     dropped = off.enter_context(without_dropout())
+    found = settings()
     runner = Runner(load_candidate_file(candidate_path, precision), device)
+    runner.settings_left = changed_settings(found)
     runner.functions, runner.dropout = functions, (off, dropped)
     return runner

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..userfiles import ModelFile, ModelFileError
 from .families import FAMILIES, QUICK, Case, draw_inputs, plan_cases, without_rows
 from .golden import Original, Reference
-from .runner import run_trial
+from .trial import run_trial
 
 _LARGE = 4_000_000  # parameters from which on the families are shared out over the seeds
 _SMALL_FLOPS = 2.0e8  # of a forward: below, several CPU threads bring nothing, and cost a lot on a busy machine

@@ -1,0 +1,395 @@
+"""One run of one model, in the way that a caller uses it, and everything that is seen of it.
+
+The original (eagerly, in float64, with rounding errors) and the candidate run through the same :func:`run_trial`: what
+a case asks for besides, its ``use``, happens to all of them, and the limits follow.  A use is a tuple of the words
+below; plain values, because the candidate's process holds these files under other names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+__all__ = [
+    "Trial",
+    "arranged",
+    "changed_settings",
+    "distance",
+    "entries",
+    "load_in_place",
+    "moves",
+    "run_trial",
+    "same_inputs",
+    "set_back",
+    "settings",
+]
+
+# Ways to use a model.
+NO_INPUT_GRADIENT = "inputs without gradients"
+FROZEN = "every second parameter frozen"
+TRANSPOSED = "inputs transposed in memory"
+SLICED = "inputs in a wider tensor"
+EXPANDED = "one cotangent for all elements"
+TURNED = "cotangents transposed in memory"
+SMALL = "small cotangents"
+ADDED = "gradients added to others, twice"
+WRITTEN = "output written to before the backward"
+BETWEEN = "another call before the backward"
+AFTER = "after training"
+
+_SMALL = 2.0**-20
+VOLATILE = "a buffer outside the state_dict"
+
+
+@dataclass
+class Trial:
+    """One run of one model.  ``values`` by quantity: "output", "bn.running_var", "grad:gemm.weight", "grad:input0".
+
+    state    names of the values that are parameters' or buffers'; changed: those that the call changed
+    spoiled  the backward wrote into the gradients that it was given
+    left     settings of the process that the call left changed
+    """
+
+    values: dict[str, Tensor]
+    others: list[Any]  # outputs that are no tensors
+    inputs: list[Any]  # as they are after the run
+    outputs: list[Tensor]  # the tensors themselves, not copies
+    structure: str  # of the output: "(Tensor, {'aux': Tensor})"
+    require: list[bool]  # whether each output requires a gradient
+    state: set[str] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
+    spoiled: bool = False
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The classes of the outputs, where they are not plain tensors; "" where they are."""
+        return [_kind(y) for y in self.outputs]
+
+
+def run_trial(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    *,
+    training: bool,
+    cotangent: Callable[[int, Tensor], Tensor] | None,
+    mode: AbstractContextManager[Any] | None = None,
+    use: Sequence[str] = (),
+    before: Mapping[str, Tensor] | None = None,
+    wanted: Collection[str] = (),
+) -> Trial:
+    """Run ``model`` forward, and backward against ``cotangent(i, output_i)`` unless that is None; collect everything.
+
+    The inputs are used as they are (floating-point ones become leaves that require gradients, unless ``use`` says
+    otherwise).  ``before`` is the state before the run, for `changed`; of parameters, those are values, and ``wanted``.
+    """
+    backward = cotangent is not None
+    leaves = [_leaf(value, backward and NO_INPUT_GRADIENT not in use) for value in inputs]
+    model.zero_grad(set_to_none=True)
+    found, spoiled = settings(), False
+    with _frozen(model, training if FROZEN in use else None):
+        try:
+            if AFTER not in use:
+                set_mode(model, training)
+            with mode or contextlib.nullcontext(), torch.set_grad_enabled(backward):
+                if AFTER in use:
+                    _train_before(model, leaves)
+                    set_mode(model, training)
+                if backward and ADDED in use:
+                    _give_gradients(model)
+                output = model(*leaves)
+                left = ["grad mode"] if torch.is_grad_enabled() != backward else []
+                torch.set_grad_enabled(backward)
+                flat, _ = tree_flatten(output)
+                outputs = [value for value in flat if isinstance(value, Tensor)]
+                values = {_output_name(i, len(outputs)): y.detach().clone() for i, y in enumerate(outputs)}
+                require = [y.requires_grad for y in outputs]
+                held = model(*map(_half, leaves)) if BETWEEN in use else None
+                if cotangent is not None:
+                    spoiled = _run_backward(outputs, cotangent, use)
+                del held
+            left += changed_settings(found)
+        finally:  # who forgot to set it back has failed, and is not to take others along
+            torch.set_default_dtype(found["default dtype"])
+        state, changed = _collect(model, before, wanted, values)
+        if backward:
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    values[f"grad:{name}"] = parameter.grad.detach()
+            for i, value in enumerate(leaves):
+                if isinstance(value, Tensor) and value.grad is not None:
+                    values[f"grad:input{i}"] = value.grad.detach()
+    model.zero_grad(set_to_none=True)
+    others = [v if isinstance(v, (bool, int, float, str, type(None))) else repr(v) for v in flat if not _tensor(v)]
+    return Trial(values, others, leaves, outputs, _structure(output), require, state, changed, spoiled, left)
+
+
+def _leaf(value: Any, require: bool) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        value.grad = None
+        value.requires_grad_(require)
+    return value
+
+
+def set_mode(model: nn.Module, training: bool) -> None:
+    """As a program does: where the mode changes, not before every call, and not after a state has been loaded."""
+    if any(module.training != training for module in model.modules()):
+        model.train(training)
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module, training: bool | None) -> Iterator[None]:
+    """Every second parameter without gradient: those of odd places by name in training, the others in evaluation."""
+    named = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad) if training is not None else []
+    chosen = [p for _, p in named[1 if training else 0 :: 2]]
+    for parameter in chosen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+
+
+def _give_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+
+
+def _half(value: Any) -> Any:
+    """Other contents of the same kind, for calls whose results nobody looks at."""
+    if not isinstance(value, Tensor):
+        return value
+    copied = value.detach().clone()
+    return copied.mul_(0.5) if copied.is_floating_point() else copied
+
+
+def _train_before(model: nn.Module, leaves: Sequence[Any]) -> None:
+    """Evaluation, a training step with its backward, and a training call without one."""
+    for training, backward in ((False, False), (True, True), (True, False)):
+        set_mode(model, training)
+        with torch.set_grad_enabled(backward):
+            flat, _ = tree_flatten(model(*map(_half, leaves)))
+            if roots := [y for y in flat if isinstance(y, Tensor) and y.requires_grad and backward]:
+                torch.autograd.backward(roots, [torch.ones_like(y) for y in roots])
+        model.zero_grad(set_to_none=True)
+
+
+def _run_backward(outputs: Sequence[Tensor], cotangent: Callable[[int, Tensor], Tensor], use: Sequence[str]) -> bool:
+    """Backward from every output that requires a gradient; whether it wrote into what it was given."""
+    roots = [(i, y) for i, y in enumerate(outputs) if y.requires_grad]
+    if not roots:
+        return False
+    given = [_laid_out(cotangent(i, y).to(y), use) for i, y in roots]
+    kept = [g.clone() for g in given]
+    if WRITTEN in use:
+        for _, y in roots:
+            y.add_(1.0)
+    for last in (False, True) if ADDED in use else (True,):
+        torch.autograd.backward([y for _, y in roots], list(given), retain_graph=not last)
+    return not same_inputs(given, kept)
+
+
+def _laid_out(cotangent: Tensor, use: Sequence[str]) -> Tensor:
+    """A copy of a cotangent, as callers may give it."""
+    if EXPANDED in use and cotangent.numel():
+        return cotangent.flatten()[:1].clone().reshape([1] * cotangent.ndim).expand(cotangent.shape)
+    if SMALL in use:
+        return cotangent * _SMALL
+    return _turned(cotangent) if TURNED in use else cotangent.clone()
+
+
+def _turned(value: Tensor) -> Tensor:
+    """A copy with the last dimension outermost in memory."""
+    if value.ndim < 2:
+        return value.clone()
+    return value.movedim(-1, 0).clone(memory_format=torch.contiguous_format).movedim(0, -1)
+
+
+def arranged(value: Any, use: Sequence[str]) -> Any:
+    """A copy of an input as the use lays it out in memory; what is no tensor stays."""
+    if not isinstance(value, Tensor):
+        return value
+    if TRANSPOSED in use:
+        return _turned(value.detach())
+    if SLICED in use and value.ndim:
+        width = value.shape[-1]
+        wide = value.detach().new_zeros((*value.shape[:-1], width + 3))
+        wide[..., 1 : 1 + width] = value.detach()
+        return wide[..., 1 : 1 + width]
+    return value.detach().clone()
+
+
+def _collect(
+    model: nn.Module, before: Mapping[str, Tensor] | None, wanted: Collection[str], values: dict[str, Tensor]
+) -> tuple[set[str], set[str]]:
+    """Add buffers, and parameters that changed, to ``values``; names of the state among them, and of what changed.
+
+    Buffers are read before ``state_dict()`` is asked for: a model may use that call to write what is pending.
+    """
+    parameters, before = dict(model.named_parameters()), before or {}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    for name, value in model.state_dict().items():
+        if name not in parameters and name not in buffers:
+            buffers[name] = value.detach().clone()
+    changed = {name for name, b in buffers.items() if name in before and not _same_bits(b, before[name])}
+    for name, parameter in parameters.items():
+        if name in before and not _same_bits(parameter.detach(), before[name]):
+            changed.add(name)
+        if name in changed or name in wanted:
+            values[name] = parameter.detach().clone()
+    values.update(buffers)
+    return {*buffers, *parameters}, changed
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and (torch.equal(a, b) or same_inputs([a], [b]))
+
+
+def settings() -> dict[str, Any]:
+    """Settings of the process that a call has no business with, by name."""
+    cudnn = torch.backends.cudnn
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "precision of float32 products": _precisions(),
+        "number of threads": torch.get_num_threads(),
+        "deterministic algorithms": (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic),
+        "cuDNN's benchmark": cudnn.benchmark,
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "Python's random state": random.getstate(),
+        "NumPy's random state": _plain(numpy.get_state(legacy=True)) if hasattr(numpy, "get_state") else None,
+        "warning filters": (len(sys.modules), list(warnings.filters)),
+    }
+
+
+def _precisions() -> tuple[Any, ...]:
+    found: list[Any] = [torch.get_float32_matmul_precision()]
+    for owner in (torch.backends.cuda.matmul, torch.backends.cudnn):
+        try:
+            found.append(owner.allow_tf32)
+        except RuntimeError:  # where PyTorch's newer interface has been used
+            found.append(None)
+    return tuple(found)
+
+
+def _plain(state: Any) -> tuple[Any, ...]:
+    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
+
+
+def changed_settings(before: Mapping[str, Any]) -> list[str]:
+    """Which settings are others than ``before``; a module that is imported for the first time may add filters."""
+    now = settings()
+    imported = now["warning filters"][0] != before["warning filters"][0]
+    drawn = before["NumPy's random state"] is None
+    return [
+        name
+        for name, value in before.items()
+        if now[name] != value and not (imported and name == "warning filters") and not (drawn and "NumPy" in name)
+    ]
+
+
+def _structure(value: Any) -> str:
+    """Containers with their keys, and tensors; what is neither is compared by its value."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_structure(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return f"({', '.join(f'{name}={_structure(item)}' for name, item in zip(value._fields, value, strict=True))})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_structure, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_structure, value))}]"
+    return "Tensor" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _output_name(index: int, count: int) -> str:
+    return "output" if count == 1 else f"output[{index}]"
+
+
+def _tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _kind(value: Tensor) -> str:
+    """What is special about a tensor: its class, or attributes of its own that stand before PyTorch's."""
+    if type(value) not in (Tensor, nn.Parameter):
+        return type(value).__qualname__
+    own = sorted(name for name in vars(value) if hasattr(Tensor, name)) if hasattr(value, "__dict__") else []
+    return f"Tensor with its own {', '.join(own)}" if own else ""
+
+
+def load_in_place(model: nn.Module, state: Mapping[str, Tensor], *, buffers_only: bool = False) -> None:
+    """Write a state into a model as an optimizer would: element by element, in place, behind no hook's back."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in model.state_dict(keep_vars=True).items():
+            if not (buffers_only and name in parameters):
+                value.copy_(state[name])
+
+
+def set_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Write values into buffers, those that no state_dict holds."""
+    if values:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in values:
+                    buffer.copy_(values[name])
+
+
+def entries(model: nn.Module) -> dict[str, str]:
+    """What each parameter and buffer is: a parameter, a frozen one, a buffer or one outside the state_dict."""
+    found = {name: "a parameter" if p.requires_grad else "a frozen parameter" for name, p in model.named_parameters()}
+    kept = model.state_dict().keys()
+    buffers = ((name, "a buffer" if name in kept else "") for name, _ in model.named_buffers())
+    return {**found, **{name: kind or VOLATILE for name, kind in buffers}}
+
+
+def same_inputs(after: Sequence[Any], before: Sequence[Any]) -> bool:
+    """Whether tensors kept every bit (NaN equals NaN)."""
+    pairs = [(a, b) for a, b in zip(after, before, strict=True) if isinstance(b, Tensor)]
+    return all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
+
+
+def moves(
+    model: nn.Module, state: Mapping[str, Tensor], inputs: list[Any], names: Sequence[str]
+) -> Iterator[tuple[str, float]]:
+    """How far a change by half of each of these parameters, buffers and inputs moves the outputs in evaluation."""
+
+    def outputs() -> list[Tensor]:
+        copies = [v.detach().clone() if isinstance(v, Tensor) else v for v in inputs]
+        return [
+            y.double().nan_to_num(0.0).clone() for y in run_trial(model, copies, training=False, cotangent=None).outputs
+        ]
+
+    load_in_place(model, state)
+    before = outputs()
+    own = model.state_dict(keep_vars=True)
+    for name in names:
+        target = inputs[int(name[5:])] if name.startswith("input") and name not in own else own[name]
+        kept = target.detach().clone()
+        with torch.no_grad():
+            target.mul_(1.5).add_(0.25 * kept.abs().mean().nan_to_num(0.0) + 0.01)
+        yield name, max((distance(a, b) for a, b in zip(outputs(), before, strict=True)), default=0.0)
+        with torch.no_grad():
+            target.copy_(kept)
+    load_in_place(model, state)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """‖a − b‖ / ‖b‖; infinite for another shape."""
+    if a.shape != b.shape:
+        return float("inf")
+    a, b = a.detach().double().nan_to_num(0.0), b.detach().double().nan_to_num(0.0)
+    return float((a - b).norm() / b.norm().clamp(min=1e-300))
