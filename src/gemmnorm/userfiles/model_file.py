@@ -142,7 +142,7 @@ def load_candidate_file(path: str | Path, precision: str | None = None) -> Model
 
 def load_source(source: str, name: str, *, file: str | None = None) -> types.ModuleType:
     """Execute ``source`` as a module called after ``name``; without ``file`` the module has no ``__file__``."""
-    digest = hashlib.sha256(f"{file or name}\0{source}".encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"{file or name}\0{source}".encode(errors="surrogateescape")).hexdigest()[:12]
     stem = re.sub(r"\W", "_", Path(name).stem) or "source"
     module = types.ModuleType(f"user_{stem}_{digest}")
     shown = file or f"<{name}>"

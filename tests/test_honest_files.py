@@ -1,0 +1,93 @@
+"""What is ordinary in somebody's file, path or terminal, and must not end in a traceback or in "not equal"."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gemmnorm.cli import main as cli
+
+MODEL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gemm = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.gemm(x)
+
+def get_inputs():
+    return [torch.randn(9, 6)]
+
+def get_init_inputs():
+    return []
+"""
+ASCII = {"PYTHONIOENCODING": "ascii"}
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def run(command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """What a shell does with `gemmnorm COMMAND`."""
+    line = f"{sys.executable} -m gemmnorm {command}"
+    how = {**os.environ, **(environment or {})}
+    return subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, errors="replace", env=how)
+
+
+# ---------------------------------------------------------------------------------------------- terminals and paths
+
+
+@pytest.mark.parametrize("environment", [ASCII, C_LOCALE], ids=["ascii", "C"])
+def test_a_terminal_that_lacks_characters_changes_no_exit_code(environment: dict[str, str]) -> None:
+    Path("m.py").write_text(MODEL)
+    for command in ("verify m.py m.py --device cpu --quick --no-report", "--help"):
+        done = run(command, environment)
+        assert done.returncode == 0 and "Traceback" not in done.stderr and done.stdout, done.stderr
+
+
+def test_a_closed_standard_output_changes_no_exit_code() -> None:
+    Path("m.py").write_text(MODEL)
+    done = run("verify m.py m.py --device cpu --quick --json r.json >&- 2>&- <&-")
+    assert done.returncode == 0 and json.loads(Path("r.json").read_text())["equal"]
+
+
+def test_a_path_that_the_locale_cannot_decode() -> None:
+    Path("mö.py").write_text(MODEL)
+    done = run("verify mö.py mö.py --device cpu --quick --json r.json --report ö.html", C_LOCALE)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(Path("r.json").read_text())["model"] == "mö.py" and "mö.py" in Path("ö.html").read_text()
+
+
+def test_a_fault_of_our_own_is_no_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(cli._RUN, "doctor", lambda *_: 1 // 0)
+    assert cli.main(["doctor"]) == 2 and "ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--json=", "expected a path; got ''"),
+        ("--report=", "expected a path; got ''"),
+        ("--device=", "expected cpu, cuda or cuda:N; got ''"),
+        ("--device=meta", "expected cpu, cuda or cuda:N; got 'meta'"),
+    ],
+)
+def test_options_that_name_nothing_are_refused(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("m.py").write_text(MODEL)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", "m.py", "m.py", option])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
