@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import json
 import os
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gemmnorm.cli import main as cli
+from gemmnorm.export import export
 
 MODEL = """
 import torch
@@ -91,3 +94,36 @@ def test_options_that_name_nothing_are_refused(option: str, said: str, capsys: p
     with pytest.raises(SystemExit) as ended:
         cli.main(["verify", "m.py", "m.py", option])
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ what is written
+
+
+CHAIN = """
+import torch
+from torch import nn
+from torch import *
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gemm, self.bn = nn.Linear(6, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return nn.functional.hardtanh(self.bn(self.gemm(x)), 0.0, math.inf)
+
+def get_inputs():
+    return [torch.randn(9, 6)]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def test_a_written_file_calls_nothing_that_the_model_could_have_renamed() -> None:
+    """`from torch import *` makes `any`, `all` and `float` PyTorch's."""
+    Path("m.py").write_text(CHAIN.replace("import torch\n", "import math\nimport torch\n", 1))
+    tail = export("m.py", None).source.partition("import builtins as _builtins\n")[2]
+    read = {node.id for node in ast.walk(ast.parse(tail)) if isinstance(node, ast.Name)}
+    assert read & set(dir(builtins)) == {"staticmethod"}
+    assert cli.main(["optimize", "m.py", "--device", "cpu", "--quick", "--no-compile", "-q"]) == 0
