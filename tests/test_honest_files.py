@@ -127,3 +127,22 @@ def test_a_written_file_calls_nothing_that_the_model_could_have_renamed() -> Non
     read = {node.id for node in ast.walk(ast.parse(tail)) if isinstance(node, ast.Name)}
     assert read & set(dir(builtins)) == {"staticmethod"}
     assert cli.main(["optimize", "m.py", "--device", "cpu", "--quick", "--no-compile", "-q"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("optimize m.py -o j.py --json j.py", "--json: expected a file of its own; got j.py, which is NEW.py as well"),
+        ("optimize m.py --json m_new.txt", "got m_new.txt, which is NEW.txt as well"),
+        ("optimize m.py -o link.py", "NEW.py: expected a file of its own; got link.py, which is m.py as well"),
+        ("verify m.py m.py --json r.html", "--report: expected a file of its own; got r.html, which is --json as well"),
+        ("verify m.py m.py --json r --report ./r", "got ./r, which is --json as well"),
+    ],
+)
+def test_two_files_that_are_written_are_never_one(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("m.py").write_text(MODEL)
+    os.link("m.py", "link.py")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert sorted(path.name for path in Path().iterdir()) == ["link.py", "m.py"]

@@ -315,6 +315,41 @@ def check_outputs(arguments: argparse.Namespace, parser: argparse.ArgumentParser
         if why:
             print(f"gemmnorm: no page: {why}", file=sys.stderr)
         arguments.page = None if why else chosen
+    _check_distinct(arguments, data, f"--{option}", parser)
+
+
+def _check_distinct(
+    arguments: argparse.Namespace, data: str | None, page: str, parser: argparse.ArgumentParser
+) -> None:
+    """No two files that are written are one file, and none is a file that is read."""
+    written = {"--json": data, page: arguments.page}
+    if arguments.command == "optimize":
+        from .optimize import output_path, reports_of
+
+        output = output_path(arguments.model, arguments.output)
+        beside = {f"NEW{path.suffix}": path for path in reports_of(output)}
+        if data and _identity(data) == _identity(beside["NEW.json"]):  # one document
+            del written["--json"]
+        written = {"NEW.py": output, **beside, **written}
+    known = {_identity(path): path for path in _read(arguments)}
+    for name, path in written.items():
+        if path is not None and (other := known.setdefault(_identity(path), name)) != name:
+            parser.error(f"{name}: expected a file of its own; got {path}, which is {other} as well")
+
+
+def _read(arguments: argparse.Namespace) -> list[str]:
+    """The files that a command reads; not older results, which a new one may replace."""
+    named = [getattr(arguments, name, None) for name in ("model", "new", "result")]
+    return [path for path in (*named, *getattr(arguments, "files", ()), *getattr(arguments, "what", ())) if path]
+
+
+def _identity(path: str | Path) -> object:
+    """Equal for two paths of one file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return Path(path).resolve()
+    return found.st_dev, found.st_ino
 
 
 def _not_writable(path: str) -> str | None:
