@@ -9,11 +9,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gemmnorm.cli import main as cli
 from gemmnorm.export import export
+from gemmnorm.verify.answer import check_files
 
 MODEL = """
 import torch
@@ -146,3 +148,63 @@ def test_two_files_that_are_written_are_never_one(command: str, said: str, capsy
         cli.main(command.split())
     assert ended.value.code == 2 and said in capsys.readouterr().err
     assert sorted(path.name for path in Path().iterdir()) == ["link.py", "m.py"]
+
+
+# ------------------------------------------------------------------------------------- a file is equal to itself
+
+
+FORWARD = """
+import dataclasses
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gemm, self.bn, self.t = nn.Linear(8, 8), nn.BatchNorm1d(8), torch.randn(8, 8)
+        self.first, self.gru = nn.ReLU(inplace=True), nn.GRU(8, 4, 2, dropout=0.5, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x):
+        y = self.bn(self.gemm(x))
+        BODY
+
+def get_inputs():
+    return [torch.randn(24, 8)]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def itself(body: str, other: str | None = None) -> dict[str, Any]:
+    """What `verify` says of a forward that does `body`, and of a replacement that does `other`, or the same."""
+    Path("model.py").write_text(FORWARD.replace("BODY", body))
+    Path("new.py").write_text(FORWARD.replace("BODY", other or body).replace("class Model(", "class ModelNew("))
+    return check_files("model.py", "new.py", 1, "cpu", effort="quick")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return torch.ones(3, y.shape[0]) @ y",
+        "return torch.zeros(3, 8).index_add(0, torch.arange(y.shape[0]) % 3, y)",
+        "return y @ self.t",
+        "return y @ torch.tensor(self.t.tolist(), dtype=torch.float32)",
+        "return torch.lerp(y, self.t[:1].expand_as(y), self.t[1:2].expand_as(y))",
+        "return y @ torch.empty(8, 8).normal_(generator=torch.Generator().manual_seed(0))",
+    ],
+)
+def test_constants_of_float32(body: str) -> None:
+    """Where the original runs in float64, so do they."""
+    found = itself(body)
+    assert found["equal"], found["reason"]
+
+
+def test_what_a_generator_draws_is_the_originals() -> None:
+    """In float64 it would be other numbers, and each would be an error of the original's own."""
+    draw = "y @ torch.randn(8, 8, generator=torch.Generator().manual_seed(0))"
+    found = itself(f"return {draw}")
+    assert found["equal"] and found["properties"]["output_error"]["eval"]["eager_error"] < 1e-6, found["reason"]
+    assert not itself(f"return {draw}", f"return {draw} * 1.001")["equal"]

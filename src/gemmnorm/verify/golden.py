@@ -320,6 +320,8 @@ class Original:
             if isinstance(mode, Arithmetic):  # single operations, so that the roundings inside are made as well
                 plainly.enter_context(torch.backends.cudnn.flags(enabled=False))
                 plainly.enter_context(sdpa_kernel(SDPBackend.MATH))
+                plainly.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
             return run_trial(model, inputs, training=training, cotangent=cotangent, mode=mode)
 
 
