@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from gemmnorm.cli import main as cli
 from gemmnorm.export import export
+from gemmnorm.userfiles import DROPOUT_NOTE, without_dropout
 from gemmnorm.verify.answer import check_files
 
 MODEL = """
@@ -153,8 +157,23 @@ def test_two_files_that_are_written_are_never_one(command: str, said: str, capsy
 # ------------------------------------------------------------------------------------- a file is equal to itself
 
 
-FORWARD = """
+OBJECTS = """
 import dataclasses
+import torch
+
+@dataclasses.dataclass
+class Out:
+    y: torch.Tensor
+    loss: float = 0.5
+
+class Named(dict):
+    pass
+
+class Plain:
+    def __init__(self, y):
+        self.y = y
+"""
+FORWARD = """
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -163,8 +182,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.gemm, self.bn, self.t = nn.Linear(8, 8), nn.BatchNorm1d(8), torch.randn(8, 8)
-        self.first, self.gru = nn.ReLU(inplace=True), nn.GRU(8, 4, 2, dropout=0.5, batch_first=True)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.inner = MODULE
 
     def forward(self, x):
         y = self.bn(self.gemm(x))
@@ -178,10 +196,11 @@ def get_init_inputs():
 """
 
 
-def itself(body: str, other: str | None = None) -> dict[str, Any]:
+def itself(body: str, other: str | None = None, module: str = "nn.ReLU(inplace=True)") -> dict[str, Any]:
     """What `verify` says of a forward that does `body`, and of a replacement that does `other`, or the same."""
-    Path("model.py").write_text(FORWARD.replace("BODY", body))
-    Path("new.py").write_text(FORWARD.replace("BODY", other or body).replace("class Model(", "class ModelNew("))
+    text = (OBJECTS + FORWARD).replace("MODULE", module)
+    Path("model.py").write_text(text.replace("BODY", body))
+    Path("new.py").write_text(text.replace("BODY", other or body).replace("class Model(", "class ModelNew("))
     return check_files("model.py", "new.py", 1, "cpu", effort="quick")
 
 
@@ -208,3 +227,89 @@ def test_what_a_generator_draws_is_the_originals() -> None:
     found = itself(f"return {draw}")
     assert found["equal"] and found["properties"]["output_error"]["eval"]["eager_error"] < 1e-6, found["reason"]
     assert not itself(f"return {draw}", f"return {draw} * 1.001")["equal"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "x += 1; return self.gemm(x)",
+        "return self.bn(self.gemm(self.inner(x)))",
+        "F.relu(x, inplace=True); return x",
+    ],
+)
+def test_a_forward_that_writes_into_its_input(body: str) -> None:
+    found = itself(body)
+    assert found["equal"], found["reason"]
+    assert not found["properties"]["inputs_mutated"]
+
+
+def test_a_replacement_alone_that_writes_into_its_input_is_refused() -> None:
+    found = itself("return self.gemm(x * 2)", "x *= 2; return self.gemm(x)")
+    assert found["fault"]["class"] == "inputs_changed"
+
+
+@pytest.mark.parametrize(
+    ("result", "module"),
+    [
+        ("self.inner(y[None])", "nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)"),
+        ("F.scaled_dot_product_attention(y, y, y, dropout_p=0.5 * self.training)", "None"),
+        ("self.inner(y[None])[0]", "nn.GRU(8, 4, 2, dropout=0.5, batch_first=True)"),
+        ("torch.dropout(y, 0.5, self.training)", "None"),
+    ],
+)
+def test_every_dropout_is_switched_off(result: str, module: str) -> None:
+    found = itself(f"return {result}", module=module)
+    assert found["equal"] and DROPOUT_NOTE in found["warnings"], found["reason"]
+    assert not itself(f"return {result}", f"return {result} * 1.001", module)["equal"]
+
+
+def test_dropouts_are_pytorchs_again() -> None:
+    gru, x = nn.GRU(4, 4, 2, dropout=0.5), torch.ones(3, 2, 4)
+    functions = F.scaled_dot_product_attention, nn.GRU.forward, torch.dropout
+    with without_dropout() as used:
+        assert torch.equal(gru(x)[0], gru(x)[0]) and used == ["GRU"] and gru.dropout == 0.5
+    assert (F.scaled_dot_product_attention, nn.GRU.forward, torch.dropout) == functions
+    assert not torch.equal(gru(x)[0], gru(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("output", "other"),
+    [
+        ("Out(y)", "Out(y * 1.001)"),
+        ("Out(y, 2.0)", "Out(y, 2.001)"),
+        ("Named(y=y)", "Named(y=y * 1.001)"),
+        ("Named(y=y)", "{'y': y}"),
+        ("Plain(y)", "Plain(y * 1.001)"),
+        ("Plain([y, {'z': Out(y)}])", "Plain([y, {'z': Out(y * 1.001)}])"),
+        ("(y, y.mean().item())", "(y, y.mean().item() * 1.001)"),
+        ("(y, y.detach().numpy())", "(y, y.detach().numpy() * 1.001)"),
+        ("torch.fft.rfft(y)", "torch.fft.rfft(y).conj()"),
+        ("torch.fft.rfft(y)", "torch.view_as_real(torch.fft.rfft(y))"),
+        ("(y, self.gemm.bias, self.bn.running_mean)", "(y, self.gemm.bias, self.bn.running_var)"),
+        ("(y, self.gemm.bias.clone())", "(y, self.gemm.bias)"),
+        ("(y, Plain)", "(y, Out)"),
+    ],
+)
+def test_whatever_a_forward_returns_is_equal_to_itself(output: str, other: str) -> None:
+    found = itself(f"return {output}")
+    assert found["equal"], found["reason"]
+    assert not itself(f"return {output}", f"return {other}")["equal"]
+
+
+def test_numbers_of_the_same_value_need_not_be_the_same_bits() -> None:
+    found = itself("return y, y.mean().item()", "return y, (y.sum() / y.numel()).item()")
+    assert found["equal"], found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("text", "instead", "said"),
+    [
+        ("nn.BatchNorm1d(8)", "nn.LazyBatchNorm1d()", "bn.weight waits for the first call (a lazy module)"),
+        ("BODY", "return y.to_sparse()", "expected dense tensors as outputs, got one of layout torch.sparse_coo"),
+        ("BODY", "return (y + 0).to_sparse() @ self.t", "it computes with sparse tensors, whose rounding errors"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_a_sentence(text: str, instead: str, said: str) -> None:
+    Path("m.py").write_text(FORWARD.replace(text, instead).replace("BODY", "return y").replace("MODULE", "None"))
+    found = check_files("m.py", "m.py", 1, "cpu", effort="quick")
+    assert found["verdict"] == "model_bad" and said in found["reason"], found["reason"]

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import GemmNormError
 
@@ -98,6 +99,17 @@ class ModelFile:
                 f"{self.name}: {self.class_name}(*get_init_inputs()) must build the model, "
                 f"it raised {_first_line(error)}{_where(error, self.module)}"
             ) from error
+
+    def build_whole(self, seed: int, arguments: tuple[list[Any], dict[str, Any]] | None = None) -> nn.Module:
+        """`build`, for who needs every parameter: a lazy module's have no shape before its first call."""
+        model = self.build(seed, arguments)
+        for name, value in model.state_dict(keep_vars=True).items():
+            if is_lazy(value):
+                raise ModelFileError(
+                    f"{self.name}: {self.class_name} must have its parameters once it is built, {name} waits for the "
+                    "first call (a lazy module); give the module its sizes"
+                )
+        return model
 
     def run_once(self) -> None:
         """Build the model and run it, to know whether it runs at all."""

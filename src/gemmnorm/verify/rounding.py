@@ -160,6 +160,8 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert self.units is not None
         outputs = [o for o in (result if isinstance(result, (tuple, list)) else (result,)) if _is_real(o)]
         inputs = [a for a in args if isinstance(a, Tensor)]
+        if any(tensor.layout != torch.strided for tensor in (*outputs, *inputs)):
+            raise NotImplementedError("it computes with sparse tensors, whose rounding errors are not known")
         # An output that is another view of an input was not computed; an in-place result is the input itself.
         outputs = [o for o in outputs if not any(o is not a and _same_memory(o, a) for a in inputs)]
         if not outputs:

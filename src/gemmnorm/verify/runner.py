@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from ..userfiles import ModelFile, load_candidate_file, load_model_file, without_dropout
+from .outputs import take_apart
 
-__all__ = ["Runner", "Trial", "load", "load_in_place", "moves", "run_trial", "same_inputs"]
+__all__ = ["Runner", "Trial", "load", "load_in_place", "moves", "run_trial", "same_inputs", "shared_outputs"]
 
 _WAIT = 0.05  # seconds in which work that goes on after the call shows
 _STILL = 1e-5  # of an output's norm: what moves it by less has left rounding errors behind
@@ -49,7 +49,7 @@ class Trial:
     """One run of one model.  ``values`` by quantity: "output", "bn.running_var", "grad:gemm.weight", "grad:input0"."""
 
     values: dict[str, Tensor]
-    others: list[Any]  # outputs that are no tensors
+    others: list[Any]  # outputs that are neither tensors nor floating-point numbers
     inputs: list[Any]  # as they are after the run
     outputs: list[Tensor]  # the tensors themselves, not copies
     structure: str  # of the output: "(Tensor, {'aux': Tensor})"
@@ -70,7 +70,8 @@ def run_trial(
 ) -> Trial:
     """Run ``model`` forward, and backward against ``cotangent(i, output_i)`` unless that is None; collect everything.
 
-    The inputs are used as they are (floating-point ones become leaves that require gradients).
+    The inputs are used as they are (floating-point ones become leaves that require gradients, and the model gets what
+    has the same memory and is no leaf: it may write into it).
     """
     model.train(training)
     model.zero_grad(set_to_none=True)
@@ -80,15 +81,16 @@ def run_trial(
             value.grad = None
             value.requires_grad_(cotangent is not None)
         leaves.append(value)
+    given = [_Given.apply(v) if isinstance(v, Tensor) and v.requires_grad else v for v in leaves]
     with mode or contextlib.nullcontext(), torch.set_grad_enabled(cotangent is not None):
-        output = model(*leaves)
-        flat, _ = tree_flatten(output)
-        outputs = [value for value in flat if isinstance(value, Tensor)]
+        found = take_apart(model(*given))
+        outputs = found.tensors
         values = {_output_name(i, len(outputs)): y.detach().clone() for i, y in enumerate(outputs)}
         if cotangent is not None:
             pairs = [(y, cotangent(i, y).to(y)) for i, y in enumerate(outputs) if y.requires_grad]
             if pairs:
                 torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+    values.update({f"output number[{i}]": number for i, number in enumerate(found.numbers)})
     parameters = dict(model.named_parameters())
     for name, buffer in model.state_dict().items():
         if name not in parameters and training:
@@ -101,21 +103,19 @@ def run_trial(
             if isinstance(value, Tensor) and value.grad is not None:
                 values[f"grad:input{i}"] = value.grad.detach()
     model.zero_grad(set_to_none=True)
-    others = [v if isinstance(v, (bool, int, float, str, type(None))) else repr(v) for v in flat if not _tensor(v)]
-    return Trial(values, others, leaves, outputs, _structure(output))
+    return Trial(values, found.others, leaves, outputs, found.structure)
 
 
-def _structure(value: Any) -> str:
-    """Containers with their keys, and tensors; what is neither is compared by its value."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_structure(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return f"({', '.join(f'{name}={_structure(item)}' for name, item in zip(value._fields, value, strict=True))})"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_structure, value))}{',' * (len(value) == 1)})"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_structure, value))}]"
-    return "Tensor" if isinstance(value, Tensor) else type(value).__name__
+class _Given(torch.autograd.Function):  # type: ignore[misc]
+    """A leaf as an input that is none: the same memory, and gradients go to the leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 def _output_name(index: int, count: int) -> str:
@@ -159,7 +159,7 @@ class Runner:
 
     def build(self, seed: int, positional: list[Any], keyword: dict[str, Any]) -> dict[str, Tensor]:
         """Construct the model right after seeding; its state_dict as constructed."""
-        self.model = self.file.build(seed, (positional, keyword))
+        self.model = self.file.build_whole(seed, (positional, keyword))
         self._state = {}
         own = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.model.to(self.device)
@@ -194,7 +194,7 @@ class Runner:
 
         trial = run_trial(self.model, given, training=training, cotangent=None if cotangents is None else cotangent)
         started = [t for t in threading.enumerate() if t not in before and t.is_alive()]
-        kept = [v for n, v in trial.values.items() if n.startswith("output")]
+        kept = list(trial.values.values())[: len(trial.outputs)]
         for thread in started:
             thread.join(_WAIT)
         late = bool(started) and not _all_same(trial.outputs, kept)
@@ -212,9 +212,10 @@ class Runner:
             "drawn": not torch.equal(torch.get_rng_state(), generator),
         }
 
-    def side_effects(self, inputs: list[Any], training: bool) -> dict[str, bool]:
+    def side_effects(self, inputs: list[Any], training: bool, own: Sequence[int] = ()) -> dict[str, bool]:
         """Call twice, then again as at first.
 
+        own        which outputs two calls of the original share as well, such as a parameter: not looked at
         shared     the two calls' outputs lie in the same memory; changed: the second overwrote the first's
         late       an output changed while nothing was called, whatever the two calls share
         repeats    the same inputs gave the same bits
@@ -228,8 +229,7 @@ class Runner:
                 if isinstance(value, Tensor) and value.is_floating_point():
                     value.data.mul_(factor)
             trial = run_trial(self.model, given, training=training, cotangent=None)
-            own = {_memory(v) for v in given if isinstance(v, Tensor)}
-            flat.append([y for y in trial.outputs if _memory(y) not in own])  # an input that is given back is no fault
+            flat.append(_made(trial.outputs, given, own))
             returned = [y.clone() for y in flat[-1]]
             time.sleep(_WAIT)
             late = late or not _all_same(flat[-1], returned)
@@ -239,9 +239,8 @@ class Runner:
         changed = not _all_same(first, kept[0])
         load_in_place(self.model, self._state, buffers_only=True)
         given = self._inputs(inputs)
-        own = {_memory(v) for v in given if isinstance(v, Tensor)}
         again = run_trial(self.model, given, training=training, cotangent=None).outputs
-        repeats = _all_same([y for y in again if _memory(y) not in own], kept[0])
+        repeats = _all_same(_made(again, given, own), kept[0])
         return {"shared": shared, "changed": changed, "late": late, "repeats": repeats}
 
     def wears_off(self, inputs: list[Any]) -> int:
@@ -384,16 +383,25 @@ def _foreign(function: object) -> bool:
     return code is None or not code.co_filename.startswith(os.path.dirname(torch.__file__) + os.sep)
 
 
-def _tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
 def _kind(value: Tensor) -> str:
     """What is special about a tensor: its class, or attributes of its own that stand before PyTorch's."""
     if type(value) not in (Tensor, nn.Parameter):
         return type(value).__qualname__
     own = sorted(name for name in vars(value) if hasattr(Tensor, name)) if hasattr(value, "__dict__") else []
     return f"Tensor with its own {', '.join(own)}" if own else ""
+
+
+def _made(outputs: Sequence[Tensor], given: Sequence[Any], own: Sequence[int]) -> list[Tensor]:
+    """The outputs without those of these numbers, and without an input that is given back: that is no fault."""
+    memory = {_memory(v) for v in given if isinstance(v, Tensor)}
+    return [y for i, y in enumerate(outputs) if i not in own and _memory(y) not in memory]
+
+
+def shared_outputs(model: nn.Module, inputs: Sequence[Any], training: bool) -> list[int]:
+    """Which outputs of two calls lie in the same memory."""
+    copies = [[v.detach().clone() if isinstance(v, Tensor) else v for v in inputs] for _ in range(2)]
+    first, second = (run_trial(model, given, training=training, cotangent=None).outputs for given in copies)
+    return [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if _memory(a) == _memory(b) != 0]
 
 
 def _memory(tensor: Tensor) -> int:
