@@ -112,15 +112,10 @@ def make_parser() -> argparse.ArgumentParser:
     kernels = [strategy for strategy in STRATEGIES if strategy != "reference"]
     made.add_argument("--strategy", choices=kernels, help="default: the planner's choice")
     made.add_argument("model", type=_file, metavar="MODEL.py")
-    made.add_argument(
-        "-o", "--output", type=_path, metavar="NEW.py", help="default: MODEL_new.py in the current directory"
-    )
-    made.add_argument(
-        "--hub",
-        type=_path,
-        metavar="DIR",
-        help="also write a project for Hugging Face's kernel-builder there; its name is the kernel's",
-    )
+    text = "default: MODEL_new.py in the current directory"
+    made.add_argument("-o", "--output", type=_path, metavar="NEW.py", help=text)
+    text = "also write a project for Hugging Face's kernel-builder there; its name is the kernel's"
+    made.add_argument("--hub", type=_path, metavar="DIR", help=text)
 
     made = command("verify", "Is NEW.py the same function as MODEL.py?", "device time-limit effort cast report")
     made.add_argument("model", type=_file, metavar="MODEL.py")
