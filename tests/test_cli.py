@@ -382,7 +382,7 @@ def _writes(text: str) -> object:
 
 
 @pytest.mark.parametrize(
-    ("output", "complaint"), [("model.py", "the model's own"), ("no/where.py", "existing directory")]
+    ("output", "complaint"), [("model.py", "which is model.py as well"), ("no/where.py", "existing directory")]
 )
 def test_optimize_does_not_overwrite_its_model_or_invent_directories(
     output: str, complaint: str, capsys: pytest.CaptureFixture[str]

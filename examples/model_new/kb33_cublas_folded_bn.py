@@ -51,6 +51,7 @@ def get_init_inputs():
 #   training on an H200: 1.8e-6 at kb33 (1024 x 8192 -> 8192; eager: 1.9e-6), 2.3e-6 at kb39 (16384 x 4096 -> 4096;
 #   eager: 2.3e-6) [benchmarks/results/h200.json].
 
+import builtins as _builtins
 import functools as _functools
 import hashlib as _hashlib
 import warnings as _warnings
@@ -1475,7 +1476,7 @@ class _FusedChain(torch.autograd.Function):
     @staticmethod
     def forward(ctx, kernels, mode, x, weight, bias, scale, running_mean, running_var, num_batches_tracked, bn_weight,
                 bn_bias, scale_value, momentum, eps, save):
-        forward = getattr(kernels, "forward_" + mode)
+        forward = _builtins.getattr(kernels, "forward_" + mode)
         y, *saved = forward(x, weight, bias, scale, scale_value, running_mean, running_var, num_batches_tracked,
                             bn_weight, bn_bias, momentum, eps, save)
         ctx.save_for_backward(x, weight, bias, scale, bn_weight, bn_bias, *saved)
@@ -1486,10 +1487,10 @@ class _FusedChain(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         x, weight, bias, scale, bn_weight, bn_bias, *saved = ctx.saved_tensors
-        backward = getattr(ctx.kernels, "backward_" + ctx.mode)
+        backward = _builtins.getattr(ctx.kernels, "backward_" + ctx.mode)
         needs = [ctx.needs_input_grad[i] for i in (2, 3, 4, 5, 9, 10)]
         found = backward(grad, x, weight, bias, scale, ctx.scale_value, bn_weight, bn_bias, *saved, ctx.eps, needs)
-        gx, gw, gb, gs, gg, gt = [g if needed else None for g, needed in zip(found, needs)]
+        gx, gw, gb, gs, gg, gt = [g if needed else None for g, needed in _builtins.zip(found, needs)]
         if gs is not None:  # of one scale for all features: the sum
             gs = (gs.sum() if scale.numel() == 1 else gs).reshape(scale.shape).to(scale.dtype)
         return None, None, gx, gw, gb, gs, None, None, None, gg, gt, None, None, None, None
@@ -1498,26 +1499,26 @@ class _FusedChain(torch.autograd.Function):
 def fused_linear_scale_batch_norm(x, linear, bn, scale=1.0):
     """Linear(8192, 8192) -> scale -> BatchNorm1d: by the kernels where they serve, else by the modules."""
     in_features, out_features, dtype = 8192, 8192, torch.float32
-    scale_vector = scale if isinstance(scale, torch.Tensor) else None
+    scale_vector = scale if _builtins.isinstance(scale, torch.Tensor) else None
     parameters = [linear.weight, linear.bias, bn.weight, bn.bias, scale_vector]
     serves = (
         x.is_cuda and x.dim() == 2 and x.shape[0] > 0 and x.dtype == dtype and x.shape[1] == in_features
-        and type(linear) is torch.nn.Linear and type(bn) is torch.nn.BatchNorm1d
-        and tuple(linear.weight.shape) == (out_features, in_features)
-        and all(t is None or (t.device == x.device and t.dtype == dtype and t.is_contiguous())
-                for t in (*parameters, bn.running_mean, bn.running_var))
-        and not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in (linear, bn))
+        and _builtins.type(linear) is torch.nn.Linear and _builtins.type(bn) is torch.nn.BatchNorm1d
+        and _builtins.tuple(linear.weight.shape) == (out_features, in_features)
+        and _builtins.all(t is None or (t.device == x.device and t.dtype == dtype and t.is_contiguous())
+                          for t in (*parameters, bn.running_mean, bn.running_var))
+        and not _builtins.any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in (linear, bn))
         and not torch.is_autocast_enabled()
     )
     training = bn.training or bn.running_mean is None
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters))
+    save = torch.is_grad_enabled() and _builtins.any(t is not None and t.requires_grad for t in (x, *parameters))
     kernels = _kernels_for(x.device) if serves else None
     if kernels is None:
         y = linear(x)
         return bn(y if scale_vector is None and scale == 1.0 else y * scale)
     if training and x.shape[0] == 1:
         size = torch.Size([1, out_features])
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
+        raise _builtins.ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
     counter = bn.num_batches_tracked if bn.training and bn.track_running_stats else None
     momentum = bn.momentum if bn.momentum is not None else (0.0 if counter is None else -1.0)
     x = x.contiguous()
@@ -1526,7 +1527,7 @@ def fused_linear_scale_batch_norm(x, linear, bn, scale=1.0):
     return _FusedChain.apply(
         kernels, ("training" if training else "evaluation"), x, weight, linear.bias, scale_vector,
         bn.running_mean, bn.running_var, counter, bn.weight, bn.bias,
-        float(scale) if scale_vector is None else 1.0, momentum, bn.eps, save,
+        _builtins.float(scale) if scale_vector is None else 1.0, momentum, bn.eps, save,
     )
 
 

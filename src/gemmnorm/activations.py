@@ -209,7 +209,7 @@ def python_source(activation: str) -> str:
     name = next(
         f"{prefix}.{name}" for space, prefix in spaces for name in plain if getattr(space, name, None) in row.calls
     )
-    numbers = (repr(v) if math.isfinite(v) else f'float("{v}")' for v in values)
+    numbers = (repr(v) if math.isfinite(v) else repr(v).replace("inf", "torch.inf") for v in values)
     arguments = ["y", *numbers, *(f"{key}={value!r}" for key, value in row.matches)]
     return name if len(arguments) == 1 else f"lambda y: {name}({', '.join(arguments)})"
 

@@ -41,7 +41,7 @@ def write_text(path: str | Path, text: str) -> None:
     path = Path(path).resolve()
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
         umask = os.umask(0)
         os.umask(umask)

@@ -28,9 +28,11 @@ def default_device(name: str | None = None) -> torch.device:
         GemmNormValueError: there is no such device here.
     """
     try:
-        found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name is None else name)
     except RuntimeError as error:
         raise GemmNormValueError(f"device: expected cpu, cuda or cuda:N; got {name!r}") from error
+    if found.type not in ("cpu", "cuda"):  # without memory, or without float64
+        raise GemmNormValueError(f"device: expected cpu, cuda or cuda:N; got {name!r}")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise GemmNormValueError("device: PyTorch finds no CUDA GPU here; `gemmnorm doctor` says more")
     return found

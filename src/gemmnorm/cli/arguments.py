@@ -38,7 +38,7 @@ examples:
 
 Exit code 0: done, and equal; 1: NEW is not equal, raises, hangs or crashes, its kernels do not compile, or something
 is slower than in `bench --compare OLD.json`; 2: nothing could be judged (a wrong command or path, a bad MODEL, no
-chain).
+chain, a fault of gemmnorm's own).
 """
 
 
@@ -112,12 +112,10 @@ def make_parser() -> argparse.ArgumentParser:
     kernels = [strategy for strategy in STRATEGIES if strategy != "reference"]
     made.add_argument("--strategy", choices=kernels, help="default: the planner's choice")
     made.add_argument("model", type=_file, metavar="MODEL.py")
-    made.add_argument("-o", "--output", metavar="NEW.py", help="default: MODEL_new.py in the current directory")
-    made.add_argument(
-        "--hub",
-        metavar="DIR",
-        help="also write a project for Hugging Face's kernel-builder there; its name is the kernel's",
-    )
+    text = "default: MODEL_new.py in the current directory"
+    made.add_argument("-o", "--output", type=_path, metavar="NEW.py", help=text)
+    text = "also write a project for Hugging Face's kernel-builder there; its name is the kernel's"
+    made.add_argument("--hub", type=_path, metavar="DIR", help=text)
 
     made = command("verify", "Is NEW.py the same function as MODEL.py?", "device time-limit effort cast report")
     made.add_argument("model", type=_file, metavar="MODEL.py")
@@ -143,7 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     made = commands.add_parser("report", help="Render a result file.", description="Render a result file.")
     made.add_argument("result", metavar="RESULT.json")
-    made.add_argument("-o", "--output", metavar="PAGE.html", help="as one HTML page that needs no network")
+    made.add_argument("-o", "--output", type=_path, metavar="PAGE.html", help="as one HTML page that needs no network")
     made.add_argument("--history", **_HISTORY)
     made.set_defaults(command="report")
 
@@ -159,7 +157,7 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
         made.add_argument(*names, **settings)
         return made
 
-    common = parent("--json", metavar="FILE", help="write everything there")
+    common = parent("--json", type=_path, metavar="FILE", help="write everything there")
     common.add_argument("-q", "--quiet", action="store_true", help="no progress; of a verdict no table")
     effort = argparse.ArgumentParser(add_help=False)
     efforts = effort.add_mutually_exclusive_group()
@@ -172,7 +170,12 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
     sizes = parent("--dtype", choices=PRECISIONS, help="for three numbers (fp32)")
     sizes.add_argument("--no-scale", action="store_true", help="no scale, for three numbers")
     sizes.add_argument("--activation", help="such as relu, for three numbers")
-    shown = parent("--report", metavar="PAGE.html", help="default: beside --json, else gemmnorm-COMMAND.html here")
+    shown = parent(
+        "--report",
+        type=_path,
+        metavar="PAGE.html",
+        help="default: beside --json, else gemmnorm-COMMAND.html here",
+    )
     shown.add_argument("--no-report", action="store_true", help="write no page")
     return {
         "common": common,
@@ -212,11 +215,19 @@ def _add_bench_options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--resume", action="store_true", help="of a suite: keep what --json FILE has and measure only the rest"
     )
-    made.add_argument("--compare", metavar="OLD.json", help="exit code 1 where a cell is slower than in this result")
+    made.add_argument(
+        "--compare", type=_path, metavar="OLD.json", help="exit code 1 where a cell is slower than in this result"
+    )
     made.add_argument("--history", **_HISTORY)
     made.add_argument(
         "--junit", type=_file, metavar="FILE", help="of a suite: put a pytest run's counts into the result file"
     )
+
+
+def _path(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path; got ''")
+    return text
 
 
 def _file(text: str) -> str:
@@ -299,6 +310,41 @@ def check_outputs(arguments: argparse.Namespace, parser: argparse.ArgumentParser
         if why:
             print(f"gemmnorm: no page: {why}", file=sys.stderr)
         arguments.page = None if why else chosen
+    _check_distinct(arguments, data, f"--{option}", parser)
+
+
+def _check_distinct(
+    arguments: argparse.Namespace, data: str | None, page: str, parser: argparse.ArgumentParser
+) -> None:
+    """No two files that are written are one file, and none is a file that is read."""
+    written = {"--json": data, page: arguments.page}
+    if arguments.command == "optimize":
+        from .optimize import output_path, reports_of
+
+        output = output_path(arguments.model, arguments.output)
+        beside = {f"NEW{path.suffix}": path for path in reports_of(output)}
+        if data and _identity(data) == _identity(beside["NEW.json"]):  # one document
+            del written["--json"]
+        written = {"NEW.py": output, **beside, **written}
+    known = {_identity(path): path for path in _read(arguments)}
+    for name, path in written.items():
+        if path is not None and (other := known.setdefault(_identity(path), name)) != name:
+            parser.error(f"{name}: expected a file of its own; got {path}, which is {other} as well")
+
+
+def _read(arguments: argparse.Namespace) -> list[str]:
+    """The files that a command reads; not older results, which a new one may replace."""
+    named = [getattr(arguments, name, None) for name in ("model", "new", "result")]
+    return [path for path in (*named, *getattr(arguments, "files", ()), *getattr(arguments, "what", ())) if path]
+
+
+def _identity(path: str | Path) -> object:
+    """Equal for two paths of one file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return Path(path).resolve()
+    return found.st_dev, found.st_ino
 
 
 def _not_writable(path: str) -> str | None:

@@ -1,7 +1,7 @@
 """The command line: `gemmnorm optimize | verify | bench | explain | tune | report | doctor`.
 
 Exit codes: 0 done, and equal where equality was asked; 1 the replacement is not equal, raises, hangs or crashes; 2 the
-model file is bad or holds no chain, or the command line is wrong. 130 after Ctrl-C.
+model file is bad or holds no chain, or the command line is wrong, or gemmnorm itself fails. 130 after Ctrl-C.
 
 Tables go to standard output, progress and complaints to standard error. User files run in processes of their own.
 """
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,10 +57,11 @@ _DTYPES["fp16"] = ("float16", "native")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
-    check_outputs(arguments, parser)
+    _open_streams()
     try:
+        parser = make_parser()
+        arguments = parser.parse_args(argv)
+        check_outputs(arguments, parser)
         with _ending_cleanly():
             code: int = _RUN[arguments.command](arguments, parser)
     except GemmNormError as error:
@@ -73,7 +76,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, a folder that is gone
         print(f"gemmnorm: {error}", file=sys.stderr)
         return BAD_MODEL
+    except Exception:  # a fault of gemmnorm's own is no verdict, which is what Python's exit code 1 would say
+        traceback.print_exc()
+        return BAD_MODEL
     return code
+
+
+def _open_streams() -> None:
+    """Standard streams that are open and take every character; where the shell closed one (`>&-`), Python has None."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # gets the stream's number, unless a file has taken it since
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, "r" if name == "stdin" else "w", encoding="utf-8"))
+        stream = getattr(sys, name)
+        if name != "stdin" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 class _Ended(SystemExit):

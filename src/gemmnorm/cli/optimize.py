@@ -98,7 +98,7 @@ def optimize(
             for a kernel.
     """
     options = options or OptimizeOptions()
-    output = Path(options.output or f"{Path(model_path).stem}_new.py")
+    output = output_path(model_path, options.output)
     _check_output(output, Path(model_path))
     if options.hub is not None:
         check_hub_folder(options.hub)
@@ -147,7 +147,7 @@ def _check_output(output: Path, model: Path) -> None:
         raise GemmNormValueError(f"output: the directory of {output} is not writable")
     if output.exists() and MARK not in output.read_text(encoding="utf-8", errors="replace"):
         raise GemmNormValueError(f"output: {output} is there already, and was not written by gemmnorm")
-    data, *others = beside = _reports(output)
+    data, *others = beside = reports_of(output)
     if any(path.exists() for path in beside) and not _is_report(data):
         raise GemmNormValueError(
             f"output: the report would overwrite {data} or {' or '.join(map(str, others))}, which gemmnorm did not"
@@ -155,7 +155,12 @@ def _check_output(output: Path, model: Path) -> None:
         )
 
 
-def _reports(output: Path) -> list[Path]:
+def output_path(model_path: str | Path, output: str | None) -> Path:
+    """Where the replacement goes."""
+    return Path(output or f"{Path(model_path).stem}_new.py")
+
+
+def reports_of(output: Path) -> list[Path]:
     """Where the report goes: as JSON, as text, as a page."""
     return [output.with_suffix(suffix) for suffix in (".json", ".txt", ".html")]
 
@@ -343,7 +348,7 @@ def what_was_run(document: Document) -> list[str]:
 
 def _publish(document: Document, temporary: Path, output: Path) -> None:
     """The replacement under its own name, and the report beside it."""
-    data, words, shown = _reports(output)
+    data, words, shown = reports_of(output)
     document["files"][:0] = [str(path) for path in (output, data, words, shown)]
     write_text(words, report.text(document))
     write_text(shown, page(document))

@@ -135,7 +135,7 @@ _ORIGINAL = {
     False: "        return bn(y if scale_vector is None and scale == 1.0 else y * scale)",
     True: """\
         y = bn(y if scale_vector is None and scale == 1.0 else y * scale)
-        activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        activation = _ACTIVATIONS[activation] if _builtins.isinstance(activation, _builtins.str) else activation
         return y if activation is None else activation(y)""",
 }
 

@@ -37,9 +37,9 @@ __all__ = ["Bare", "BareCallError", "BareProcessError"]
 _PACKAGE = Path(__file__).resolve().parents[1]
 _NEUTRAL = "problem"  # the package's name over there
 _SOURCES = (
-    "errors", "userfiles.dropout", "userfiles.model_file", "userfiles",
-    "verify", "verify.trial", "verify.runner", "serving",
-)  # fmt: skip
+    *("errors", "userfiles.dropout", "userfiles.model_file", "userfiles"),
+    *("verify", "verify.outputs", "verify.trial", "verify.runner", "serving"),
+)
 _TEXTS = {
     "userfiles": "from .dropout import without_dropout\nfrom .model_file import *\n",
     "verify": "",

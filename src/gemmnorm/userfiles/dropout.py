@@ -7,36 +7,73 @@ a replacement changes has nothing to do with it: without dropout both compute on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from torch import nn
 
-_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+# Owners of functions that take (input, p, training); torch's own call the third one `train`.
+_FUNCTIONS = {
+    F: ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+    torch: ("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_",
+            "feature_alpha_dropout", "feature_alpha_dropout_"),
+}  # fmt: skip
+_ATTENTION = "scaled_dot_product_attention"  # what nn.MultiheadAttention and the Transformer layers call, too
 DROPOUT_NOTE = "dropout was switched off in both models while their results were compared"
 
 
 @contextlib.contextmanager
 def without_dropout() -> Iterator[list[str]]:
-    """While active, the dropouts of `torch.nn` and `torch.nn.functional` keep everything and draw nothing.
+    """While active, the dropouts of `torch`, `torch.nn` and `torch.nn.functional` keep everything and draw nothing.
 
-    Yields a list of the functions that would have dropped something; it is empty where there were none.
+    Those of attention and of recurrent modules are among them. Yields a list of the functions that would have dropped
+    something; it is empty where there were none.
     """
     used: list[str] = []
 
+    def note(name: str, drops: bool) -> None:
+        if drops and name not in used:
+            used.append(name)
+
     def keep(name: str) -> Any:
-        def same(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-            if training and p > 0 and name not in used:
-                used.append(name)
+        def same(
+            input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
+        ) -> Any:
+            note(name, training and train and p > 0)
             return input
 
         return same
 
-    before = {name: getattr(F, name) for name in _FUNCTIONS}
-    for name in before:
-        setattr(F, name, keep(name))
+    def attend(attention: Callable[..., Any]) -> Any:
+        def whole(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any,
+                  **more: Any) -> Any:  # fmt: skip
+            note(_ATTENTION, dropout_p > 0)
+            return attention(query, key, value, attn_mask, 0.0, *rest, **more)
+
+        return whole
+
+    def recur(name: str, forward: Callable[..., Any]) -> Any:
+        def whole(module: Any, *inputs: Any, **more: Any) -> Any:
+            note(name, module.training and module.dropout > 0 and module.num_layers > 1)
+            p, module.dropout = module.dropout, 0.0
+            try:
+                return forward(module, *inputs, **more)
+            finally:
+                module.dropout = p
+
+        return whole
+
+    instead: dict[tuple[Any, str], Any]
+    instead = {(owner, name): keep(name) for owner, names in _FUNCTIONS.items() for name in names}
+    instead[F, _ATTENTION] = attend(getattr(F, _ATTENTION))
+    instead |= {(kind, "forward"): recur(kind.__name__, kind.forward) for kind in (nn.RNN, nn.GRU, nn.LSTM)}
+    before = {(owner, name): getattr(owner, name) for owner, name in instead}
+    for (owner, name), function in instead.items():
+        setattr(owner, name, function)
     try:
         yield used
     finally:
-        for name, function in before.items():
-            setattr(F, name, function)
+        for (owner, name), function in before.items():
+            setattr(owner, name, function)

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import GemmNormError
 
@@ -99,6 +100,17 @@ class ModelFile:
                 f"it raised {_first_line(error)}{_where(error, self.module)}"
             ) from error
 
+    def build_whole(self, seed: int, arguments: tuple[list[Any], dict[str, Any]] | None = None) -> nn.Module:
+        """`build`, for who needs every parameter: a lazy module's have no shape before its first call."""
+        model = self.build(seed, arguments)
+        for name, value in model.state_dict(keep_vars=True).items():
+            if is_lazy(value):
+                raise ModelFileError(
+                    f"{self.name}: {self.class_name} must have its parameters once it is built, {name} waits for the "
+                    "first call (a lazy module); give the module its sizes"
+                )
+        return model
+
     def run_once(self) -> None:
         """Build the model and run it, to know whether it runs at all."""
         model, inputs = self.build(0), self.inputs(0)
@@ -142,7 +154,7 @@ def load_candidate_file(path: str | Path, precision: str | None = None) -> Model
 
 def load_source(source: str, name: str, *, file: str | None = None) -> types.ModuleType:
     """Execute ``source`` as a module called after ``name``; without ``file`` the module has no ``__file__``."""
-    digest = hashlib.sha256(f"{file or name}\0{source}".encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"{file or name}\0{source}".encode(errors="surrogateescape")).hexdigest()[:12]
     stem = re.sub(r"\W", "_", Path(name).stem) or "source"
     module = types.ModuleType(f"user_{stem}_{digest}")
     shown = file or f"<{name}>"

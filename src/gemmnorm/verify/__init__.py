@@ -7,6 +7,7 @@ Read in this order:
 - `schedule.py`   which of them run for this model on this device
 - `golden.py`     a case → what is right (float64), and how far rounding may lead away from it
 - `rounding.py`   rounding errors made on purpose, in float64
+- `outputs.py`    what a forward returns, taken apart
 - `trial.py`      one run of a model, original or candidate, in the way that a case uses it
 - `runner.py`     the candidate's side: its calls, in a process that holds nothing of the judge's
 - `candidate.py`  the judge's side: what is sent, what is compared, which side effects are faults

@@ -107,8 +107,8 @@ def verify(
     seeds = SEEDS[effort] if seeds is None else seeds
     if seeds < 1:
         raise GemmNormValueError(f"verify: seeds must be at least 1, got {seeds}")
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise GemmNormValueError(f"verify: device must be one that this machine has, got {device!r} without CUDA")
+    if device is not None and torch.device(device).type not in ("cpu", "cuda" if torch.cuda.is_available() else ""):
+        raise GemmNormValueError(f"verify: device must be cpu, or cuda but not without CUDA, got {device!r}")
     if precision is not None and precision not in PRECISIONS:
         raise GemmNormValueError(f"verify: precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     to_the_end = effort == "thorough" if to_the_end is None else to_the_end

@@ -338,6 +338,9 @@ class Candidate:
     def _side_effects(self, reference: Reference, well: bool) -> list[Check]:
         """What two calls share, whether the second repeats the first, and whether many calls stay the same."""
         found = self.side.call("side_effects", reference.inputs, reference.training)
+        if (found["shared"] or found["changed"]) and (own := reference.shared()):
+            self._load(reference, buffers_only=True)
+            found = self.side.call("side_effects", reference.inputs, reference.training, own)
         shared, changed = found["shared"], found["changed"]
         self.properties["outputs_share_memory"] = bool(self.properties["outputs_share_memory"] or shared or changed)
         self.properties["deterministic"] = found["repeats"] and self.properties["deterministic"] is not False

@@ -23,7 +23,18 @@ from ..userfiles import ModelFile, ModelFileError
 from .equality import PERIOD, Limits, pool
 from .families import Case, draw_inputs, draw_state, leading_rows, roles
 from .rounding import Arithmetic, DtypeRecorder, Kinks, Units, unit_roundoff
-from .trial import VOLATILE, Trial, arranged, entries, load_in_place, moves, run_trial, same_inputs, set_back
+from .trial import (
+    VOLATILE,
+    Trial,
+    arranged,
+    entries,
+    load_in_place,
+    moves,
+    run_trial,
+    same_inputs,
+    set_back,
+    shared_outputs,
+)
 
 __all__ = ["Original", "Reference", "Sample"]
 
@@ -67,6 +78,7 @@ class Reference:
     structure   the containers that hold them
     spreads_of  what rounding in other units would do to each quantity
     insensitive which of the named parameters, buffers and inputs the original's output does not depend on
+    shared      which outputs two calls of the original have in the same memory: a parameter, a buffer
     refine      makes provisional limits, which are tighter as a rule, the final ones: all noisy runs, and those beyond
                 the kinks; None where they are final
     """
@@ -91,6 +103,7 @@ class Reference:
     error: str | None = None
     spreads_of: Callable[[Units], dict[str, Tensor]] = lambda units: {}
     insensitive: Callable[[Sequence[str]], set[str]] = lambda names: set()
+    shared: Callable[[], list[int]] = lambda: []
     refine: Callable[[], None] | None = None
 
     @property
@@ -142,7 +155,7 @@ class Original:
         self.file = file
         self.seed = seed
         self.device = device
-        self.model = file.build(seed).to(device)
+        self.model = file.build_whole(seed).to(device)
         self.initial = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         kinds, buffers = entries(self.model), dict(self.model.named_buffers())
         self.volatile = {n: buffers[n].detach().clone() for n, kind in kinds.items() if kind == VOLATILE}
@@ -260,7 +273,12 @@ class Original:
             inputs = _copies(reference.inputs)
             return {name for name, by in moves(self.model, reference.state, inputs, names) if by < _MOVES}
 
+        def shared() -> list[int]:
+            load_in_place(self.model, reference.state)
+            return shared_outputs(self.model, reference.inputs, reference.training)
+
         reference.refine, reference.spreads_of, reference.insensitive = refine, spreads_of, insensitive
+        reference.shared = shared
         if self.thorough:
             refine()
         return reference
@@ -354,6 +372,8 @@ class Original:
             if isinstance(mode, Arithmetic):  # single operations, so that the roundings inside are made as well
                 plainly.enter_context(torch.backends.cudnn.flags(enabled=False))
                 plainly.enter_context(sdpa_kernel(SDPBackend.MATH))
+                plainly.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
             return run_trial(model, inputs, training=training, cotangent=cotangent, mode=mode, **options)
 
 

@@ -26,7 +26,9 @@ Three things are more than one relative rounding:
   equal values, so that constant columns stay constant.
 
 The same mode with no rounding at all is how the golden model runs: it turns casts to lower precision inside a
-model (``x.float()``, ``x.to(torch.bfloat16)``) into float64, so that the golden stays golden.
+model (``x.float()``, ``x.to(torch.bfloat16)``) into float64, so that the golden stays golden, and constants that it
+holds or makes in lower precision likewise, which float64 would not mix with.  What a generator draws stays what the
+original draws: in float64 the same seed gives other numbers.
 """
 
 from __future__ import annotations
@@ -98,6 +100,9 @@ _DECOMPOSED = _names(
 )
 
 
+# Draws, which depend on the dtype.
+_DRAWN = _names("normal normal_ rand rand_like randn randn_like uniform_")
+
 # PyTorch adds all rows of these in sequence on a CPU: √(n/3)·u·n·rms, three times that where equal rows round alike.
 _SEQUENTIAL = frozenset({"native_layer_norm_backward", "native_group_norm_backward"})
 
@@ -114,6 +119,7 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls = 0
         self._fused = ""  # the fused operation being decomposed
         self._large = 0  # size of the largest tensor that the fused operation being decomposed was given
+        self._drawn = torch.get_default_dtype()  # before float64 is, for the run
         self._pools: dict[torch.device, tuple[Tensor, torch.Generator]] = {}
         if kinks is not None:
             kinks.start()
@@ -122,9 +128,12 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        name = func.overloadpacket.__name__
+        if name in _DRAWN:
+            return _drawn_as(self._drawn, func, args, kwargs)
         if kwargs.get("dtype") in _LOW:
             kwargs["dtype"] = torch.float64
-        name = func.overloadpacket.__name__
+        args = tuple(_promoted(func, i, a) for i, a in enumerate(args))
         if self.kinks is not None and self._depth == 0:
             self.kinks.visit(name, args)
         if self.units is None:
@@ -151,6 +160,8 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert self.units is not None
         outputs = [o for o in (result if isinstance(result, (tuple, list)) else (result,)) if _is_real(o)]
         inputs = [a for a in args if isinstance(a, Tensor)]
+        if any(tensor.layout != torch.strided for tensor in (*outputs, *inputs)):
+            raise NotImplementedError("it computes with sparse tensors, whose rounding errors are not known")
         # An output that is another view of an input was not computed; an in-place result is the input itself.
         outputs = [o for o in outputs if not any(o is not a and _same_memory(o, a) for a in inputs)]
         if not outputs:
@@ -339,6 +350,31 @@ class DtypeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _is_real(output) and output.numel() > 1:
                 self.dtypes.add(output.dtype)
         return result
+
+
+def _promoted(func: Any, index: int, value: Any) -> Any:
+    """An operand, or a list of them, in float64; what the operation writes into or returns a view of stays itself."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_promoted(func, index, item) for item in value) if any(map(_is_low, value)) else value
+    if not _is_low(value) or (
+        func._schema.arguments[index].alias_info and func is not torch.ops.aten.lift_fresh.default
+    ):
+        return value
+    return value.double()
+
+
+def _drawn_as(default: torch.dtype, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the original's generator gives: drawn in its precision, and then float64."""
+    low = [a.to(default) if isinstance(a, Tensor) and a.dtype == torch.float64 else a for a in args]
+    if func._schema.name.endswith("_"):
+        return args[0].copy_(func(*low, **kwargs))
+    if any(argument.name == "dtype" for argument in func._schema.arguments):
+        kwargs["dtype"] = kwargs.get("dtype") or default
+    return func(*low, **kwargs).double()
+
+
+def _is_low(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _LOW
 
 
 def _is_real(value: object) -> bool:

@@ -26,6 +26,7 @@ from .trial import (
     distance,
     entries,
     load_in_place,
+    memory_of,
     moves,
     run_trial,
     same_inputs,
@@ -86,9 +87,9 @@ class Runner:
         ``volatile`` names buffers outside the state_dict that loading a state sets back as well.
         """
         found = settings()
-        self.model = self.file.build(seed, (positional, keyword))
+        self.model = self.file.build_whole(seed, (positional, keyword))
         self.settings_left += changed_settings(found)
-        self._state, self._arguments = {}, (positional, keyword)
+        self._state, self._seed, self._arguments = {}, seed, (positional, keyword)
         own = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.model.to(self.device)
         buffers = self.model.named_buffers()
@@ -141,7 +142,7 @@ class Runner:
         state = {**self._state, **self._volatile}
         trial = run_trial(self.model, given, training=training, cotangent=backward, use=use, before=state)
         started = [t for t in threading.enumerate() if t not in before and t.is_alive()]
-        kept = [v for n, v in trial.values.items() if n.startswith("output")]
+        kept = list(trial.values.values())[: len(trial.outputs)]
         for thread in started:
             thread.join(_WAIT)
         late = bool(started) and not _all_same(trial.outputs, kept)
@@ -165,9 +166,10 @@ class Runner:
             "drawn": not torch.equal(torch.get_rng_state(), generator),
         }
 
-    def side_effects(self, inputs: list[Any], training: bool) -> dict[str, bool]:
+    def side_effects(self, inputs: list[Any], training: bool, own: Sequence[int] = ()) -> dict[str, bool]:
         """Call twice, then again as at first, after a run on the same inputs.
 
+        own        which outputs two calls of the original share as well, such as a parameter: not looked at
         shared     the two calls' outputs lie in the same memory; changed: the second overwrote the first's
         late       an output changed while nothing was called, whatever the two calls share
         repeats    the same inputs gave the same bits; strays: quite another answer than that run, which was judged
@@ -183,20 +185,18 @@ class Runner:
                     value.data.mul_(factor)
             trial = run_trial(self.model, given, training=training, cotangent=None)
             strays = strays or (factor == 1.0 and _any_far(trial.outputs, judged))
-            own = {_memory(v) for v in given if isinstance(v, Tensor)}
-            flat.append([y for y in trial.outputs if _memory(y) not in own])  # an input that is given back is no fault
+            flat.append(_made(trial.outputs, given, own))
             returned = [y.clone() for y in flat[-1]]
             time.sleep(_WAIT)
             late = late or not _all_same(flat[-1], returned)
             kept.append([y.clone() for y in flat[-1]])
         first, second = flat
-        shared = any(_memory(a) == _memory(b) != 0 for a in first for b in second)
+        shared = any(memory_of(a) == memory_of(b) != 0 for a in first for b in second)
         changed = not _all_same(first, kept[0])
         self._restore()
         given = self._inputs(inputs)
-        own = {_memory(v) for v in given if isinstance(v, Tensor)}
         again = run_trial(self.model, given, training=training, cotangent=None).outputs
-        repeats = _all_same([y for y in again if _memory(y) not in own], kept[0])
+        repeats = _all_same(_made(again, given, own), kept[0])
         strays = strays or _any_far(again, judged)
         return {"shared": shared, "changed": changed, "late": late, "repeats": repeats, "strays": strays}
 
@@ -212,7 +212,7 @@ class Runner:
         self._restore()
         before = self._forward(inputs)
         with torch.random.fork_rng(devices=[]):
-            other = self.file.build(1, self._arguments).to(self.device)
+            other = self.file.build(self._seed, self._arguments).to(self.device)  # with the same constants
         load_in_place(other, shifted)
         try:
             if _any_far(self._forward(inputs), before):
@@ -359,8 +359,10 @@ def _foreign(function: object) -> bool:
     return code is None or not code.co_filename.startswith(os.path.dirname(torch.__file__) + os.sep)
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _made(outputs: Sequence[Tensor], given: Sequence[Any], own: Sequence[int]) -> list[Tensor]:
+    """The outputs without those of these numbers, and without an input that is given back: that is no fault."""
+    memory = {memory_of(v) for v in given if isinstance(v, Tensor)}
+    return [y for i, y in enumerate(outputs) if i not in own and memory_of(y) not in memory]
 
 
 def _all_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:

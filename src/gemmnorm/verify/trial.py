@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+
+from .outputs import take_apart
 
 __all__ = [
     "Trial",
@@ -27,11 +28,13 @@ __all__ = [
     "distance",
     "entries",
     "load_in_place",
+    "memory_of",
     "moves",
     "run_trial",
     "same_inputs",
     "set_back",
     "settings",
+    "shared_outputs",
 ]
 
 # Ways to use a model.
@@ -61,7 +64,7 @@ class Trial:
     """
 
     values: dict[str, Tensor]
-    others: list[Any]  # outputs that are no tensors
+    others: list[Any]  # outputs that are neither tensors nor floating-point numbers
     inputs: list[Any]  # as they are after the run
     outputs: list[Tensor]  # the tensors themselves, not copies
     structure: str  # of the output: "(Tensor, {'aux': Tensor})"
@@ -107,11 +110,10 @@ def run_trial(
                     set_mode(model, training)
                 if backward and ADDED in use:
                     _give_gradients(model)
-                output = model(*leaves)
+                output = take_apart(model(*map(_given, leaves)))
                 left = ["grad mode"] if torch.is_grad_enabled() != backward else []
                 torch.set_grad_enabled(backward)
-                flat, _ = tree_flatten(output)
-                outputs = [value for value in flat if isinstance(value, Tensor)]
+                outputs = output.tensors
                 values = {_output_name(i, len(outputs)): y.detach().clone() for i, y in enumerate(outputs)}
                 require = [y.requires_grad for y in outputs]
                 held = model(*map(_half, leaves)) if BETWEEN in use else None
@@ -121,6 +123,7 @@ def run_trial(
             left += changed_settings(found)
         finally:  # who forgot to set it back has failed, and is not to take others along
             torch.set_default_dtype(found["default dtype"])
+        values.update({f"output number[{i}]": number for i, number in enumerate(output.numbers)})
         state, changed = _collect(model, before, wanted, values)
         if backward:
             for name, parameter in model.named_parameters():
@@ -130,8 +133,7 @@ def run_trial(
                 if isinstance(value, Tensor) and value.grad is not None:
                     values[f"grad:input{i}"] = value.grad.detach()
     model.zero_grad(set_to_none=True)
-    others = [v if isinstance(v, (bool, int, float, str, type(None))) else repr(v) for v in flat if not _tensor(v)]
-    return Trial(values, others, leaves, outputs, _structure(output), require, state, changed, spoiled, left)
+    return Trial(values, output.others, leaves, outputs, output.structure, require, state, changed, spoiled, left)
 
 
 def _leaf(value: Any, require: bool) -> Any:
@@ -139,6 +141,23 @@ def _leaf(value: Any, require: bool) -> Any:
         value.grad = None
         value.requires_grad_(require)
     return value
+
+
+def _given(value: Any) -> Any:
+    """What the model gets of a leaf: the same memory, and no leaf, so that it may write into it."""
+    return _Given.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+
+class _Given(torch.autograd.Function):  # type: ignore[misc]
+    """A leaf as an input that is none: the same memory, and gradients go to the leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
@@ -180,8 +199,8 @@ def _train_before(model: nn.Module, leaves: Sequence[Any]) -> None:
     for training, backward in ((False, False), (True, True), (True, False)):
         set_mode(model, training)
         with torch.set_grad_enabled(backward):
-            flat, _ = tree_flatten(model(*map(_half, leaves)))
-            if roots := [y for y in flat if isinstance(y, Tensor) and y.requires_grad and backward]:
+            outputs = take_apart(model(*map(_half, leaves))).tensors
+            if roots := [y for y in outputs if y.requires_grad and backward]:
                 torch.autograd.backward(roots, [torch.ones_like(y) for y in roots])
         model.zero_grad(set_to_none=True)
 
@@ -301,25 +320,8 @@ def changed_settings(before: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _structure(value: Any) -> str:
-    """Containers with their keys, and tensors; what is neither is compared by its value."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_structure(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return f"({', '.join(f'{name}={_structure(item)}' for name, item in zip(value._fields, value, strict=True))})"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_structure, value))}{',' * (len(value) == 1)})"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_structure, value))}]"
-    return "Tensor" if isinstance(value, Tensor) else type(value).__name__
-
-
 def _output_name(index: int, count: int) -> str:
     return "output" if count == 1 else f"output[{index}]"
-
-
-def _tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _kind(value: Tensor) -> str:
@@ -393,3 +395,15 @@ def distance(a: Tensor, b: Tensor) -> float:
         return float("inf")
     a, b = a.detach().double().nan_to_num(0.0), b.detach().double().nan_to_num(0.0)
     return float((a - b).norm() / b.norm().clamp(min=1e-300))
+
+
+def shared_outputs(model: nn.Module, inputs: Sequence[Any], training: bool) -> list[int]:
+    """Which outputs of two calls lie in the same memory."""
+    copies = [[v.detach().clone() if isinstance(v, Tensor) else v for v in inputs] for _ in range(2)]
+    first, second = (run_trial(model, given, training=training, cotangent=None).outputs for given in copies)
+    return [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if memory_of(a) == memory_of(b) != 0]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The address of the memory that it is a view of."""
+    return tensor.untyped_storage().data_ptr()
