@@ -300,3 +300,19 @@ def test_a_fused_forward_is_described_as_the_original() -> None:
         typing.get_type_hints(fused.forward) == typing.get_type_hints(_Chain.forward)
         and fused.forward.__module__ == __name__
     )
+
+
+def asks_for_true(self: Any, x: Tensor, twice: Any = None, *, more: bool = False) -> Any:
+    y = h(self, x)
+    if isinstance(twice, bool) and twice is True:
+        y = y * 2
+    return y if more is not True else (y, y)
+
+
+def test_a_parameter_compared_with_true(calls: list[Any]) -> None:
+    model = stir(Written(asks_for_true)).double()
+    fused = gemmnorm.fuse(twin(model))
+    for given in ({}, {"twice": True}, {"twice": False}, {"more": True}, {"twice": torch.ones(5, 1), "more": False}):
+        got, want = fused(X, **given), model(X, **given)
+        assert len(got) == len(want) and all(map(torch.equal, got, want))
+    assert calls

@@ -93,7 +93,7 @@ def _bound(owner: nn.Module, call: fx.Node, inner: Trace) -> dict[fx.Node, Any]:
     for placeholder in (n for n in inner.graph.nodes if n.op == "placeholder"):
         name = str(placeholder.target)
         value = values[placeholder] = given.arguments[name]
-        asked = name in inner.tested or placeholder.meta.get("tensor")
+        asked = name in inner.tested | inner.booleans or placeholder.meta.get("tensor")
         if asked and not (isinstance(value, fx.Node) and is_tensor(owner, value)):
             raise NotInlined
     return values

@@ -74,6 +74,7 @@ class Scan:
 
     Attributes:
         tested: the parameters of `forward` that it compares with `is`, in all likelihood with None.
+        booleans: those that it compares so with True or False.
         tests_values: it compares something else so, or what it has assigned.
         codes: the byte code that was read.
         tested_attributes: what it compares so of `self` or of anything else.
@@ -101,6 +102,7 @@ class Scan:
         self.computes_names = False
         self.assigned = {i.argval for i in dis.get_instructions(self.forward) if i.opname.startswith("STORE_FAST")}
         self.tested: set[str] = set()
+        self.booleans: set[str] = set()
         self.tests_values = False
         self.tested_attributes: set[str] = set()
         self.names: set[Any] = set()
@@ -259,8 +261,13 @@ class Scan:
         elif last.opname != "LOAD_GLOBAL":
             local = last.opname.startswith("LOAD_FAST") and isinstance(last.argval, str) and code is self.forward
             self.tested.add(last.argval if local else ANY)
-            parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            self.tests_values |= not local or last.argval in self.assigned or last.argval not in parameters
+            self.tests_values |= not self._is_parameter(code, last)
+
+    def _is_parameter(self, code: types.CodeType, loads: dis.Instruction) -> bool:
+        """It loads a parameter of `forward` that is never assigned anything else."""
+        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        local = loads.opname.startswith("LOAD_FAST") and isinstance(loads.argval, str) and code is self.forward
+        return local and loads.argval in parameters and loads.argval not in self.assigned
 
     def _refuse_identity(
         self, code: types.CodeType, before: list[dis.Instruction], cells: Container[str], line: int
@@ -268,9 +275,13 @@ class Scan:
         """`a is b` asks no stand-in, and `before` ends with it: neither may be one.
 
         Each is a global or its attribute, or an attribute of `self`; a parameter of the owner's is a stand-in too, but
-        always the same. What PyTorch has for an attribute of tensors, such as `torch.float32`, is compared with one.
+        always the same. One of `forward`'s may be compared with True or False. What PyTorch has for an attribute of
+        tensors, such as `torch.float32`, is compared with one.
         """
         rest = before[:-1]
+        if type(rest[-1].argval) is bool and rest[-1].opname in CONSTANTS and self._is_parameter(code, rest[-2]):
+            self.booleans.add(rest[-2].argval)
+            return
         for _ in range(2):
             start = rest.index(_base(rest))
             base, named = rest[start], {str(i.argval) for i in rest[start + 1 :]}

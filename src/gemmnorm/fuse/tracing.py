@@ -51,6 +51,7 @@ class Trace:
         fixed: names of the parameters that kept their default (None, a bool, a string) while recording.
         attributes: (path below the owner, attribute, value) of each plain value that `forward` read.
         tested: names of the parameters that `forward` compares with `is`, in all likelihood with None.
+        booleans: names of those that it compares so with True or False.
         whole: methods of the owner that cannot be recorded and stay calls, with the reasons.
         surroundings: (expression, value) of what `forward` asked PyTorch, such as whether gradients are on, and of
             modules' globals and closures.
@@ -72,6 +73,7 @@ class Trace:
     surroundings: tuple[tuple[str, Any], ...] = ()
     namespaces: Mapping[str, Any] = field(default_factory=dict)
     tests_values: bool = False
+    booleans: frozenset[str] = frozenset()
     tested_attributes: frozenset[str] = frozenset()
     definitions: tuple[tuple[Any, str, Any], ...] = ()
     methods: tuple[tuple[str, Any], ...] = ()
@@ -83,7 +85,7 @@ class Trace:
         asked = any(path or name not in names for path, name, _ in self.attributes)
         return (
             asked
-            or bool(self.fixed or self.tested or self.surroundings or self.relations)
+            or bool(self.fixed or self.tested or self.booleans or self.surroundings or self.relations)
             or any(p.kind in VARIADIC for p in self.parameters)
         )
 
@@ -94,6 +96,7 @@ class Trace:
         """
         found = [differs(p.name, p.default, render) for p in self.parameters if p.name in self.fixed]
         found += [f"{p.name} is None" for p in self.parameters if p.name in self.tested - self.fixed]
+        found += [f"isinstance({p.name}, bool)" for p in self.parameters if p.name in self.booleans - self.fixed]
         found += [
             f"len({p.name}) != 1" if is_input(p, self.parameters) else p.name
             for p in self.parameters
@@ -201,6 +204,7 @@ def _record(
         surroundings=(*answers.items(), *recorder.surroundings.items()),
         namespaces=recorder.namespaces,
         tests_values=scan.tests_values,
+        booleans=frozenset(scan.booleans),
         definitions=recorder.defined(),
         functions=tuple(scan.functions),
         methods=tuple((name, f) for name, f in scan.methods.items() if name not in owner.__dict__),
