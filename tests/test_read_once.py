@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,13 +11,19 @@ import pytest
 from gemmnorm.cli import explain, optimize
 from gemmnorm.export import export
 
-# Says in a file what happens to it. A fused `forward` does not call `note`: a recording keeps the operations alone.
+# Says in a file what happens to it, by an installed package, whose own affair that is. A fused `forward` does not call
+# `note`: a recording keeps the operations alone.
+NOTING = """
+def note(what):
+    open(LOG, "a").write(what + "\\n")
+"""
 MODEL = """
+import sys
 import torch
 from torch import nn
 
-def note(what):
-    open(LOG, "a").write(what + "\\n")
+sys.path.append(PACKAGES)
+from noting import note
 
 note("executed")
 
@@ -43,9 +50,13 @@ ONCE = {"executed": 1, "built": 1, "arguments": 1, "inputs": 1, "forward": 2}  #
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model.py"
-    path.write_text(MODEL.replace("LOG", repr(str(tmp_path / "log"))))
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "noting", raising=False)
+    path, packages = tmp_path / "model.py", tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "noting.py").write_text(NOTING.replace("LOG", repr(str(tmp_path / "log"))))
+    path.write_text(MODEL.replace("PACKAGES", repr(str(packages))))
     return path
 
 

@@ -6,7 +6,10 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 - `scanning.py`  what misleads a recording, in the byte code
 - `watching.py`  the same for what is found only when it is called; questions, tensors, what is left behind
 - `stand_ins.py` what takes the place of tensors meanwhile, and answers what code asks of it
+- `functions.py` a call of an `autograd.Function` on them
+- `parameters.py` what they stand for: the parameters of a `forward`
 - `recorder.py`  what `forward` reads from its owner, and must not write
+- `effects.py`   what a call that stays a call may change of that
 - `keeping.py`   what lists, dictionaries, objects and classes hold meanwhile
 - `values.py`    kinds of values that it tells apart
 - `comparing.py` what it has read, as conditions
@@ -19,7 +22,9 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 - `views.py`     what may stand between the two: operations that only lay elements out
 - `matching.py`  finds the chains in a recording, and gives the reason for every near miss
 - `inlining.py`  a child's recording in its owner's, for chains that two modules share
+- `spanning.py`  that, where a Linear and its BatchNorm are called by different forwards
 - `writing.py`   writes a recording as Python, with each chain as one call
+- `lines.py`     those of both modes in one, and long ones on several
 - `analysis.py`  puts the three together: a model → one `OwnerPlan` for each owner
 - `classes.py`   `fuse` and `unfuse`: another `forward` for the owner
 - `report.py`    `fuse_report`: what was found and what was refused, in words

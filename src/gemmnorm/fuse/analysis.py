@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import os
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx, nn
 
 from .. import children
 from ..errors import GemmNormTypeError
-from ..module import LinearScaleBatchNorm1d
-from . import comparing, guards, inlining, lines, matching, optional, outside, structure, tracing, views, writing
+from . import comparing, guards, lines, matching, optional, outside, spanning, structure, tracing, writing
 from .matching import Chain, Refusal
 from .scanning import Untraceable, in_a_line
-from .structure import Assumed, assume, assume_between, child_names, original_class
+from .structure import Assumed, assume, assume_between, child_names, is_owner, original_class
 from .tracing import Trace
 
 _INDENT = "    "
@@ -139,7 +135,7 @@ def analyse(model: nn.Module, only_plain: bool = False) -> list[OwnerPlan]:
         GemmNormTypeError: `model` is no `nn.Module`.
     """
     check_is_module(model)
-    records = _Records(only_plain)
+    records = Records(only_plain)
     records.learn(model)
     plans = []
     for path, owner in model.named_modules():
@@ -156,15 +152,7 @@ def check_is_module(model: object) -> None:
         raise GemmNormTypeError(f"model: expected an nn.Module; got {type(model).__name__}")
 
 
-def is_owner(module: nn.Module) -> bool:
-    """Has a `forward` of its own that may hold a chain: a user's module, or an `nn.Sequential`."""
-    forward = structure.forward_of(type(module))
-    if isinstance(module, LinearScaleBatchNorm1d) or forward in (None, nn.Module.forward):
-        return False
-    return forward is nn.Sequential.forward or not str(getattr(forward, "__module__", "")).startswith("torch.nn.")
-
-
-class _Records:
+class Records:
     """The recordings of one analysis, by module; each is made once, when it is first wanted."""
 
     def __init__(self, only_plain: bool = False) -> None:
@@ -225,11 +213,11 @@ class _Records:
         return id(owner) not in self.called and any(id(module) in self.called for module in inner)
 
 
-def plan_of(owner: nn.Module, path: str = "", records: _Records | None = None) -> OwnerPlan:
+def plan_of(owner: nn.Module, path: str = "", records: Records | None = None) -> OwnerPlan:
     """The plan of one module alone, with neither chains nor refusals where there is nothing to say."""
     original = original_class(owner)
     if records is None:
-        records = _Records()
+        records = Records()
         records.learn(owner)
     try:
         pair = records.of(owner)
@@ -259,7 +247,7 @@ def _refusing() -> Iterator[None]:
         raise Untraceable(f"cannot be analysed ({in_a_line(error)})") from error
 
 
-def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) -> OwnerPlan:
+def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: Records) -> OwnerPlan:
     """`plan`, and what the owner does where it is given what is None by default, as far as that can be recorded."""
     for names in tracing.forms(owner)[1:]:
         try:
@@ -288,14 +276,13 @@ def _with_further_forms(plan: OwnerPlan, owner: nn.Module, records: _Records) ->
 
 
 def _plan_of_traces(
-    path: str, owner: nn.Module, records: _Records, pair: tuple[Trace, Trace], before: OwnerPlan | None = None
+    path: str, owner: nn.Module, records: Records, pair: tuple[Trace, Trace], before: OwnerPlan | None = None
 ) -> OwnerPlan:
     """The plan with the one form that the recordings in training and evaluation are of.
 
     `before`: with the other forms, whose chains come first and whose names are taken.
     """
     chains = [*before.chains] if before else []
-    reasons: dict[tuple[str, str], None] = {}
     bodies: list[list[str]] = []
     namespace, variables = ({**before.namespace}, {*before.variables}) if before else ({}, set())
     imports: dict[str, None] = {}
@@ -303,35 +290,27 @@ def _plan_of_traces(
     assumed: dict[Assumed, None] = {}
     asked: list[list[str]] = []
     definitions: dict[tuple[Any, str, Any], None] = {}
-    recordings = [_joined_recording(owner, t, mode, records, assumed) for mode, t in enumerate(pair)]
+    recordings = [spanning.joined_recording(owner, t, mode, records, assumed) for mode, t in enumerate(pair)]
     for trace in recordings:
         asked.append(_conditions(owner, trace))
         definitions |= dict.fromkeys(trace.definitions)
         namespace |= trace.namespaces
         imports |= dict.fromkeys(comparing.lines_for(trace.namespaces.items()))
         found, missed = matching.match(owner, trace.graph, records.only_plain)
-        missed += _spanning(owner, trace.graph, records)
+        missed += spanning.spanning(owner, trace.graph, records)
         refused.append(missed)
         chains += [chain for chain in dict.fromkeys(f.chain for f in found) if chain not in chains]
         called = [(_placeholder(chains.index(f.chain)), f) for f in found]
         writer = writing.Writer(owner, trace.graph, called, namespace, variables)
         bodies.append(writer.body())
-        paths = (str(n.target) for f in found for n in f.views if n.op == "call_module")
-        assumed |= dict.fromkeys(assume(owner, path) for path in paths)
-        others = (n for f in found for n in matching.between(f.product, f.bn) if n not in f.nodes)
-        assumed |= dict.fromkeys(assume_between(owner, str(n.target)) for n in others if n.op == "call_module")
+        assumed |= dict.fromkeys(a for f in found for a in _assumed(owner, f))
         namespace, variables = writer.namespace, writer.variables
         imports |= dict.fromkeys(writer.imports)
-    for mode, missed, other in (("in training", *refused), ("in evaluation", *reversed(refused))):  # type: ignore[assignment]
-        for where, why in missed:
-            reasons[where, why if (where, why) in other else f"{why} ({mode})"] = None
+    reasons = _reasons(*refused)
     conditions = _of_modes(*asked)
     writing.check_parameters((p.name for p in pair[0].parameters), [*conditions, *bodies[0], *bodies[1]])
-    for module in (torch, os, logging):
-        if any(f"{module.__name__}." in condition for condition in conditions):
-            namespace[module.__name__], imports[f"import {module.__name__}"] = module, None
-    if any(f"{comparing.UNLIKE}(" in condition for condition in conditions):
-        namespace[comparing.UNLIKE], imports[f"from operator import ne as {comparing.UNLIKE}"] = comparing.unlike, None
+    for name, value, line in comparing.named_by(conditions):
+        namespace[name], imports[line] = value, None
     plain = [*dict.fromkeys(p for c in chains for p in (c.linear, c.bn, c.activation_module) if p is not None)]
     plan = OwnerPlan(
         path=path,
@@ -354,6 +333,14 @@ def _plan_of_traces(
     if chains:
         compile(plan.forward_source("call", "changed"), "<fused>", "exec")  # what no Python is raises here
     return plan
+
+
+def _assumed(owner: nn.Module, found: matching.Found) -> Iterator[Assumed]:
+    """What a chain takes for granted about the modules that lay its product out, and about those that run meanwhile."""
+    yield from (assume(owner, str(node.target)) for node in found.views if node.op == "call_module")
+    for node in matching.between(found.product, found.bn):
+        if node.op == "call_module" and node not in found.nodes:
+            yield assume_between(owner, str(node.target))
 
 
 def _of_modes(train: list[str], evaluation: list[str]) -> list[str]:
@@ -385,6 +372,15 @@ def _conditions(owner: nn.Module, trace: Trace) -> list[str]:
     return found
 
 
+def _reasons(training: list[tuple[str, str]], evaluation: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """(location, reason) of what is refused in either mode; the reason says in which, where it is not both."""
+    found: dict[tuple[str, str], None] = {}
+    for mode, missed, other in (("training", training, evaluation), ("evaluation", evaluation, training)):
+        for where, why in missed:
+            found[where, why if (where, why) in other else f"{why} (in {mode})"] = None
+    return [*found]
+
+
 def _placeholder(index: int) -> str:
     """What stands in a body for the name of the function that computes chain number `index`; as long as such a name."""
     return f"⟨chain {index:_>20}⟩"
@@ -405,95 +401,3 @@ def _may_hold_chain(owner: nn.Module) -> bool:
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 waiting.append(child)
     return any(map(children.is_linear, own)) and any(map(children.is_batch_norm, own))
-
-
-# --- chains that several forwards share ------------------------------------------------------------------------------
-
-
-def _joined_recording(
-    owner: nn.Module, trace: Trace, mode: int, records: _Records, assumed: dict[Assumed, None]
-) -> Trace:
-    """A copy of `trace` with the calls of those children written out that hold one end of a chain.
-
-    `mode`: 0 for training, 1 for evaluation. What that takes for granted goes to `assumed`.
-    """
-    trace, refused = inlining.copied(trace), set[str]()
-    while True:
-        spans = _spans(owner, trace.graph, records)
-        called = [node for span in spans for node in span.inner if str(node.target) not in refused]
-        if not called:
-            return trace
-        path = str(called[0].target)
-        try:
-            inner = records.of(owner.get_submodule(path))[mode]
-            trace = inlining.inline(owner, trace, called[0], inner)
-            assumed[assume(owner, path)] = None
-        except (inlining.NotInlined, Untraceable):
-            refused.add(path)
-
-
-class _Span(NamedTuple):
-    """A Linear and a BatchNorm that meet in a recording, but are called by others: the calls of those."""
-
-    linear: str
-    bn: str
-    inner: tuple[fx.Node, ...]
-
-
-def _spanning(owner: nn.Module, graph: fx.Graph, records: _Records) -> list[tuple[str, str]]:
-    """(location, reason) of each Linear and BatchNorm that meet at a call and are called by different forwards."""
-    reason = "the two are called by different forwards; one has to call both"
-    return [(f"{span.linear} → {span.bn}", reason) for span in _spans(owner, graph, records)]
-
-
-def _spans(owner: nn.Module, graph: fx.Graph, records: _Records) -> list[_Span]:
-    found = []
-    for node in graph.nodes:
-        bn = _entered(owner, node, records)
-        for given in node.all_input_nodes if bn is not None else ():
-            linear = _left(owner, given, records)
-            if bn is not None and linear is not None and not (linear.direct and bn.direct):
-                inner = [called.node for called in (linear, bn) if not called.direct]
-                found.append(_Span(linear.name, bn.name, tuple(inner)))
-    return found
-
-
-def _left(owner: nn.Module, node: fx.Node, records: _Records) -> _Called | None:
-    """The Linear whose product, scaled and laid out anew or not, is the value of `node`."""
-    given = views.viewed(owner, node)
-    if given is not None:
-        return _left(owner, given, records)
-    for operand in (matching.scaled(node) or ([node], ""))[0]:
-        module = matching.called_module(owner, operand)
-        if children.is_linear(module):
-            return _Called(operand, str(operand.target), direct=True)
-        if module is not None and is_owner(module):
-            graph = records.graph_of(module)
-            returned = next(n for n in graph.nodes if n.op == "output").args[0] if graph else None
-            inner = _left(module, returned, records) if isinstance(returned, fx.Node) else None
-            if inner is not None:
-                return _Called(operand, f"{operand.target}.{inner.name}", direct=False)
-    return None
-
-
-def _entered(owner: nn.Module, node: fx.Node, records: _Records) -> _Called | None:
-    """The BatchNorm that the input of the call `node` goes to, scaled or not."""
-    module = matching.called_module(owner, node)
-    if children.is_batch_norm(module):
-        return _Called(node, str(node.target), direct=True)
-    graph = records.graph_of(module) if module is not None and is_owner(module) else None
-    given = next((n for n in graph.nodes if n.op == "placeholder"), None) if graph else None
-    for user in given.users if given is not None else ():
-        for inner_node in user.users if matching.scaled(user) else (user,):
-            inner = _entered(module, inner_node, records) if module is not None else None
-            if inner is not None:
-                return _Called(node, f"{node.target}.{inner.name}", direct=False)
-    return None
-
-
-class _Called(NamedTuple):
-    """A call, and the module that it runs: the called one itself (`direct`), or through it a descendant."""
-
-    node: fx.Node
-    name: str
-    direct: bool

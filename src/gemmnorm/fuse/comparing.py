@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import operator
+import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -207,3 +209,13 @@ def literal(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
     return path_of(value) or (known_as(value) if callable(value) else repr(value))
+
+
+def named_by(conditions: Iterable[str]) -> Iterator[tuple[str, Any, str]]:
+    """(name, value, the line that imports it) of what conditions refer to, besides what was read."""
+    text = "\n".join(conditions)
+    for module in (torch, os, logging):
+        if f"{module.__name__}." in text:
+            yield module.__name__, module, f"import {module.__name__}"
+    if f"{UNLIKE}(" in text:
+        yield UNLIKE, unlike, f"from operator import ne as {UNLIKE}"

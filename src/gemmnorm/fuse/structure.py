@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, fx, nn
 
 from .. import children
+from ..module import LinearScaleBatchNorm1d
 from .comparing import Same
 
 if TYPE_CHECKING:
@@ -172,3 +173,11 @@ def _everything(module: nn.Module, prefix: str, above: tuple[int, ...]) -> Itera
         if child is not None and id(child) not in above:
             yield prefix + name, child
             yield from _everything(child, f"{prefix}{name}.", (*above, id(child)))
+
+
+def is_owner(module: nn.Module) -> bool:
+    """Has a `forward` of its own that may hold a chain: a user's module, or an `nn.Sequential`."""
+    forward = forward_of(type(module))
+    if isinstance(module, LinearScaleBatchNorm1d) or forward in (None, nn.Module.forward):
+        return False
+    return forward is nn.Sequential.forward or not str(getattr(forward, "__module__", "")).startswith("torch.nn.")

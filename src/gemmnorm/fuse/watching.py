@@ -12,6 +12,7 @@ import datetime
 import gc
 import operator
 import os
+import pathlib
 import sys
 import time
 import traceback
@@ -85,6 +86,10 @@ _PURE = {
     *("weakref", "_datetime", "datetime", "_decimal", "_contextvars", "_sre", "_weakref", "zipimport", "json"),
 }
 _IMPURE = {"open", "input", "exec", "eval", "compile", "breakpoint", "globals", "locals"}  # of `builtins`
+_NAMES_OF_PATHS = {  # the code of what a path answers by its text
+    getattr(getattr(held, "fget", None) or getattr(held, "__func__", held), "__code__", None)
+    for held in vars(pathlib.PurePath).values()
+}
 _ENVIRONMENT = ("getenv", "get", "encode", "decode", "check_str")  # of `os`, beside special methods
 # Python functions of `torch` and of `torch.cuda` that are constant, or that are given what they are about.
 _OF_TORCH = {"is_tensor", "is_storage", "typename", "is_available", "is_built", "device_count", "is_bf16_supported"}
@@ -239,6 +244,8 @@ def _has_a_state(frame: types.FrameType) -> bool:
     if not is_of_python(file):
         return False
     module = str(frame.f_globals.get("__name__")).partition(".")[0]
+    if module == "pathlib":
+        return code not in _NAMES_OF_PATHS and not name.startswith("__")
     if module == "os":
         return name not in _ENVIRONMENT and not name.startswith("__")
     return module not in _PURE
