@@ -7,7 +7,9 @@ have changed is unknown while it is recorded.
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
+import operator
 import os
 import types
 from collections.abc import Iterable, Iterator
@@ -20,6 +22,7 @@ from .keeping import items_of
 from .outside import is_of_users as is_users_own
 from .outside import is_settings
 from .scanning import CONTAINERS, by_methods, is_of_users
+from .values import PLAIN
 
 ANYTHING = "*"
 # By these names any attribute may be assigned.
@@ -29,6 +32,7 @@ _CHANGES = {"append", "appendleft", "extend", "extendleft", "insert", "pop", "po
 _CHANGES |= {"update", "setdefault", "add", "discard", "sort", "reverse", "rotate", "__setitem__", "__delitem__"}
 _CHANGES |= {"__iadd__", "__ior__", "move_to_end", "subtract"}
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_OF_MODULES = frozenset(vars(nn.Module()))
 _FAR = 2000  # values to look at inside of one
 
 
@@ -87,22 +91,29 @@ def _of_class(methods: list[types.FunctionType]) -> Effects:
 
 def of_module(module: nn.Module) -> Effects:
     """Of a call of `module`: of its methods and its children's, and of the objects' that they hold."""
+    classes: dict[type, None] = {}
     found = Effects()
     for m in module.modules():
-        found |= _of_class(type(m))
+        classes |= {type(m): None}
+        classes |= {type(value): None for _, value in held_by(m) if is_an_object(value)}
         attributes = vars(m)  # and not by its attributes, which a recorder may be watching
-        for held in attributes.values():
-            found |= _of_class(type(held)) if is_an_object(held) else Effects()
         if "forward" in attributes or any(attributes.get(name) for name in ("_forward_hooks", "_forward_pre_hooks")):
             found |= Effects(frozenset([ANYTHING]))
-    return found
+    return functools.reduce(operator.or_, map(_of_class, classes), found)
+
+
+def held_by(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, value) of its attributes, but for what every module has, and plain values."""
+    for name, value in vars(module).items():
+        if name not in _OF_MODULES and not isinstance(value, (*PLAIN, Tensor, nn.Module)):
+            yield name, value
 
 
 def of_method(owner: nn.Module, function: Any) -> Effects:
     """Of a call of a method of `owner`, which may call others, and those of the objects that it holds."""
     plain = inspect.unwrap(function)
     found = of_functions([plain]) if isinstance(plain, types.FunctionType) else Effects(frozenset([ANYTHING]))
-    for held in vars(owner).values():
+    for _, held in held_by(owner):
         found |= _of_class(type(held)) if is_an_object(held) else Effects()
     named = (getattr(type(owner), name, None) for name in found.mentioned if name != plain.__name__)
     methods = [f for f in named if isinstance(f, types.FunctionType) and _is_users(f)]

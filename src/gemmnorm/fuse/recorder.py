@@ -278,7 +278,7 @@ class Recorder:
         """Of a call of it; ids of the modules in it, and of the containers and objects that these hold, with names."""
         if id(child) not in self.known_effects:
             modules = [*child.modules()]
-            held = {id(v): name for m in modules for name, one in vars(m).items() for v in effects.inside(one)}
+            held = {id(v): name for m in modules for name, one in effects.held_by(m) for v in effects.inside(one)}
             self.known_effects[id(child)] = effects.of_module(child), {*map(id, modules)}, held
         return self.known_effects[id(child)]
 

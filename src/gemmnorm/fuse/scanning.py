@@ -332,7 +332,12 @@ def unpacked(frame: types.FrameType) -> list[str] | None:
 
 def reads_attribute(frame: types.FrameType) -> bool:
     """What runs in `frame` is about to get an attribute by its name."""
-    return any(i.offset == frame.f_lasti and i.opname == "LOAD_ATTR" for i in dis.get_instructions(frame.f_code))
+    return frame.f_lasti in _attribute_loads(frame.f_code)
+
+
+@functools.lru_cache(maxsize=64)
+def _attribute_loads(code: types.CodeType) -> frozenset[int]:
+    return frozenset(i.offset for i in dis.get_instructions(code) if i.opname == "LOAD_ATTR")
 
 
 def is_none(instruction: dis.Instruction) -> bool:
