@@ -331,7 +331,7 @@ def _forward_or(written: Callable[..., Any]) -> Callable[..., Any]:
     forward: Any = namespace["forward"]
     forward.__defaults__ = tuple(p.default for p in optional if p.kind is not p.KEYWORD_ONLY) or None
     forward.__kwdefaults__ = {p.name: p.default for p in optional if p.kind is p.KEYWORD_ONLY} or None
-    of_torch = _LEAVES and written.__module__.startswith("torch.")
+    of_torch = _LEAVES and str(written.__module__).startswith("torch.")
     functools.update_wrapper(forward, written, ("__qualname__", "__doc__", *([] if of_torch else ["__module__"])))
     del forward.__wrapped__  # whoever unwraps what is around a `forward` would go on to the original
     with contextlib.suppress(Exception):  # a name in a string that is not there

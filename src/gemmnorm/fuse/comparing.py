@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import operator
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -153,7 +152,7 @@ def unlike(value: Any, recorded: Any) -> bool:
     if type(value) is not type(recorded):
         return True
     if isinstance(recorded, dict):
-        return _any_unlike(value.keys(), recorded.keys()) or _any_unlike(value.values(), recorded.values())
+        return _any_unlike([*value], [*recorded]) or _any_unlike([*value.values()], [*recorded.values()])
     if isinstance(recorded, (list, tuple)):
         return _any_unlike(value, recorded)
     if isinstance(recorded, (set, frozenset)):
@@ -164,7 +163,8 @@ def unlike(value: Any, recorded: Any) -> bool:
 def _any_unlike(values: Collection[Any], recorded: Collection[Any]) -> bool:
     if len(values) != len(recorded):
         return True
-    return not all(map(operator.is_, values, recorded)) and any(map(unlike, values, recorded))
+    pairs = [(a, b) for a, b in zip(values, recorded, strict=False) if a is not b]  # Dynamo 2.4 has no other `map`
+    return any([unlike(a, b) for a, b in pairs])
 
 
 def lines_for(namespace: Iterable[tuple[str, Any]]) -> Iterable[str]:
