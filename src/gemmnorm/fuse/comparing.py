@@ -147,8 +147,6 @@ def _has_look_alikes(value: Any) -> bool:
 
 def unlike(value: Any, recorded: Any) -> bool:
     """`value` is not `recorded`, or of another type, or in another order; or something inside of it is."""
-    if value is recorded:
-        return False
     if type(value) is not type(recorded):
         return True
     if isinstance(recorded, dict):
@@ -157,14 +155,16 @@ def unlike(value: Any, recorded: Any) -> bool:
         return _any_unlike(value, recorded)
     if isinstance(recorded, (set, frozenset)):
         return bool(value != recorded) or {type(v) for v in value} != {type(v) for v in recorded}
-    return bool(value != recorded) or (recorded == 0 and str(value) != str(recorded))  # -0.0
+    if value != recorded:  # a branch, as Dynamo of PyTorch 2.4 wants it
+        return True
+    return recorded == 0 and str(value) != str(recorded)  # -0.0
 
 
 def _any_unlike(values: Collection[Any], recorded: Collection[Any]) -> bool:
     if len(values) != len(recorded):
         return True
     pairs = [(a, b) for a, b in zip(values, recorded, strict=False) if a is not b]  # Dynamo 2.4 has no other `map`
-    return any([unlike(a, b) for a, b in pairs])
+    return any(unlike(a, b) for a, b in pairs)
 
 
 def lines_for(namespace: Iterable[tuple[str, Any]]) -> Iterable[str]:
