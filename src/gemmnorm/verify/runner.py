@@ -155,8 +155,8 @@ class Runner:
             "kinds": trial.kinds,
             "structure": trial.structure,
             "require": trial.require,
-            "state": trial.state,
-            "changed": trial.changed,
+            "state": sorted(trial.state),  # the reader of PyTorch 2.4 takes no sets
+            "changed": sorted(trial.changed),
             "spoiled": trial.spoiled,
             "left": trial.left,
             "mutated": not same_inputs(trial.inputs, inputs),
