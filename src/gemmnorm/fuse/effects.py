@@ -25,7 +25,7 @@ from .scanning import CONTAINERS, by_methods, is_of_users
 from .values import PLAIN
 
 ANYTHING = "*"
-# By these names any attribute may be assigned.
+# By these names any attribute may be assigned. An installed package that has them is trusted to assign what it says.
 _BY_NAME = {"setattr", "delattr", "vars", "__dict__", "__setattr__", "register_buffer", "register_parameter"}
 _BY_NAME |= {"_buffers", "_parameters", "_modules"}
 _CHANGES = {"append", "appendleft", "extend", "extendleft", "insert", "pop", "popleft", "popitem", "remove", "clear"}
@@ -65,7 +65,7 @@ class Effects:
 
 
 def of_functions(functions: Iterable[types.FunctionType]) -> Effects:
-    assigned, mentioned, changes = set[str](), set[str](), False
+    assigned, mentioned, changes, by_name = set[str](), set[str](), False, False
     waiting = [(f.__code__, f.__globals__) for f in functions]
     for code, names in waiting:  # which grows by what they hold and mention
         found = [c for c in code.co_consts if isinstance(c, types.CodeType)]
@@ -75,11 +75,12 @@ def of_functions(functions: Iterable[types.FunctionType]) -> Effects:
             if isinstance(f, types.FunctionType) and _is_users(f):
                 waiting += [(f.__code__, f.__globals__)] if (f.__code__, f.__globals__) not in waiting else []
         mentioned.update(code.co_names)
+        by_name |= "-packages" not in code.co_filename and not _BY_NAME.isdisjoint(code.co_names)
         for instruction in dis.get_instructions(code):
             if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
                 assigned.add(instruction.argval)
             changes |= instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
-    if mentioned & _BY_NAME:
+    if by_name:
         assigned.add(ANYTHING)
     return Effects(frozenset(assigned), frozenset(mentioned), changes or bool(mentioned & _CHANGES))
 

@@ -97,6 +97,8 @@ class Recorder:
                 return value
             if name in _REGISTRIES:
                 return recorder.registry(module, name, value)
+            if name == "forward" and by_us(sys._getframe(1)):  # torch.fx, of a child that it calls
+                return value
             if name not in vars(module) and hasattr(type(module), name) and by_a_user(sys._getframe(1)):
                 recorder.relate_class(module)
             with recorder.tracer.watch.paused():
