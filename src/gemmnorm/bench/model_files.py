@@ -31,6 +31,7 @@ from ..userfiles import (
     DROPOUT_NOTE,
     ModelFile,
     ModelFileError,
+    Outcome,
     load_candidate_file,
     load_model_file,
     progress,
@@ -100,35 +101,45 @@ def bench_files(
         failed={},
         notes=[],
     )
-    able, gone, begin = [str(p) for p in candidate_paths], dict[str, str](), time.monotonic()
+    able, begin = [str(p) for p in candidate_paths], time.monotonic()
+    gone: dict[str, str] = {}
+    why_gone: list[str] = []
     while True:
-        outcome = run_isolated(
-            "gemmnorm.bench.model_files:child",
-            {
-                "model_path": str(model_path),
-                "candidate_paths": able,
-                "options": {k: list(v) if isinstance(v, tuple) else v for k, v in vars(options).items()},
-            },
-            time_limit=max(1.0, time_limit - (time.monotonic() - begin)),
-            on_progress=lambda message: tell(message["stage"]),
-        )
-        if not outcome.ok and "answer" in outcome.last:  # all was timed, and the profiler took the process along
-            why = f"kernel spans were not taken: {outcome.status}"
-            answer = outcome.last["answer"]
-            outcome = replace(outcome, status="ok", value={**answer, "notes": [*answer["notes"], why]})
+        left = max(1.0, time_limit - (time.monotonic() - begin))
+        outcome = _timed(str(model_path), able, options, left, tell)
         subject = outcome.last.get("subject", "model")
         if not outcome.ok and subject != "model":
             gone[subject] = f"{outcome.status} while {outcome.stage}"
+        if not outcome.ok:
+            why_gone.append(outcome.why())
         if outcome.ok or subject not in able or time.monotonic() - begin > time_limit / 2:
             break
         able.remove(subject)  # and the others once more, in a process that it cannot take along
-    document.update(outcome.value if outcome.ok else {"detail": outcome.why()})
+    document.update(outcome.value if outcome.ok else {})
+    document["detail"] = "\n".join(why_gone)
     document["failed"] = {**document["failed"], **gone}
     if not outcome.ok and subject == "model":
         document["status"] = "bad model"
     else:
         document["status"] = "failed" if document["failed"] else "ok"
     return document
+
+
+def _timed(
+    model_path: str, candidate_paths: list[str], options: FileOptions, time_limit: float, tell: Callable[[str], None]
+) -> Outcome:
+    """How the child ended. Where it had timed everything and the profiler took it along, its answer counts."""
+    how = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(options).items()}
+    outcome = run_isolated(
+        "gemmnorm.bench.model_files:child",
+        {"model_path": model_path, "candidate_paths": candidate_paths, "options": how},
+        time_limit=time_limit,
+        on_progress=lambda message: tell(message["stage"]),
+    )
+    if outcome.ok or "answer" not in outcome.last:
+        return outcome
+    answer, why = outcome.last["answer"], f"kernel spans were not taken: {outcome.status}"
+    return replace(outcome, status="ok", value={**answer, "notes": [*answer["notes"], why]})
 
 
 # --- the child -------------------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ class Effects:
 
 
 def of_functions(functions: Iterable[types.FunctionType]) -> Effects:
+    """Of calls of these, by their byte code, that of functions inside of them, and of globals that they mention."""
     assigned, mentioned, changes, by_name = set[str](), set[str](), False, False
     waiting = [(f.__code__, f.__globals__) for f in functions]
     for code, names in waiting:  # which grows by what they hold and mention

@@ -193,7 +193,7 @@ class Recorder:
         """What stands for a method that stays a call."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.hand_over(self.effects_of_method(name), [*args, *kwargs.values()])
+            self.hand_over(self.effects_of_method(name), (*args, *kwargs.values()))
             self.called = name
             return self.tracer.create_proxy("call_function", Method(name), args, kwargs)
 
@@ -287,9 +287,9 @@ class Recorder:
     def effects_of_method(self, name: str) -> effects.Effects:
         return effects.of_method(self.owner, inspect.getattr_static(type(self.owner), name))
 
-    def hand_over(self, called: effects.Effects, values: Any) -> None:
-        """A list, a dictionary or an object that is handed to what stays a call, which gets another like it."""
-        given = [*effects.inside(values)][1:]  # without the list of the arguments
+    def hand_over(self, called: effects.Effects, values: tuple[Any, ...]) -> None:
+        """Refuse a list, a dictionary or an object among arguments that is needed again: the call gets a copy."""
+        given = [*effects.inside(values)]
         if not given or not called.changes_what_it_is_given:
             return
         frame: types.FrameType | None = sys._getframe(1)
@@ -297,8 +297,8 @@ class Recorder:
             if is_of_user(frame.f_code.co_filename) and effects.is_read_again(frame, given):
                 raise Untraceable(_HANDED)
             frame = frame.f_back
-        held = (value for value in given if id(value) in self.keeper.containers)
-        if (frame is not None and effects.is_read_again(frame, given)) or any(True for _ in held):
+        held = any(id(value) in self.keeper.containers for value in given)
+        if held or (frame is not None and effects.is_read_again(frame, given)):
             raise Untraceable(_HANDED)
 
     def parts(

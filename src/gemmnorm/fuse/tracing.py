@@ -317,7 +317,7 @@ class _OwnerTracer(fx.Tracer):
         if m not in (self.submodule_paths or {}):
             self._refuse_other(m)
             return forward(*args, **kwargs)
-        self.recorder.hand_over(self.recorder.effects_of(m)[0], [*args, *kwargs.values()])
+        self.recorder.hand_over(self.recorder.effects_of(m)[0], (*args, *kwargs.values()))
         self.called.append(m)
         return super().call_module(m, forward, args, kwargs)
 

@@ -45,46 +45,13 @@ _LOST: dict[Callable[..., Any], str] = {
 # Modules of Python's whose functions give the same for the same arguments, and change nothing but those; or whose
 # questions are noticed elsewhere (`stand_ins`). The rest, a clock, a file, a queue, is asked or told anew at each call.
 _PURE = {
-    *(
-        "_abc",
-        "_bisect",
-        "_collections",
-        "_functools",
-        "_heapq",
-        "_operator",
-        "_typing",
-        "builtins",
-        "cmath",
-        "itertools",
-    ),
-    *("math", "_collections_abc", "_weakrefset", "abc", "bisect", "collections", "contextlib", "copy", "copyreg"),
-    *(
-        "dataclasses",
-        "decimal",
-        "enum",
-        "fractions",
-        "functools",
-        "heapq",
-        "importlib",
-        "inspect",
-        "keyword",
-        "logging",
-    ),
-    *(
-        "numbers",
-        "operator",
-        "posixpath",
-        "ntpath",
-        "re",
-        "reprlib",
-        "string",
-        "textwrap",
-        "types",
-        "typing",
-        "warnings",
-    ),
-    *("weakref", "_datetime", "datetime", "_decimal", "_contextvars", "_sre", "_weakref", "zipimport", "json"),
-}
+    "_abc", "_bisect", "_collections", "_functools", "_heapq", "_operator", "_typing", "builtins", "cmath",
+    "itertools", "math", "_collections_abc", "_weakrefset", "abc", "bisect", "collections", "contextlib",
+    "copy", "copyreg", "dataclasses", "decimal", "enum", "fractions", "functools", "heapq", "importlib",
+    "inspect", "keyword", "logging", "numbers", "operator", "posixpath", "ntpath", "re", "reprlib", "string",
+    "textwrap", "types", "typing", "warnings", "weakref", "_datetime", "datetime", "_decimal", "_contextvars",
+    "_sre", "_weakref", "zipimport", "json",
+}  # fmt: skip
 _IMPURE = {"open", "input", "exec", "eval", "compile", "breakpoint", "globals", "locals"}  # of `builtins`
 _NAMES_OF_PATHS = {  # the code of what a path answers by its text
     getattr(getattr(held, "fget", None) or getattr(held, "__func__", held), "__code__", None)
