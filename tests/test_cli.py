@@ -90,6 +90,8 @@ def run(*arguments: str) -> int:
         (["explain", "model.py", "--dtype", "bf16"], "--dtype goes with three numbers, not with MODEL.py"),
         (["tune", "model.py", "--no-scale"], "--no-scale goes with three numbers, not with MODEL.py"),
         (["bench", "model.py", "--case", "kb33"], "--case goes with --suite, not with MODEL.py"),
+        (["bench", "--suite", "cpu", "--time-limit", "5"], "--time-limit goes with MODEL.py, not with --suite"),
+        (["explain", "4", "2", "3", "--time-limit", "5"], "--time-limit goes with MODEL.py, not with three numbers"),
         (["bench", "--suite", "cpu", "--count", "3"], "--count goes with --random, not with --suite"),
         (["bench", "--suite", "cpu", "--junit", "nowhere.xml"], "there is no file nowhere.xml"),
         (["verify", "model.py", "new.py", "--report", "-"], "expected a file for the page; got -"),

@@ -22,6 +22,7 @@ from .page import MARK
 COMMANDS = ("optimize", "verify", "bench", "explain", "tune", "report", "doctor")
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121)  # NVIDIA's, from Ampere on
 STANDARD_OUTPUT = "-"  # as a path of --json
+TIME_LIMIT = 600.0  # seconds
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 EPILOG = """\
 examples:
@@ -136,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("--eval", action="store_true", help="evaluation mode; else training, forward and backward")
     made.add_argument("--forget", action="store_true", help="delete what was measured, and measure nothing")
     made.add_argument(
-        "--time-limit", type=_seconds, default=600.0, metavar="S", help="seconds, compiling included (600)"
+        "--time-limit", type=_seconds, default=TIME_LIMIT, metavar="S", help="seconds, compiling included (600)"
     )
 
     made = commands.add_parser("report", help="Render a result file.", description="Render a result file.")
@@ -183,9 +184,7 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
         "effort": effort,
         "sizes": sizes,
         "device": parent("--device", type=_device, help="torch device; default: the GPU where there is one"),
-        "time-limit": parent(
-            "--time-limit", type=_seconds, default=600.0, metavar="S", help="seconds that user files may take (600)"
-        ),
+        "time-limit": parent("--time-limit", type=_seconds, metavar="S", help="seconds that user files may take (600)"),
         "cast": parent(
             "--precision", choices=tuple(CASTS), help="cast both models and all inputs to it, as KernelBench does"
         ),
@@ -268,15 +267,17 @@ _SERVES: dict[str, dict[str, tuple[str, ...]]] = {
         "count": ("--random",),
         "junit": ("--suite", "--random"),
         "resume": ("--suite", "--random"),
+        "time_limit": ("MODEL.py",),
     },
     "explain": {
         "dtype": ("three numbers",),
         "no_scale": ("three numbers",),
         "activation": ("three numbers",),
         "precision": ("MODEL.py",),
+        "time_limit": ("MODEL.py",),
     },
 }
-_SERVES["tune"] = _SERVES["explain"]
+_SERVES["tune"] = {name: uses for name, uses in _SERVES["explain"].items() if name != "time_limit"}
 
 
 def check_options(arguments: argparse.Namespace, use: str, parser: argparse.ArgumentParser) -> None:

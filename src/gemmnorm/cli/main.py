@@ -45,7 +45,7 @@ from ..errors import GemmNormError
 from ..plan import Problem
 from ..userfiles import PRECISIONS
 from . import report
-from .arguments import STANDARD_OUTPUT, check_options, check_outputs, make_parser
+from .arguments import STANDARD_OUTPUT, TIME_LIMIT, check_options, check_outputs, make_parser
 from .page import page
 from .progress import reporting
 
@@ -135,7 +135,7 @@ def _optimize(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         seeds=arguments.seeds,
         effort=arguments.effort,
         compile=not arguments.no_compile,
-        time_limit=arguments.time_limit,
+        time_limit=arguments.time_limit or TIME_LIMIT,
     )
     with reporting("optimize", quiet=arguments.quiet) as progress:
         document = optimize(arguments.model, options, tell=progress.tell, command=command_line())
@@ -158,7 +158,7 @@ def _verify(arguments: argparse.Namespace, _: argparse.ArgumentParser) -> int:
             to_the_end=arguments.all or None,
             device=arguments.device,
             precision=arguments.precision,
-            time_limit=arguments.time_limit,
+            time_limit=arguments.time_limit or TIME_LIMIT,
             on_progress=lambda message: progress.tell(verify_stage(message)),
         )
     about = {"command": command_line(), "environment": environment(default_device(arguments.device))}
@@ -242,6 +242,7 @@ def _bench_suite(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
 
 
 def _bench_files(arguments: argparse.Namespace) -> dict[str, Any]:
+    limit = arguments.time_limit or TIME_LIMIT
     options = FileOptions(
         phases=tuple(arguments.phase or PHASES),
         strategies=arguments.strategy,
@@ -249,7 +250,7 @@ def _bench_files(arguments: argparse.Namespace) -> dict[str, Any]:
         precision=arguments.precision[0] if arguments.precision else None,
         compile=not arguments.no_compile,
         budget_s=arguments.budget,
-        limit_s=0.75 * arguments.time_limit,
+        limit_s=0.75 * limit,
     )
     model, *candidates = arguments.files
     with reporting("bench", quiet=arguments.quiet) as progress:
@@ -257,7 +258,7 @@ def _bench_files(arguments: argparse.Namespace) -> dict[str, Any]:
             model,
             candidates,
             options,
-            time_limit=arguments.time_limit,
+            time_limit=limit,
             tell=progress.tell,
             command=command_line(),
         )
@@ -277,7 +278,7 @@ def _explain(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
                 strategy=arguments.strategy,
                 precision=arguments.precision,
                 evaluation=arguments.eval,
-                time_limit=arguments.time_limit,
+                time_limit=arguments.time_limit or TIME_LIMIT,
                 tell=progress.tell,
             )
     _finish(document, arguments)
