@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from gemmnorm.userfiles import ModelFile, load_candidate_file, load_model_file
+from gemmnorm.userfiles import ModelFile, load_candidate_file, load_model_file, without_dropout
 from gemmnorm.verify import judge, references
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "traps"
@@ -37,6 +37,7 @@ MODELS = {
         "trap_bf16_unrounded_statistics.py",
     ),
     "model_small_outputs.py": ("honest_small_outputs.py", "trap_small_zeros.py"),
+    "model_dropout.py": ("honest_dropout_before.py", "trap_dropout_left_out.py", "trap_dropout_in_eval.py"),
     "model_heads.py": ("honest_heads.py", "trap_heads_label.py", "trap_heads_scores.py"),
     "model_projector.py": ("honest_projector.py", "trap_projector_leaky.py"),
 }
@@ -143,7 +144,8 @@ def main() -> int:
     parser.add_argument("--model", action="append", help="only this model file of tests/traps")
     arguments = parser.parse_args()
     models = arguments.model or ["model.py", *MODELS]
-    records = [r for m in models for r in calibrate(m, arguments.honest_seeds, arguments.trap_seeds)]
+    with without_dropout():
+        records = [r for m in models for r in calibrate(m, arguments.honest_seeds, arguments.trap_seeds)]
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()} CPU\n")
     print("**Honest files** (largest ratio over all seeds; must stay below 1)\n")
     print(table([r for r in records if r.honest]))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gemmnorm.userfiles import DROPOUT_NOTE, without_dropout
+from gemmnorm.userfiles import DROPOUT_NOTE, without_dropout, would_drop
 from gemmnorm.verify.answer import check_files
 
 TABULAR = """
@@ -54,3 +55,61 @@ def test_a_model_with_dropout_is_verified(tmp_path: Path) -> None:
     answer = check_files(str(model), str(same), 1, "cpu")
     assert answer["equal"] and DROPOUT_NOTE in answer["warnings"]
     assert not check_files(str(model), str(other), 1, "cpu")["equal"]
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        ("F.relu(self.bn(self.fc(x)))", "drops nothing in training, the original 0.5 of"),
+        ("F.dropout(F.relu(self.bn(self.fc(x))), 0.1, self.training)", "drops 0.1 of"),
+        ("F.dropout(F.relu(self.bn(self.fc(x))), 0.5)", "in evaluation, the original nothing"),
+        ("F.dropout(F.dropout(F.relu(self.bn(self.fc(x))), 0.5, self.training), 0.5, self.training)", "drops 0.5 of"),
+        ("F.dropout1d(F.relu(self.bn(self.fc(x))), 0.5, self.training)", "elements by channels in training"),
+        ("F.relu(F.dropout(self.bn(self.fc(x)), 0.5, self.training))", ""),
+        ("torch.dropout(F.relu(self.bn(self.fc(x))), 0.5, self.training)", ""),
+        ("nn.Dropout(0.5).train(self.training)(F.relu(self.bn(self.fc(x))))", ""),
+    ],
+)
+def test_what_is_dropped_belongs_to_the_function(tmp_path: Path, result: str, told: str) -> None:
+    text = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class {name}(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.bn = nn.Linear(16, 24), nn.BatchNorm1d(24)
+
+    def forward(self, x):
+        return {result}
+
+
+def get_inputs():
+    return [torch.randn(32, 16)]
+
+
+def get_init_inputs():
+    return []
+"""
+    model, new = tmp_path / "model.py", tmp_path / "new.py"
+    model.write_text(text.format(name="Model", result="F.dropout(F.relu(self.bn(self.fc(x))), 0.5, self.training)"))
+    new.write_text(text.format(name="ModelNew", result=result))
+    answer = check_files(str(model), str(new), 1, "cpu", "quick")
+    assert answer["equal"] == (not told), answer["reason"]
+    if told:
+        assert answer["fault"]["class"] == "dropout" and told in answer["fault"]["sentence"]
+
+
+def test_dropout_of_attention_counts_by_its_weights() -> None:
+    x = torch.randn(2, 5, 8)
+    attention = nn.MultiheadAttention(8, 2, dropout=0.25, batch_first=True)
+    with without_dropout():
+        for needs_weights in (True, False):
+            with would_drop() as counter:
+                attention(x, x, x, need_weights=needs_weights)
+            assert counter == {("elements", 0.25): 2 * 2 * 5 * 5}
+        with would_drop() as counter:
+            attention.eval()(x, x, x)
+        assert not counter

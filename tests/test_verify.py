@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gemmnorm.errors import GemmNormValueError
-from gemmnorm.userfiles import ModelFileError, load_candidate_file, load_model_file
+from gemmnorm.userfiles import ModelFileError, load_candidate_file, load_model_file, without_dropout
 from gemmnorm.verify import FAULTS, check_files, judge, references, verify
 from gemmnorm.verify.equality import Limits, compare, pool
 from gemmnorm.verify.families import Case, draw_inputs, draw_state, roles
@@ -39,7 +39,8 @@ def prepared():
     def prepare(name, effort="usual"):
         if (name, effort) not in kept:
             file = load_model_file(TRAPS / name)
-            kept[name, effort] = file, list(references(file, seeds=1, effort=effort))
+            with without_dropout():
+                kept[name, effort] = file, list(references(file, seeds=1, effort=effort))
         return kept[name, effort]
 
     return prepare
@@ -49,7 +50,8 @@ def prepared():
 def judged(prepared):
     def judge_file(name, effort="usual", **how):
         original, cases = prepared(model_of(name), effort)
-        return judge(load_candidate_file(TRAPS / name), original, cases, **how)
+        with without_dropout():
+            return judge(load_candidate_file(TRAPS / name), original, cases, **how)
 
     return judge_file
 

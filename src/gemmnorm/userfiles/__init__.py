@@ -10,7 +10,7 @@
 """
 
 from .bare import Bare, BareCallError, BareProcessError
-from .dropout import DROPOUT_NOTE, without_dropout
+from .dropout import DROPOUT_NOTE, without_dropout, would_drop
 from .isolate import Outcome, how_it_died, progress, run_isolated
 from .model_file import (
     PRECISIONS,
@@ -37,4 +37,5 @@ __all__ = [
     "progress",
     "run_isolated",
     "without_dropout",
+    "would_drop",
 ]

@@ -1,12 +1,14 @@
 """Dropout switched off, so that two models which draw random numbers in training can be compared.
 
 A mask depends on dtype, device and the order of draws, so a float64 run of a model never draws its own run's mask. What
-a replacement changes has nothing to do with it: without dropout both compute one function, and that is compared.
+a replacement changes has nothing to do with it: without dropout both compute one function, and that is compared; and
+what each would have dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +23,24 @@ _FUNCTIONS = {
             "feature_alpha_dropout", "feature_alpha_dropout_"),
 }  # fmt: skip
 _ATTENTION = "scaled_dot_product_attention"  # what nn.MultiheadAttention and the Transformer layers call, too
+_ELEMENTS, _CHANNELS, _ALPHA = "elements", "elements by channels", "elements as alpha dropout does"
 DROPOUT_NOTE = "dropout was switched off in both models while their results were compared"
+
+_counters: list[Counter[tuple[str, float]]] = []
+
+
+@contextlib.contextmanager
+def would_drop() -> Iterator[Counter[tuple[str, float]]]:
+    """What dropouts that are switched off would have dropped meanwhile: (kind, probability) → elements it is drawn for.
+
+    Those of attention count by the weights' elements, whoever multiplies them; recurrent modules by their calls.
+    """
+    counter: Counter[tuple[str, float]] = Counter()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        _counters.remove(counter)
 
 
 @contextlib.contextmanager
@@ -33,15 +52,19 @@ def without_dropout() -> Iterator[list[str]]:
     """
     used: list[str] = []
 
-    def note(name: str, drops: bool) -> None:
-        if drops and name not in used:
+    def note(name: str, p: float, kind: str, elements: int) -> None:
+        if p > 0 and name not in used:
             used.append(name)
+        for counter in _counters if p > 0 else ():
+            counter[kind, round(float(p), 6)] += elements
 
     def keep(name: str) -> Any:
+        kind = _ALPHA if "alpha" in name else _CHANNELS if "feature" in name or name[-1] == "d" else _ELEMENTS
+
         def same(
             input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
         ) -> Any:
-            note(name, training and train and p > 0)
+            note(name, p if training and train else 0, kind, input.numel())
             return input
 
         return same
@@ -49,14 +72,14 @@ def without_dropout() -> Iterator[list[str]]:
     def attend(attention: Callable[..., Any]) -> Any:
         def whole(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any,
                   **more: Any) -> Any:  # fmt: skip
-            note(_ATTENTION, dropout_p > 0)
+            note(_ATTENTION, dropout_p, _ELEMENTS, query.shape[:-1].numel() * key.shape[-2])
             return attention(query, key, value, attn_mask, 0.0, *rest, **more)
 
         return whole
 
     def recur(name: str, forward: Callable[..., Any]) -> Any:
         def whole(module: Any, *inputs: Any, **more: Any) -> Any:
-            note(name, module.training and module.dropout > 0 and module.num_layers > 1)
+            note(name, module.dropout if module.training and module.num_layers > 1 else 0, f"calls of {name}", 1)
             p, module.dropout = module.dropout, 0.0
             try:
                 return forward(module, *inputs, **more)

@@ -269,6 +269,9 @@ class Candidate:
         if run["spoiled"] and not reference.spoils:
             failures.append(("grad:output", _failed("unchanged", "the backward changes the gradient that it is given")))
             self.seen["inputs_changed"] = "its backward writes into the gradient that it is given"
+        if run["drops"] != reference.drops:
+            failures.append(("dropout", _failed("exact", _other_drops(run["drops"], reference))))
+            self.seen["dropout"] = f"it {_other_drops(run['drops'], reference)}"
         left_alone = "the original leaves it as it is"
         for name in sorted(run["changed"]):
             if name in reference.state and name not in reference.eager:
@@ -387,6 +390,16 @@ def _surplus(reference: Reference, run: dict[str, Any]) -> list[tuple[str, Measu
             note = missing if wanted else "it requires a gradient, the original's is cut off from its graph"
             found.append((name, _failed("missing" if wanted else "surplus", note)))
     return found
+
+
+def _other_drops(drops: list[list[Any]], reference: Reference) -> str:
+    """What dropouts would have done, beside the original's."""
+
+    def words(found: list[list[Any]]) -> str:
+        return " and ".join(f"{p:g} of {elements} {kind}" for kind, p, elements in found) or "nothing"
+
+    phase = "training" if reference.training else "evaluation"
+    return f"drops {words(drops)} in {phase}, the original {words(reference.drops)}"
 
 
 def _new_gradient(name: str, reference: Reference) -> bool:

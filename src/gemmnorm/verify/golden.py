@@ -76,6 +76,7 @@ class Reference:
     kinds       classes of the original's outputs that are no plain tensors (`trial.Trial`)
     require     whether each output requires a gradient
     structure   the containers that hold them
+    drops       what the original's dropouts would have dropped (`trial.Trial`)
     spreads_of  what rounding in other units would do to each quantity
     insensitive which of the named parameters, buffers and inputs the original's output does not depend on
     shared      which outputs two calls of the original have in the same memory: a parameter, a buffer
@@ -97,6 +98,7 @@ class Reference:
     structure: str = "Tensor"
     require: list[bool] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    drops: list[list[Any]] = field(default_factory=list)
     cotangents: list[Tensor] = field(default_factory=list)
     mutates: bool = False
     spoils: bool = False
@@ -306,7 +308,7 @@ class Original:
                 return set()
             raise self._cannot_run(f"on its inputs ({reference.case.name}, {reference.phase})", error) from error
         reference.mutates = not same_inputs(eager.inputs, reference.inputs)
-        reference.spoils, reference.left = eager.spoiled, eager.left
+        reference.spoils, reference.left, reference.drops = eager.spoiled, eager.left, eager.drops
         for name in eager.state - eager.changed:  # buffers that stay are compared by whether the candidate's do
             if not (training and name in self.initial):
                 eager.values.pop(name, None)

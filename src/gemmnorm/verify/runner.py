@@ -122,7 +122,7 @@ class Runner:
     ) -> dict[str, Any]:
         """One run: its values, and what was seen besides.
 
-        values, others, kinds, structure, require, state, changed, spoiled, left  as of :class:`Trial`
+        values, others, kinds, structure, require, state, changed, spoiled, left, drops  as of :class:`Trial`
         mutated   the inputs changed
         late      an output changed after the call had returned
         threads   names of threads that the call started and that still ran when it returned
@@ -159,6 +159,7 @@ class Runner:
             "changed": sorted(trial.changed),
             "spoiled": trial.spoiled,
             "left": trial.left,
+            "drops": trial.drops,
             "mutated": not same_inputs(trial.inputs, inputs),
             "late": late,
             "threads": [t.name for t in started],

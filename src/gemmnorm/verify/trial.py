@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..userfiles import would_drop
 from .outputs import take_apart
 
 __all__ = [
@@ -61,6 +62,7 @@ class Trial:
     state    names of the values that are parameters' or buffers'; changed: those that the call changed
     spoiled  the backward wrote into the gradients that it was given
     left     settings of the process that the call left changed
+    drops    [kind, probability, elements] of the dropouts that are switched off
     """
 
     values: dict[str, Tensor]
@@ -73,6 +75,7 @@ class Trial:
     changed: set[str] = field(default_factory=set)
     spoiled: bool = False
     left: list[str] = field(default_factory=list)
+    drops: list[list[Any]] = field(default_factory=list)
 
     @property
     def kinds(self) -> list[str]:
@@ -110,7 +113,8 @@ def run_trial(
                     set_mode(model, training)
                 if backward and ADDED in use:
                     _give_gradients(model)
-                output = take_apart(model(*map(_given, leaves)))
+                with would_drop() as counter:
+                    output = take_apart(model(*map(_given, leaves)))
                 left = ["grad mode"] if torch.is_grad_enabled() != backward else []
                 torch.set_grad_enabled(backward)
                 outputs = output.tensors
@@ -133,7 +137,10 @@ def run_trial(
                 if isinstance(value, Tensor) and value.grad is not None:
                     values[f"grad:input{i}"] = value.grad.detach()
     model.zero_grad(set_to_none=True)
-    return Trial(values, output.others, leaves, outputs, output.structure, require, state, changed, spoiled, left)
+    drops = [[*drop, elements] for drop, elements in sorted(counter.items())]
+    return Trial(
+        values, output.others, leaves, outputs, output.structure, require, state, changed, spoiled, left, drops
+    )
 
 
 def _leaf(value: Any, require: bool) -> Any:
