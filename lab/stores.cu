@@ -83,7 +83,6 @@ template <int WIDE> void run(char* y, int rows, int cols, int pattern) {
 }
 int main() {
   int sizes[][2] = {{78528, 280}, {78528, 256}, {119648, 144}, {119648, 128}, {44488, 568}, {44488, 512}, {36176, 1464}, {36176, 1408}, {16600, 5912}, {30720, 5768}, {16600, 5888}, {131072, 64}, {262144, 56}, {262144, 16}, {39816, 416}, {14952, 3832}, {8472, 8336}, {88480, 56}};
-  
   cudaSetDevice(0);
   cudaDeviceProp pr; cudaGetDeviceProperties(&pr, 0); printf("%s\n", pr.name);
   char *y[4], *flush; size_t most = 400ull << 20;

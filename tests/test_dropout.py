@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gemmnorm.userfiles import DROPOUT_NOTE, without_dropout, would_drop
+from gemmnorm.userfiles import DROPOUT_NOTE, is_seen, without_dropout, would_drop
 from gemmnorm.verify.answer import check_files
 
 TABULAR = """
@@ -60,46 +60,54 @@ def test_a_model_with_dropout_is_verified(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("result", "told"),
     [
-        ("F.relu(self.bn(self.fc(x)))", "drops nothing in training, the original 0.5 of"),
-        ("F.dropout(F.relu(self.bn(self.fc(x))), 0.1, self.training)", "drops 0.1 of"),
-        ("F.dropout(F.relu(self.bn(self.fc(x))), 0.5)", "in evaluation, the original nothing"),
-        ("F.dropout(F.dropout(F.relu(self.bn(self.fc(x))), 0.5, self.training), 0.5, self.training)", "drops 0.5 of"),
-        ("F.dropout1d(F.relu(self.bn(self.fc(x))), 0.5, self.training)", "elements by channels in training"),
-        ("F.relu(F.dropout(self.bn(self.fc(x)), 0.5, self.training))", ""),
-        ("torch.dropout(F.relu(self.bn(self.fc(x))), 0.5, self.training)", ""),
-        ("nn.Dropout(0.5).train(self.training)(F.relu(self.bn(self.fc(x))))", ""),
+        ("F.relu(y)", "drops nothing in training, the original 0.25 of"),
+        ("F.dropout(F.relu(y), 0.1, self.training)", "drops 0.1 of"),
+        ("F.dropout(F.relu(y), 0.25)", "in evaluation, the original nothing"),
+        ("self.drop(self.drop(F.relu(y)))", "drops 0.25 of"),
+        ("F.dropout1d(F.relu(y), 0.25, self.training)", "elements by channels in training"),
+        ("torch.feature_alpha_dropout(F.relu(y), 0.25, self.training)", "elements by channels (alpha dropout)"),
+        ("F.relu(self.drop(y))", ""),
+        ("torch.dropout(F.relu(y), 0.25, self.training)", ""),
+        ("nn.Dropout(0.25).train(self.training)(F.relu(y))", ""),
     ],
 )
 def test_what_is_dropped_belongs_to_the_function(tmp_path: Path, result: str, told: str) -> None:
-    text = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-
-class {name}(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.bn = nn.Linear(16, 24), nn.BatchNorm1d(24)
-
-    def forward(self, x):
-        return {result}
-
-
-def get_inputs():
-    return [torch.randn(32, 16)]
-
-
-def get_init_inputs():
-    return []
-"""
-    model, new = tmp_path / "model.py", tmp_path / "new.py"
-    model.write_text(text.format(name="Model", result="F.dropout(F.relu(self.bn(self.fc(x))), 0.5, self.training)"))
-    new.write_text(text.format(name="ModelNew", result=result))
+    model, new = Path(__file__).parent / "traps" / "model_dropout.py", tmp_path / "new.py"
+    text = model.read_text().replace("class Model(", "class ModelNew(")
+    assert text.count("return self.drop(F.relu(self.bn(self.gemm(x))))") == 1
+    new.write_text(
+        text.replace(
+            "return self.drop(F.relu(self.bn(self.gemm(x))))", f"y = self.bn(self.gemm(x))\n        return {result}"
+        )
+    )
     answer = check_files(str(model), str(new), 1, "cpu", "quick")
     assert answer["equal"] == (not told), answer["reason"]
     if told:
         assert answer["fault"]["class"] == "dropout" and told in answer["fault"]["sentence"]
+
+
+def test_what_a_compiled_model_drops_is_not_seen() -> None:
+    compiled = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), backend="aot_eager", fullgraph=True)
+    with without_dropout():
+        with would_drop():
+            F.dropout(torch.ones(4))
+        assert is_seen()
+        for rows in (4, 4, 5):
+            with would_drop() as counter:
+                compiled(torch.ones(rows, 8))
+            assert not counter and not is_seen()
+    with without_dropout():
+        assert is_seen()
+
+
+def test_a_compiled_replacement_may_drop_as_the_original(tmp_path: Path) -> None:
+    model, new = Path(__file__).parent / "traps" / "model_dropout.py", tmp_path / "new.py"
+    compiled = "class ModelNew(Model):\n    def __init__(self, *sizes):\n        super().__init__(*sizes)\n"
+    compiled += "        self.compile(backend='aot_eager')\n"
+    new.write_text(model.read_text() + "\n\n" + compiled)
+    answer = check_files(str(model), str(new), 1, "cpu", "quick")
+    assert answer["equal"], answer["reason"]
+    assert answer["properties"]["one_backward"] == any("second backward" in said for said in answer["warnings"])
 
 
 def test_dropout_of_attention_counts_by_its_weights() -> None:

@@ -260,6 +260,12 @@ def _target(text: str) -> str:
 
 # --- what goes together -----------------------------------------------------------------------------------------------
 
+_SIZES_OR_FILE: dict[str, tuple[str, ...]] = {
+    "dtype": ("three numbers",),
+    "no_scale": ("three numbers",),
+    "activation": ("three numbers",),
+    "precision": ("MODEL.py",),
+}
 # Options that serve some uses of a command alone. Each is None or False unless it is given.
 _SERVES: dict[str, dict[str, tuple[str, ...]]] = {
     "bench": {
@@ -269,15 +275,9 @@ _SERVES: dict[str, dict[str, tuple[str, ...]]] = {
         "resume": ("--suite", "--random"),
         "time_limit": ("MODEL.py",),
     },
-    "explain": {
-        "dtype": ("three numbers",),
-        "no_scale": ("three numbers",),
-        "activation": ("three numbers",),
-        "precision": ("MODEL.py",),
-        "time_limit": ("MODEL.py",),
-    },
+    "explain": {**_SIZES_OR_FILE, "time_limit": ("MODEL.py",)},
+    "tune": _SIZES_OR_FILE,
 }
-_SERVES["tune"] = {name: uses for name, uses in _SERVES["explain"].items() if name != "time_limit"}
 
 
 def check_options(arguments: argparse.Namespace, use: str, parser: argparse.ArgumentParser) -> None:

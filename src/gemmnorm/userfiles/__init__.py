@@ -10,7 +10,7 @@
 """
 
 from .bare import Bare, BareCallError, BareProcessError
-from .dropout import DROPOUT_NOTE, without_dropout, would_drop
+from .dropout import DROPOUT_NOTE, is_seen, without_dropout, would_drop
 from .isolate import Outcome, how_it_died, progress, run_isolated
 from .model_file import (
     PRECISIONS,
@@ -31,6 +31,7 @@ __all__ = [
     "ModelFileError",
     "Outcome",
     "how_it_died",
+    "is_seen",
     "load_candidate_file",
     "load_model_file",
     "load_source",

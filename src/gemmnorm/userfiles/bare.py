@@ -41,7 +41,7 @@ _SOURCES = (
     *("verify", "verify.outputs", "verify.trial", "verify.runner", "serving"),
 )
 _TEXTS = {
-    "userfiles": "from .dropout import without_dropout, would_drop\nfrom .model_file import *\n",
+    "userfiles": "from .dropout import is_seen, without_dropout, would_drop\nfrom .model_file import *\n",
     "verify": "",
 }  # of packages; of modules it is the file's
 _FILES = {"serving": "userfiles/serving.py"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 # Owners of functions that take (input, p, training); torch's own call the third one `train`.
 _FUNCTIONS = {
@@ -23,24 +23,31 @@ _FUNCTIONS = {
             "feature_alpha_dropout", "feature_alpha_dropout_"),
 }  # fmt: skip
 _ATTENTION = "scaled_dot_product_attention"  # what nn.MultiheadAttention and the Transformer layers call, too
-_ELEMENTS, _CHANNELS, _ALPHA = "elements", "elements by channels", "elements as alpha dropout does"
+_ELEMENTS = "elements"
 DROPOUT_NOTE = "dropout was switched off in both models while their results were compared"
 
-_counters: list[Counter[tuple[str, float]]] = []
+_drops: list[tuple[str, float, int]] = []  # kind, probability, elements
+_compiled: list[str] = []  # functions that dropped in a compiled model
+
+
+def is_seen() -> bool:
+    """Whether `would_drop` has seen every dropout since they were switched off: it sees none of a compiled model."""
+    return not _compiled
 
 
 @contextlib.contextmanager
 def would_drop() -> Iterator[Counter[tuple[str, float]]]:
     """What dropouts that are switched off would have dropped meanwhile: (kind, probability) → elements it is drawn for.
 
-    Those of attention count by the weights' elements, whoever multiplies them; recurrent modules by their calls.
+    Those of attention count by the weights' elements, whoever multiplies them; recurrent modules by their calls. It is
+    there at the end; one inside of another takes the first part from that.
     """
     counter: Counter[tuple[str, float]] = Counter()
-    _counters.append(counter)
-    try:
-        yield counter
-    finally:
-        _counters.remove(counter)
+    _drops.clear()
+    yield counter
+    for kind, p, elements in _drops:
+        counter[kind, round(float(p), 6)] += int(elements)
+    _drops.clear()
 
 
 @contextlib.contextmanager
@@ -51,47 +58,22 @@ def without_dropout() -> Iterator[list[str]]:
     something; it is empty where there were none.
     """
     used: list[str] = []
+    _compiled.clear()
 
-    def note(name: str, p: float, kind: str, elements: int) -> None:
-        if p > 0 and name not in used:
-            used.append(name)
-        for counter in _counters if p > 0 else ():
-            counter[kind, round(float(p), 6)] += elements
-
-    def keep(name: str) -> Any:
-        kind = _ALPHA if "alpha" in name else _CHANNELS if "feature" in name or name[-1] == "d" else _ELEMENTS
-
-        def same(
-            input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
-        ) -> Any:
-            note(name, p if training and train else 0, kind, input.numel())
-            return input
-
-        return same
-
-    def attend(attention: Callable[..., Any]) -> Any:
-        def whole(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any,
-                  **more: Any) -> Any:  # fmt: skip
-            note(_ATTENTION, dropout_p, _ELEMENTS, query.shape[:-1].numel() * key.shape[-2])
-            return attention(query, key, value, attn_mask, 0.0, *rest, **more)
-
-        return whole
-
-    def recur(name: str, forward: Callable[..., Any]) -> Any:
-        def whole(module: Any, *inputs: Any, **more: Any) -> Any:
-            note(name, module.dropout if module.training and module.num_layers > 1 else 0, f"calls of {name}", 1)
-            p, module.dropout = module.dropout, 0.0
-            try:
-                return forward(module, *inputs, **more)
-            finally:
-                module.dropout = p
-
-        return whole
+    def note(name: str, p: float, kind: str, of: Any, elements: int) -> None:
+        if p > 0:
+            fake = isinstance(of, Tensor) and type(of) not in (Tensor, nn.Parameter)
+            if fake or torch.compiler.is_compiling():
+                _compiled.append(name)
+            else:
+                _drops.append((kind, p, elements))
+            if name not in used:
+                used.append(name)
 
     instead: dict[tuple[Any, str], Any]
-    instead = {(owner, name): keep(name) for owner, names in _FUNCTIONS.items() for name in names}
-    instead[F, _ATTENTION] = attend(getattr(F, _ATTENTION))
-    instead |= {(kind, "forward"): recur(kind.__name__, kind.forward) for kind in (nn.RNN, nn.GRU, nn.LSTM)}
+    instead = {(owner, name): _keep(name, note) for owner, names in _FUNCTIONS.items() for name in names}
+    instead[F, _ATTENTION] = _attend(getattr(F, _ATTENTION), note)
+    instead |= {(kind, "forward"): _recur(kind.forward, kind.__name__, note) for kind in (nn.RNN, nn.GRU, nn.LSTM)}
     before = {(owner, name): getattr(owner, name) for owner, name in instead}
     for (owner, name), function in instead.items():
         setattr(owner, name, function)
@@ -100,3 +82,36 @@ def without_dropout() -> Iterator[list[str]]:
     finally:
         for (owner, name), function in before.items():
             setattr(owner, name, function)
+
+
+def _keep(name: str, note: Callable[..., None]) -> Callable[..., Any]:
+    of_channels = "feature" in name or name.endswith("d")
+    kind = _ELEMENTS + " by channels" * of_channels + " (alpha dropout)" * ("alpha" in name)
+
+    def same(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True) -> Any:
+        note(name, p if training and train else 0, kind, input, input.numel())
+        return input
+
+    return same
+
+
+def _attend(attention: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    def whole(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any,
+              **more: Any) -> Any:  # fmt: skip
+        note(_ATTENTION, dropout_p, _ELEMENTS, query, query.shape[:-1].numel() * key.shape[-2])
+        return attention(query, key, value, attn_mask, 0.0, *rest, **more)
+
+    return whole
+
+
+def _recur(forward: Callable[..., Any], name: str, note: Callable[..., None]) -> Callable[..., Any]:
+    def whole(module: Any, *inputs: Any, **more: Any) -> Any:
+        drops = module.training and module.num_layers > 1
+        note(name, module.dropout if drops else 0, f"calls of {name}", inputs[0] if inputs else None, 1)
+        p, module.dropout = module.dropout, 0.0
+        try:
+            return forward(module, *inputs, **more)
+        finally:
+            module.dropout = p
+
+    return whole

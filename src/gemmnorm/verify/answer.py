@@ -23,7 +23,8 @@ The dict (schema 1)::
     summary     the worst check of each (phase, quantity), same fields; failures: how many checks failed
     properties  same_parameter_names, same_drawing_order, inputs_mutated, outputs_share_memory, deterministic,
                 weights_prepacked, moves_generator, threads, settings_left, instances (what goes wrong with several),
-                output_needed (in place writes to it are refused), allclose_eager: {train, eval, tolerance},
+                output_needed (in place writes to it are refused), one_backward (a second one through the
+                same graph is refused), allclose_eager: {train, eval, tolerance},
                 output_error: {train, eval: {error, eager_error}} on plain data
     warnings    sentences about what is reported and not condemned
     skipped     sentences about what could not be checked

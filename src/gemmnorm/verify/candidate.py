@@ -23,7 +23,7 @@ from ..userfiles import Bare, BareCallError, BareProcessError, ModelFile, ModelF
 from .equality import Measure, compare
 from .golden import Reference, Sample
 from .runner import Runner
-from .trial import VOLATILE, WRITTEN, entries, same_inputs
+from .trial import ADDED, DOUBLED, VOLATILE, WRITTEN, entries, same_inputs
 
 __all__ = ["Candidate", "Check", "Local", "Remote", "Side"]
 
@@ -31,7 +31,11 @@ Check = dict[str, Any]
 _SETTLED = 0.81  # of a provisional limit: no further runs; 0.8 is what the original's own errors give (1/EAGER)
 _ALLCLOSE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 _FATAL = ("default dtype", "grad mode")  # settings without which a program's other calls compute something else
-_REFUSED = "modified by an inplace operation"  # of PyTorch's message
+# A use that PyTorch may refuse: what its message says, the property that then holds, and the use instead.
+_REFUSED = {
+    WRITTEN: ("modified by an inplace operation", "output_needed", ()),
+    ADDED: ("donated buffer", "one_backward", (DOUBLED,)),
+}
 _REMEMBERED = 1 << 20  # elements of an output that is remembered, to know it again
 
 
@@ -106,6 +110,7 @@ class Candidate:
             "settings_left": side.call("left"),
             "instances": None,
             "output_needed": False,
+            "one_backward": False,
             "allclose_eager": {"train": None, "eval": None, "tolerance": None},
             "output_error": {"train": None, "eval": None},
         }
@@ -147,6 +152,8 @@ class Candidate:
             )
         if self.properties["output_needed"]:
             sentences.append("its backward needs the output: who writes to that in place gets PyTorch's error")
+        if self.properties["one_backward"]:
+            sentences.append("a second backward through the same graph gets PyTorch's error, as of compiled models")
         if left := [name for name in self.properties["settings_left"] if name not in _FATAL]:
             sentences.append(f"loading it or a call of it leaves settings of the process changed: {', '.join(left)}")
         if (self.properties["instances"] or "").startswith("copy: "):
@@ -234,16 +241,18 @@ class Candidate:
         return checks
 
     def _run(self, reference: Reference, gradients: bool) -> dict[str, Any]:
-        """One run.  Where PyTorch refuses it because the output was written to, another one without that."""
+        """One run.  Where PyTorch itself refuses how the model is used (`_REFUSED`), another one in another way."""
         cotangents, use = reference.cotangents if gradients else None, reference.case.use
         try:
             return dict(self.side.call("run", reference.inputs, reference.training, cotangents, use))
         except RuntimeError as error:
-            if WRITTEN not in use or _REFUSED not in str(error):
+            refused = next((w for w in use if w in _REFUSED and _REFUSED[w][0] in str(error)), None)
+            if refused is None:
                 raise
-        self.properties["output_needed"] = True
+        _, found, instead = _REFUSED[refused]
+        self.properties[found] = True
         self._load(reference, buffers_only=True)
-        use = tuple(word for word in use if word != WRITTEN)
+        use = (*(word for word in use if word != refused), *instead)
         return dict(self.side.call("run", reference.inputs, reference.training, cotangents, use))
 
     def _conduct(self, reference: Reference, run: dict[str, Any], gradients: bool) -> list[tuple[str, Measure]]:
@@ -269,9 +278,9 @@ class Candidate:
         if run["spoiled"] and not reference.spoils:
             failures.append(("grad:output", _failed("unchanged", "the backward changes the gradient that it is given")))
             self.seen["inputs_changed"] = "its backward writes into the gradient that it is given"
-        if run["drops"] != reference.drops:
-            failures.append(("dropout", _failed("exact", _other_drops(run["drops"], reference))))
-            self.seen["dropout"] = f"it {_other_drops(run['drops'], reference)}"
+        if other := _other_drops(run["drops"], reference):
+            failures.append(("dropout", _failed("exact", other)))
+            self.seen["dropout"] = f"it {other}"
         left_alone = "the original leaves it as it is"
         for name in sorted(run["changed"]):
             if name in reference.state and name not in reference.eager:
@@ -392,14 +401,17 @@ def _surplus(reference: Reference, run: dict[str, Any]) -> list[tuple[str, Measu
     return found
 
 
-def _other_drops(drops: list[list[Any]], reference: Reference) -> str:
-    """What dropouts would have done, beside the original's."""
+def _other_drops(drops: list[list[Any]] | None, reference: Reference) -> str:
+    """What dropouts would have done, beside the original's; "" where that is the same, or cannot be seen of both."""
+    wanted = reference.drops
+    if drops is None or wanted is None or drops == wanted:
+        return ""
 
     def words(found: list[list[Any]]) -> str:
         return " and ".join(f"{p:g} of {elements} {kind}" for kind, p, elements in found) or "nothing"
 
     phase = "training" if reference.training else "evaluation"
-    return f"drops {words(drops)} in {phase}, the original {words(reference.drops)}"
+    return f"drops {words(drops)} in {phase}, the original {words(wanted)}"
 
 
 def _new_gradient(name: str, reference: Reference) -> bool:

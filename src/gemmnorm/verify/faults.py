@@ -32,7 +32,7 @@ FAULTS: dict[str, str] = {
     "shared_outputs": "returns the same memory twice",
     "changes_with_calls": "computes something else after a number of calls",
     "refusal": "accepts what the original refuses",
-    "dropout": "drops elements otherwise",
+    "dropout": "has another dropout",
     "not_finite": "treats NaN and infinity otherwise",
     "uninitialised_memory": "returns memory that it did not write",
     "constant_output": "returns what does not depend on its inputs",

@@ -98,7 +98,7 @@ class Reference:
     structure: str = "Tensor"
     require: list[bool] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    drops: list[list[Any]] = field(default_factory=list)
+    drops: list[list[Any]] | None = None
     cotangents: list[Tensor] = field(default_factory=list)
     mutates: bool = False
     spoils: bool = False

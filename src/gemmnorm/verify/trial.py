@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..userfiles import would_drop
+from ..userfiles import is_seen, would_drop
 from .outputs import take_apart
 
 __all__ = [
@@ -47,6 +47,7 @@ EXPANDED = "one cotangent for all elements"
 TURNED = "cotangents transposed in memory"
 SMALL = "small cotangents"
 ADDED = "gradients added to others, twice"
+DOUBLED = "gradients added to others, for twice the cotangents"  # the same by one backward
 WRITTEN = "output written to before the backward"
 BETWEEN = "another call before the backward"
 AFTER = "after training"
@@ -62,7 +63,7 @@ class Trial:
     state    names of the values that are parameters' or buffers'; changed: those that the call changed
     spoiled  the backward wrote into the gradients that it was given
     left     settings of the process that the call left changed
-    drops    [kind, probability, elements] of the dropouts that are switched off
+    drops    [kind, probability, elements] of the dropouts that are switched off; None where they cannot be seen
     """
 
     values: dict[str, Tensor]
@@ -75,7 +76,7 @@ class Trial:
     changed: set[str] = field(default_factory=set)
     spoiled: bool = False
     left: list[str] = field(default_factory=list)
-    drops: list[list[Any]] = field(default_factory=list)
+    drops: list[list[Any]] | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -111,7 +112,7 @@ def run_trial(
                 if AFTER in use:
                     _train_before(model, leaves)
                     set_mode(model, training)
-                if backward and ADDED in use:
+                if backward and {ADDED, DOUBLED} & {*use}:
                     _give_gradients(model)
                 with would_drop() as counter:
                     output = take_apart(model(*map(_given, leaves)))
@@ -137,7 +138,7 @@ def run_trial(
                 if isinstance(value, Tensor) and value.grad is not None:
                     values[f"grad:input{i}"] = value.grad.detach()
     model.zero_grad(set_to_none=True)
-    drops = [[*drop, elements] for drop, elements in sorted(counter.items())]
+    drops = [[*drop, elements] for drop, elements in sorted(counter.items())] if is_seen() else None
     return Trial(
         values, output.others, leaves, outputs, output.structure, require, state, changed, spoiled, left, drops
     )
@@ -217,7 +218,8 @@ def _run_backward(outputs: Sequence[Tensor], cotangent: Callable[[int, Tensor], 
     roots = [(i, y) for i, y in enumerate(outputs) if y.requires_grad]
     if not roots:
         return False
-    given = [_laid_out(cotangent(i, y).to(y), use) for i, y in roots]
+    times = 2 if DOUBLED in use else 1
+    given = [_laid_out(times * cotangent(i, y).to(y), use) for i, y in roots]
     kept = [g.clone() for g in given]
     if WRITTEN in use:
         for _, y in roots:
