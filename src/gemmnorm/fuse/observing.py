@@ -40,7 +40,7 @@ class Observer:
 
     @property
     def saw_all(self) -> bool:
-        """Code that was read and has not run here may have run in another thread."""
+        """Each comparison that was read was seen. Code that has not run here may have run in another thread."""
         return not self.missed and self.seen.issuperset(self.comparisons)
 
     def watch(self, frame: types.FrameType) -> None:
@@ -51,8 +51,8 @@ class Observer:
     def close(self) -> None:
         self.way.close()
 
-    def _look(self, frame: types.FrameType, offset: int) -> None:
-        """The instruction at `offset` is about to run in `frame`."""
+    def _look(self, frame: types.FrameType, offset: int) -> bool:
+        """The instruction at `offset` is about to run in `frame`; whether it compares a variable."""
         self.seen.add(frame.f_code)
         name = self.comparisons[frame.f_code].get(offset)
         value: Any = None if name is None else frame.f_locals.get(name, _MISSING)
@@ -63,12 +63,16 @@ class Observer:
                 stand_ins.mark_as_compared(value)
             else:
                 self.missed = True
+        return name is not None
 
 
 class _Instructions:
-    """From Python 3.12 on: each instruction of a watched code calls `look`, in whatever frame and thread it runs."""
+    """From Python 3.12 on: each instruction of a watched code calls `look`, in whatever frame and thread it runs.
 
-    def __init__(self, look: Callable[[types.FrameType, int], None]) -> None:
+    What compares no variable does so once, for speed.
+    """
+
+    def __init__(self, look: Callable[[types.FrameType, int], bool]) -> None:
         self.look = look
         self.monitoring: Any = getattr(sys, "monitoring", None)
         self.tool: int | None = None
@@ -82,13 +86,16 @@ class _Instructions:
             if self.tool is None:
                 return
             ask.use_tool_id(self.tool, "gemmnorm")
-            ask.register_callback(self.tool, instruction, lambda _, offset: self.look(sys._getframe(1), offset))
+            ask.register_callback(self.tool, instruction, self._event)
         if not ask.get_local_events(self.tool, frame.f_code):
             ask.set_local_events(self.tool, frame.f_code, instruction)
             self.codes.append(frame.f_code)
 
-    def pause(self, _: bool) -> None:
-        """What runs meanwhile costs nothing."""
+    def pause(self) -> None:
+        """What is not watched costs nothing anyway."""
+
+    def go_on(self) -> None:
+        pass
 
     def close(self) -> None:
         if self.tool is not None:
@@ -98,28 +105,41 @@ class _Instructions:
             self.monitoring.free_tool_id(self.tool)
             self.tool, self.codes = None, []
 
+    def _event(self, _: types.CodeType, offset: int) -> Any:
+        return None if self.look(sys._getframe(1), offset) else self.monitoring.DISABLE
+
 
 class _Frames:
-    """Before Python 3.12: each instruction in a watched frame does so; a debugger's function waits meanwhile."""
+    """Before Python 3.12: each instruction of a watched frame calls `look`."""
 
-    def __init__(self, look: Callable[[types.FrameType, int], None]) -> None:
+    def __init__(self, look: Callable[[types.FrameType, int], bool]) -> None:
         self.look = look
-        self.before: list[Any] = []  # the trace function that was there, if another one is now
+        self.frames: list[types.FrameType] = []  # the watched ones; a generator's may outlive the recording
 
     def watch(self, frame: types.FrameType) -> None:
+        """Where a debugger or a coverage tool traces, nothing is seen: it has to hear of every call and return."""
+        if not self.frames:
+            if sys.gettrace() is not None:
+                return
+            sys.settrace(_begin_nothing)
         frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes = self._event, False, True
-        if not self.before:
-            self.before.append(sys.gettrace())
+        self.frames.append(frame)
+
+    def pause(self) -> None:
+        """For speed: Python looks at each call while there is a trace function."""
+        if self.frames:
+            sys.settrace(None)
+
+    def go_on(self) -> None:
+        if self.frames:
             sys.settrace(_begin_nothing)
 
-    def pause(self, begins: bool) -> None:
-        """For speed: Python looks at each line while there is a trace function."""
-        if self.before:
-            sys.settrace(None if begins else _begin_nothing)
-
     def close(self) -> None:
-        if self.before:
-            sys.settrace(self.before.pop())
+        if self.frames:
+            sys.settrace(None)
+        while self.frames:
+            frame = self.frames.pop()
+            frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes = None, True, False
 
     def _event(self, frame: types.FrameType, kind: str, _: object) -> Any:
         if kind == "opcode":

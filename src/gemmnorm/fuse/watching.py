@@ -66,6 +66,7 @@ _OF_TORCH |= {"get_device_capability", "get_device_name", "get_device_properties
 _STATES = tuple(os.path.join(TORCH, *name) for name in (("__init__.py",), ("random.py",), ("cuda", ""), ("onnx", "")))
 _TAKE_ARGUMENTS = ("is_autocast_enabled", "get_autocast_dtype")
 _NOW = ("now", "today", "utcnow")
+_OF_THREADS = ("_thread", "_queue")  # compiled, by which other threads are handed something; the rest is `threading`'s
 
 
 class Watch:
@@ -84,6 +85,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self.before, self.collects, self.active = sys.getprofile(), gc.isenabled(), True
+        self.began = False  # whether `forward` has
         gc.disable()  # what runs when something is collected is not `forward`'s
         self.mode.__enter__()
         self.observer = Observer(self.recorder.scan.comparisons)
@@ -110,12 +112,12 @@ class Watch:
             return
         self.active = False
         sys.setprofile(None)
-        self.observer.way.pause(True)
+        self.observer.way.pause()
         try:
             yield
         finally:
             self.active = True
-            self.observer.way.pause(False)
+            self.observer.way.go_on()
             sys.setprofile(self._event)
 
     def _event(self, frame: types.FrameType, kind: str, function: Any) -> None:
@@ -139,9 +141,12 @@ class Watch:
 
     def _called(self, frame: types.FrameType) -> None:
         code, caller = frame.f_code, frame.f_back
+        if code is self.forward:  # where it calls itself, its parameters are other values
+            self.observer.missed |= self.began
+            self.began = True
         if code in self.known:
             return
-        self.observer.missed |= code.co_filename == threading.__file__  # what other threads are handed
+        self.observer.missed |= code.co_filename == threading.__file__  # another thread may be handed something
         by_user = caller is not None and is_of_users(caller.f_code.co_filename)
         if by_user and code in self.python and caller is not None:
             function, path = self.python[code]
@@ -171,6 +176,8 @@ class Watch:
 
     def _asked(self, function: Any, line: str) -> None:
         of, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        home = of.__name__ if isinstance(of, types.ModuleType) else type(of).__module__
+        self.observer.missed |= home in _OF_THREADS
         if isinstance(of, contextvars.ContextVar) and name == "get":
             raise Untraceable(f"reads a context variable {line}")
         if isinstance(of, type) and issubclass(of, datetime.date) and name in _NOW:
