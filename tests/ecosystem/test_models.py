@@ -134,9 +134,8 @@ EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [1, 2, 3, 4, 5, 0, 3, 5]])
 
 
 GRAPHS: dict[str, tuple[Callable[[Any], nn.Module], int]] = {
-    # Its two outer chains are refused: GINConv compares a part of its input with None, and nothing says that what
-    # `propagate` gives is not None.
-    "GIN": (lambda g: g.GIN(8, 16, 3, norm="batch_norm", dropout=0.2), 3),
+    # Nothing says that what `propagate` gives is not None; what GINConv compares is a part of its input.
+    "GIN": (lambda g: g.GIN(8, 16, 3, norm="batch_norm", dropout=0.2), 5),
     "GINConv": (lambda g: g.GINConv(g.MLP([8, 16, 16], act="leaky_relu")), 1),
     "GINConv of a Sequential": (
         lambda g: g.GINConv(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))), 1

@@ -5,6 +5,7 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 - `tracing.py`   records the `forward` of one owner, and refuses what a recording would get wrong
 - `scanning.py`  what misleads a recording, in the byte code
 - `watching.py`  the same for what is found only when it is called; questions, tensors, what is left behind
+- `observing.py` which values are compared with None meanwhile
 - `stand_ins.py` what takes the place of tensors meanwhile, and answers what code asks of it
 - `functions.py` a call of an `autograd.Function` on them
 - `parameters.py` what they stand for: the parameters of a `forward`

@@ -364,9 +364,9 @@ def _conditions(owner: nn.Module, trace: Trace) -> list[str]:
         of_none = [*optional.conditions(owner, trace.graph, trace.tests_values)]
     except guards.NotByShape as error:
         raise Untraceable(str(error) or "decides by the shape of a value that it computes") from error
-    named = (str(node.target) for node in trace.graph.nodes if node.op == "get_attr")
-    tested = [p for p in named if trace.tests_values or p.rpartition(".")[2] in trace.tested_attributes]
-    found += [f"{render(path)} is None" for path in tested]
+    for node in trace.graph.find_nodes(op="get_attr"):
+        tested = str(node.target).rpartition(".")[2] in trace.tested_attributes or guards.COMPARED in node.meta
+        found += [f"{render(str(node.target))} is None"] if tested or trace.tests_values else []
     found += of_none
     guards.forget(trace.graph)
     return found

@@ -26,7 +26,7 @@ IN_PLACE = {
 }
 LENGTH, ATTRIBUTE = len, getattr  # while something is recorded, others stand in for them
 _LARGE, RANK = 1 << 20, 2  # a size, and a number of dimensions, of an imagined input
-COMPARED = "compared"  # the key under which a node says that it is an attribute which is compared with None
+COMPARED = "compared"  # the key under which a node says that it is compared with None
 NUMBER = "number"  # the key under which a node says that it is a parameter which is a number by default
 UNPACKED = "unpacked"  # the key under which a node says which of how many values it is, and its variable
 _DECIDED = "decided"  # the key under which a node says how it was decided

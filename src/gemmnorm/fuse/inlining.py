@@ -14,8 +14,8 @@ from typing import Any
 from torch import fx, nn
 
 from ..children import is_untouched
+from . import guards
 from .comparing import below
-from .guards import is_tensor
 from .structure import original_class
 from .tracing import Trace
 from .values import Method
@@ -55,6 +55,9 @@ def inline(owner: nn.Module, outer: Trace, node: fx.Node, inner: Trace) -> Trace
                     values[n].target = Method(n.target.name, f"{prefix}.{n.target.path}".rstrip("."))
     if not isinstance(values[returned], fx.Node):
         raise NotInlined
+    for asked, value in ((node, values[returned]), *((n, values[n]) for n in inner.graph.find_nodes(op="placeholder"))):
+        if guards.COMPARED in asked.meta:
+            value.meta[guards.COMPARED] = True
     node.replace_all_uses_with(values[returned])
     graph.erase_node(node)
     read = [
@@ -94,6 +97,8 @@ def _bound(owner: nn.Module, call: fx.Node, inner: Trace) -> dict[fx.Node, Any]:
         name = str(placeholder.target)
         value = values[placeholder] = given.arguments[name]
         asked = name in inner.tested | inner.booleans or placeholder.meta.get("tensor")
-        if asked and not (isinstance(value, fx.Node) and is_tensor(owner, value)):
+        if asked and not (isinstance(value, fx.Node) and guards.is_tensor(owner, value)):
+            raise NotInlined
+        if guards.COMPARED in placeholder.meta and not isinstance(value, fx.Node):
             raise NotInlined
     return values

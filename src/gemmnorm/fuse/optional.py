@@ -23,7 +23,7 @@ _OF_TENSORS = ("shape", "ndim", "dtype", "device", "T", "mT", "is_cuda", "requir
 def conditions(owner: nn.Module, graph: fx.Graph, all_values: bool) -> Iterator[str]:
     """Expressions in the inputs, one of which is true where a value is None that a stand-in is not.
 
-    Without `all_values` they are about the attributes alone that are compared with None.
+    Without `all_values` they are about the values alone that are marked as compared with None.
 
     Raises:
         Untraceable: a value may be None that is no part of an input.
@@ -31,7 +31,8 @@ def conditions(owner: nn.Module, graph: fx.Graph, all_values: bool) -> Iterator[
     """
     certainty = _Certainty(owner)
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or not (all_values or guards.COMPARED in node.meta):
+        compared = guards.COMPARED in node.meta or (all_values and node.op != "placeholder")
+        if node.op in ("get_attr", "output") or node.meta.get("tensor") or not compared:
             continue
         text = guards.part_of_input(node)
         if text is None and not certainty.of(node):

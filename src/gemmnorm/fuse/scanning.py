@@ -10,6 +10,7 @@ import ast
 import dis
 import functools
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -75,7 +76,8 @@ class Scan:
     Attributes:
         tested: the parameters of `forward` that it compares with `is`, in all likelihood with None.
         booleans: those that it compares so with True or False.
-        tests_values: it compares something else so, or what it has assigned.
+        comparisons: the variables that are compared so while `observing` looks, by code and offset.
+        tests_values: it compares something else so.
         codes: the byte code that was read.
         tested_attributes: what it compares so of `self` or of anything else.
         names: the attributes and texts that occur.
@@ -100,10 +102,12 @@ class Scan:
         self.lenient = False
         self.optional: set[str] = set()
         self.computes_names = False
-        self.assigned = {i.argval for i in dis.get_instructions(self.forward) if i.opname.startswith("STORE_FAST")}
+        stores = itertools.chain.from_iterable(map(_one_by_one, dis.get_instructions(self.forward)))
+        self.assigned = {i.argval for i in stores if i.opname.startswith("STORE_FAST")}
         self.tested: set[str] = set()
         self.booleans: set[str] = set()
         self.tests_values = False
+        self.comparisons: dict[types.CodeType, dict[int, str]] = {}
         self.tested_attributes: set[str] = set()
         self.names: set[Any] = set()
         self.containers: list[Any] = []
@@ -178,20 +182,22 @@ class Scan:
     ) -> None:
         lenient, raising = self.lenient, _raising(code)
         imported: dict[str, Any] = {}  # variables that have a module, or what was taken from one
-        before: list[dis.Instruction] = []  # what has run, without what has no part in an expression
+        passed: list[dis.Instruction] = []  # what has run
+        before: list[dis.Instruction] = []  # the same without what has no part in an expression
         place: Any = None  # a module that names are taken from
         found: Any = None  # what a name outside of the function, with attributes behind it, stands for
         for instruction, line in _with_lines(code):
             name, value = instruction.opname, instruction.argval
             self.lenient = lenient or instruction.offset in raising
+            passed.append(instruction)
             if "LOAD" in name and isinstance(value, str):
                 self.loads.setdefault(value, line)
             if name == "IS_OP" and is_none(before[-1]):
-                self._note_test(code, before[:-1])
+                self._note_test(code, before[:-1], passed)
             elif name == "IS_OP" and not self.lenient:
                 self._refuse_identity(code, [*before, instruction], cells, line)
             elif "JUMP" in name and "NONE" in name:
-                self._note_test(code, before)
+                self._note_test(code, before, passed)
             if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
                 if value in _INTROSPECTION and not self.lenient:
                     raise Untraceable(_INTROSPECTION[value])
@@ -252,16 +258,28 @@ class Scan:
                 self.stores[instruction.argval] = line
             before = name
 
-    def _note_test(self, code: types.CodeType, before: list[dis.Instruction]) -> None:
-        """`before` ends with what is compared with None; where it is no parameter of `forward`, any of them may be."""
+    def _note_test(self, code: types.CodeType, before: list[dis.Instruction], passed: list[dis.Instruction]) -> None:
+        """`before` ends with what is compared with None by the last of `passed`."""
         last, owner = before[-1], self._is_of_owner(code, before)
-        if last.opname == "LOAD_ATTR":  # of `self` it is no value that is computed
-            self.tests_values |= not owner
+        until = [*itertools.takewhile(lambda i: i.offset > last.offset, reversed(passed))]
+        one_of_several = any(i.is_jump_target for i in until)  # as of `a if b else c`
+        if last.opname == "LOAD_ATTR":
             self.tested_attributes.add(last.argval)
+        if one_of_several:
+            self.note_any_test()
+        elif last.opname == "LOAD_ATTR":  # of `self` it is no value that is computed
+            self.tests_values |= not owner
+        elif self._is_parameter(code, last):
+            self.tested.add(last.argval)
+        elif _is_variable(code, last):
+            self.comparisons.setdefault(code, {}).update((i.offset, last.argval) for i in until)
         elif last.opname != "LOAD_GLOBAL":
-            local = last.opname.startswith("LOAD_FAST") and isinstance(last.argval, str) and code is self.forward
-            self.tested.add(last.argval if local else ANY)
-            self.tests_values |= not self._is_parameter(code, last)
+            self.note_any_test()
+
+    def note_any_test(self) -> None:
+        """Any value may be compared with None, and any parameter."""
+        self.tested.add(ANY)
+        self.tests_values = True
 
     def _is_parameter(self, code: types.CodeType, loads: dis.Instruction) -> bool:
         """It loads a parameter of `forward` that is never assigned anything else."""
@@ -374,6 +392,15 @@ def _one_by_one(instruction: dis.Instruction) -> Iterator[dis.Instruction]:
         return
     for kind, name in zip(re.findall("LOAD|STORE", instruction.opname), names, strict=True):
         yield instruction._replace(opname=f"{kind}_FAST", argval=name)
+
+
+def _is_variable(code: types.CodeType, load: dis.Instruction) -> bool:
+    """It loads a variable of a function, or one of its closure, that a frame of `code` has by that name.
+
+    What is a variable in one part of a function and one of a closure in another cannot be read on Python 3.13.0.
+    """
+    in_cell = load.argval in code.co_cellvars + code.co_freevars
+    return load.opname == "LOAD_DEREF" if in_cell else load.opname.startswith("LOAD_FAST")
 
 
 def is_own(module: Any) -> bool:

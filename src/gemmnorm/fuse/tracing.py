@@ -57,7 +57,8 @@ class Trace:
             modules' globals and closures.
         namespaces: the modules of those globals, cells of those closures, functions and classes, by name.
         relations: (path below the owner, what was found there): the same module as elsewhere, one of a class.
-        tests_values: it compares with `is` what it has computed, in all likelihood with None.
+        tests_values: it compares with None what it has computed, and which values that are is not known; those that
+            are known are marked in the graph.
         definitions: (module or class, name, function) of what was read and is to be found there.
         methods: (name, function) of those of the owner's class whose names occur.
         tested_attributes: attributes that it compares so.
@@ -85,6 +86,7 @@ class Trace:
         asked = any(path or name not in names for path, name, _ in self.attributes)
         return (
             asked
+            or any(guards.COMPARED in node.meta for node in self.graph.nodes)
             or bool(self.fixed or self.tested or self.booleans or self.surroundings or self.relations)
             or any(p.kind in VARIADIC for p in self.parameters)
         )
@@ -193,6 +195,8 @@ def _record(
             raise Untraceable(f"changes {changed}" if changed else f"keeps what it computes in {kept}")
         if drew():  # a number drawn while recording would be the same for ever
             raise Untraceable("draws random numbers")
+    if not tracer.watch.observer.saw_all:
+        scan.note_any_test()
     tested = {p.name for p in parameters if (p.name in scan.tested or ANY in scan.tested) and p.name not in given}
     return Trace(
         graph=graph,

@@ -14,6 +14,7 @@ import operator
 import os
 import pathlib
 import sys
+import threading
 import time
 import traceback
 import types
@@ -26,6 +27,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from . import stand_ins
+from .observing import Observer
 from .outside import goes_on, is_settings
 from .scanning import TORCH, Untraceable, is_of_python, is_of_users
 
@@ -64,6 +66,7 @@ _OF_TORCH |= {"get_device_capability", "get_device_name", "get_device_properties
 _STATES = tuple(os.path.join(TORCH, *name) for name in (("__init__.py",), ("random.py",), ("cuda", ""), ("onnx", "")))
 _TAKE_ARGUMENTS = ("is_autocast_enabled", "get_autocast_dtype")
 _NOW = ("now", "today", "utcnow")
+_OF_THREADS = ("_thread", "_queue")  # compiled, by which other threads are handed something; the rest is `threading`'s
 
 
 class Watch:
@@ -82,14 +85,17 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self.before, self.collects, self.active = sys.getprofile(), gc.isenabled(), True
+        self.began = False  # whether `forward` has
         gc.disable()  # what runs when something is collected is not `forward`'s
         self.mode.__enter__()
+        self.observer = Observer(self.recorder.scan.comparisons)
         sys.setprofile(self._event)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
         self.active = False
+        self.observer.close()
         if self.collects:
             gc.enable()
         self.mode.__exit__(None, None, None)
@@ -101,19 +107,24 @@ class Watch:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """While the recorder works, which runs nothing of the user's: for speed."""
-        active, self.active = self.active, False
-        if active:
-            sys.setprofile(None)
+        if not self.active or threading.get_ident() != self.observer.thread:
+            yield
+            return
+        self.active = False
+        sys.setprofile(None)
+        self.observer.way.pause()
         try:
             yield
         finally:
-            self.active = active
-            if active:
-                sys.setprofile(self._event)
+            self.active = True
+            self.observer.way.go_on()
+            sys.setprofile(self._event)
 
     def _event(self, frame: types.FrameType, kind: str, function: Any) -> None:
         if kind == "call":
             self._called(frame)
+            if self.observer.comparisons and frame.f_code in self.observer.comparisons:
+                self.observer.watch(frame)
         elif kind == "c_call" and is_of_users(frame.f_code.co_filename):
             self._asked(function, f"(line {frame.f_lineno})")
             if _is_of_project(frame) and not _is_pure(function):
@@ -130,8 +141,12 @@ class Watch:
 
     def _called(self, frame: types.FrameType) -> None:
         code, caller = frame.f_code, frame.f_back
+        if code is self.forward:  # where it calls itself, its parameters are other values
+            self.observer.missed |= self.began
+            self.began = True
         if code in self.known:
             return
+        self.observer.missed |= code.co_filename == threading.__file__  # another thread may be handed something
         by_user = caller is not None and is_of_users(caller.f_code.co_filename)
         if by_user and code in self.python and caller is not None:
             function, path = self.python[code]
@@ -140,8 +155,11 @@ class Watch:
             raise Untraceable("asks for a setting of torch.backends")
         elif caller is not None and _is_of_project(caller) and _has_a_state(frame):
             raise Untraceable(f"{_does(frame)} (line {caller.f_lineno})")
-        elif is_of_users(code.co_filename) and not (_stands_apart(frame) or by_us(caller)):
-            self._read(frame)
+        elif is_of_users(code.co_filename):
+            if not (_stands_apart(frame) or by_us(caller)):
+                self._read(frame)
+            if code not in self.recorder.scan.read:
+                self.observer.ran_unread.add(code)
 
     def _read(self, frame: types.FrameType) -> None:
         """Where it is given no stand-in, it may be again later."""
@@ -158,6 +176,8 @@ class Watch:
 
     def _asked(self, function: Any, line: str) -> None:
         of, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        home = of.__name__ if isinstance(of, types.ModuleType) else type(of).__module__
+        self.observer.missed |= home in _OF_THREADS
         if isinstance(of, contextvars.ContextVar) and name == "get":
             raise Untraceable(f"reads a context variable {line}")
         if isinstance(of, type) and issubclass(of, datetime.date) and name in _NOW:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..userfiles import ModelFile, ModelFileError
 from .families import FAMILIES, QUICK, Case, draw_inputs, plan_cases, without_rows
 from .golden import Original, Reference
-from .trial import run_trial
+from .trial import frozen, run_trial
 
 _LARGE = 4_000_000  # parameters from which on the families are shared out over the seeds
 _SMALL_FLOPS = 2.0e8  # of a forward: below, several CPU threads bring nothing, and cost a lot on a busy machine
@@ -69,8 +69,10 @@ class Schedule:
         """Of one row forward."""
         rows = 2 if self._first.accepts_rows(2) else None
         inputs = draw_inputs(self._first.inputs, Case("probe", rows), torch.Generator().manual_seed(0))
-        with FlopCounterMode(display=False) as counter:
-            run_trial(self._first.model, inputs, training=False, cotangent=None)
+        model = self._first.model
+        # PyTorch 2.4 counts no model that returns a parameter which wants a gradient, where gradients are off.
+        with frozen(model.parameters()), FlopCounterMode(display=False) as counter:
+            run_trial(model, inputs, training=False, cotangent=None)
         return float(counter.get_total_flops()) / (rows or self._first.rows or 1)
 
     def _full_rows(self) -> int | None:

@@ -11,7 +11,7 @@ import contextlib
 import random
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +104,7 @@ def run_trial(
     leaves = [_leaf(value, backward and NO_INPUT_GRADIENT not in use) for value in inputs]
     model.zero_grad(set_to_none=True)
     found, spoiled = settings(), False
-    with _frozen(model, training if FROZEN in use else None):
+    with frozen(_every_second(model, training) if FROZEN in use else ()):
         try:
             if AFTER not in use:
                 set_mode(model, training)
@@ -175,10 +175,9 @@ def set_mode(model: nn.Module, training: bool) -> None:
 
 
 @contextlib.contextmanager
-def _frozen(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """Every second parameter without gradient: those of odd places by name in training, the others in evaluation."""
-    named = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad) if training is not None else []
-    chosen = [p for _, p in named[1 if training else 0 :: 2]]
+def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """These without gradient."""
+    chosen = [p for p in parameters if p.requires_grad]
     for parameter in chosen:
         parameter.requires_grad_(False)
     try:
@@ -186,6 +185,12 @@ def _frozen(model: nn.Module, training: bool | None) -> Iterator[None]:
     finally:
         for parameter in chosen:
             parameter.requires_grad_(True)
+
+
+def _every_second(model: nn.Module, training: bool) -> list[nn.Parameter]:
+    """Parameters of odd places by name in training, the others in evaluation."""
+    named = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return [p for _, p in named[1 if training else 0 :: 2]]
 
 
 def _give_gradients(model: nn.Module) -> None:
