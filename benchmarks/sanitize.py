@@ -46,6 +46,7 @@ SIZES = {
     "gram": (1100, 72, 264, 6),
     "inexact": (1100, 72, 264, 6),  # Gram matrix: every second feature is constant
     "neighbours": (1100, 72, 520, 6),  # that load x together
+    "half sectors": (1100, 72, 520, 6),  # that rows of y begin with
     "narrow": (1300, 72, 40, 3),  # tiles whose consumers share out the rows
     "few tiles": (520, 200, 72, 132),  # in a cluster
     "odd rows": (300, 137, 265, 16),  # split operands and copies; and y a feature at a time
@@ -56,6 +57,7 @@ WANTED = {
     "gram": lambda c: getattr(c.variant, "schedule", "") == "gram",
     "inexact": lambda c: getattr(c.variant, "schedule", "") == "gram",
     "neighbours": lambda c: c.phase == "backward" or (isinstance(c.variant, Gemm) and c.variant.sharing > 1),
+    "half sectors": lambda c: c.phase == "backward" or (isinstance(c.variant, Gemm) and c.variant.tile.overlap > 0),
     "narrow": lambda c: c.phase == "backward" or (isinstance(c.variant, Gemm) and c.variant.tile.halves_rows),
     "few tiles": lambda c: c.phase == "backward" or isinstance(c.variant, small.SmallPanel),
     "--without-small": lambda c: not isinstance(c.variant, small.SmallPanel),  # at which synccheck ends the process

@@ -89,6 +89,6 @@ def small(path: Path, dtype: str = "bfloat16", batch: int = 256, features: int =
     return path
 
 
-def hopper(folder: Path, strategy: str = "one_kernel", dtype: str = "bfloat16", batch: int = 256):
-    path = small(folder / f"small_{dtype}_{batch}.py", dtype, batch)
+def hopper(folder: Path, strategy: str = "one_kernel", dtype: str = "bfloat16", batch: int = 256, features: int = 512):
+    path = small(folder / f"small_{dtype}_{batch}.py", dtype, batch, features)
     return exporting.export(path, folder / f"{strategy}_{path.name}", strategy=strategy, target="sm_90")

@@ -175,3 +175,40 @@ def assert_accurate(
         few = 2.0 if x.shape[0] <= 3 else 1.0  # hardly anything is left after the mean is taken out
         allowed = 1.02 * theirs + floor if strict else few * factor * theirs + 4.0 * floor
         assert ours <= allowed, f"{name}: error {ours:.3g}, eager's {theirs:.3g}, allowed {allowed:.3g}"
+
+
+# Of an operand, where it is not exact.
+OPERAND_ROUNDING = {"fp32": 0.0, "tf32": 2.0**-11, "bf16": 0.0, "fp16": 0.0, "amp": 2.0**-8}
+SMOOTH = "silu"  # near a kink, float64 and a rounded product may fall on different sides of it
+
+
+def check(strategy, name, batch, in_features, out_features, training, strict=False, **options):
+    with precision(name) as dtype, torch.autocast("cuda", torch.bfloat16, enabled=name == "amp"):
+        module = model(dtype, in_features, out_features, training, **options)
+        x = torch.randn(batch, in_features, device="cuda", dtype=dtype)
+        grad = torch.randn(batch, out_features, device="cuda", dtype=dtype)
+        exact = golden(module, x, grad)
+        theirs, ours = twin(module), twin(module)
+        eager = step(theirs, theirs, x, grad)
+        with poisoned_memory():
+            got = step(ours, fused(ours, strategy), x, grad)
+        # The reference computes in the dtype, op by op, as eager does, with roundings of its own.
+        factor = 3.0 if strategy == "reference" else 1.25
+        assert_accurate(
+            got, eager, exact, module, x, grad, OPERAND_ROUNDING[name], strict and strategy != "reference", factor
+        )
+
+
+def check_without_gradients(name, batch, in_features, out_features, training, autocast=False, strategy="one_kernel"):
+    """Nothing is kept: of the own product's plans only these write y and no more."""
+    with precision(name) as dtype, torch.no_grad():
+        dtype = torch.float32 if autocast else dtype
+        module = model(dtype, in_features, out_features, training, scale_shape=(out_features,), activation=SMOOTH)
+        x = torch.randn(batch, in_features, device="cuda", dtype=dtype)
+        exact = twin(module).double()(x.double())
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            eager = twin(module)(x)
+            with poisoned_memory():
+                got = fused(module, strategy)(x)
+    assert got.dtype == eager.dtype
+    assert error(got, exact) <= 1.25 * error(eager, exact) + 2 * OPERAND_ROUNDING[name]

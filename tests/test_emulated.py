@@ -176,6 +176,7 @@ def test_gemm_stats_apply(name):
         ("bf16", (256, 64)),
         ("bf16", (128, 64)),
         ("bf16", (128, 32)),
+        ("bf16", (256, 136)),
         ("tf32", (256, 128)),
         ("tf32", (128, 64)),  # which goes from registers to memory
     ],
@@ -205,6 +206,8 @@ def test_multiplied_twice(name, one_tile):
         ("bf16", (330, 72, 72), (256, 64), {"activation": "silu"}),
         ("bf16", (130, 200, 40), (128, 128), {"bias": False, "scale_shape": ()}),
         ("fp16", (64, 16, 8), (128, 32), {"affine": False}),
+        ("bf16", (331, 72, 280), (256, 136), {"activation": "silu"}),
+        ("fp16", (257, 40, 104), (256, 136), {"scale_shape": ()}),
         ("bf16", (150, 200, 1000), (128, 128), {}),  # several tiles of W·G for a block
     ],
     indirect=["one_tile"],
@@ -285,6 +288,15 @@ def test_every_tile_that_passes_through_shared_memory(one_tile):
     columns = one_tile[1]
     check(SMALL_HOPPER, "one_kernel", "bf16", 950, 72, 2 * columns + 8, epilogue="Deferred", activation="relu")
     check(SMALL_HOPPER, "gemm_stats_apply", "fp16", 300, 72, columns + 8, epilogue="Statistics", bias=False)
+
+
+@pytest.mark.parametrize("one_tile", [(256, 136)], indirect=True)
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_rows_that_begin_in_the_middle_of_a_sector(name, one_tile):
+    """Every other row does, where there are 8 features more than a multiple of 16; tiles then overlap."""
+    options = {"training": False, "epilogue": "Evaluate", "activation": "relu"}
+    for batch, features in ((1, 8), (2, 120), (128, 136), (129, 264), (641, 376), (600, 72)):
+        check(SMALL_HOPPER, "one_kernel", name, batch, 72, features, **options)
 
 
 @pytest.mark.parametrize("one_tile", [(64, 128), (128, 128), (256, 128), (256, 64), (128, 32)], indirect=True)

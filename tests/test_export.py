@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import ways
 from export_support import EXAMPLES, NESTED, compare, hopper, small
 
 from gemmnorm import export as exporting
@@ -218,6 +219,17 @@ def test_in_evaluation_small_panel_may_be_the_plan_for_any_batch():
     of_any_batch = {mode: cases[-1].plans[False].launches for mode, cases in site.forward.items()}
     assert "small_panel" in {launch.function for launch in of_any_batch[False]}
     assert "small_panel" not in {launch.function for launch in of_any_batch[True]}
+
+
+def test_rows_that_begin_in_the_middle_of_a_sector_have_a_map_of_their_own(tmp_path):
+    with plan.forcing(lambda c: c.phase == "backward" or ways.overlapping(c)):
+        source = hopper(tmp_path, "gemm_stats_apply", batch=5000, features=376).source
+    kind, size = "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16", "376, 64, 64, 2 * 376 /* pitch */)"
+    y, pairs = "tensor_map(pointer<gemmnorm::bfloat16>(y)", "std::max<int64_t>"
+    last = host_function(source, "forward_training")
+    assert f"p.map_y = {y}, {kind}, {pairs}((batch + 1) / 2, 1), {size}" in last
+    assert f"p.map_odd_y = {y} + 376, {kind}, {pairs}((batch + 0) / 2, 1), {size}" in last
+    assert re.search(r"p.map_last_weight = .*\(\(376 - 1\) % 128 \+ 16\) / 8 \* 8, 64\)", last)
 
 
 @pytest.mark.usefixtures("large_schedules")

@@ -6,10 +6,12 @@ import warnings
 
 import pytest
 import torch
+import ways
 from export_support import EXAMPLES, NESTED, compare, hopper
 from torch import nn
 
 from gemmnorm import export as exporting
+from gemmnorm import plan
 from gemmnorm.userfiles import load_source
 
 
@@ -124,4 +126,14 @@ def test_the_own_product_built_by_load_inline_and_equal(strategy, dtype, batch, 
             compare_half(module, rows)
         else:
             compare(module, "cuda", 5e-3, rows)
+        compare_captured(module, rows)
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+def test_rows_that_begin_in_the_middle_of_a_sector_are_stored_by_two_maps(tmp_path):
+    with plan.forcing(lambda c: c.phase == "backward" or ways.overlapping(c)):
+        module = load_source(hopper(tmp_path, "gemm_stats_apply", batch=5000, features=376).source, "overlapping")
+    for rows in (2, 255, 256, 5000):
+        compare_half(module, rows)
         compare_captured(module, rows)

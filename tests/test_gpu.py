@@ -5,13 +5,23 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import gram_families
 import pytest
 import test_split
 import torch
 import torch.nn.functional as F
-import ways
-from gpu_support import assert_accurate, error, fused, golden, model, poisoned_memory, precision
+from gpu_support import (
+    OPERAND_ROUNDING,
+    SMOOTH,
+    assert_accurate,
+    check,
+    check_without_gradients,
+    error,
+    fused,
+    golden,
+    model,
+    poisoned_memory,
+    precision,
+)
 from support import step, twin
 from torch import nn
 
@@ -26,9 +36,6 @@ LIBRARY = ("cublas_bn", "cublas_folded_bn")
 KERNELS = [s for s in STRATEGIES if s != "reference"]
 BATCHES = (2, 3, 127, 128, 129, 1000)
 FEATURES = ((8, 8), (24, 100), (100, 129), (129, 24), (512, 512), (1000, 1000), (64, 130), (256, 1), (1, 64))
-# Of an operand, where it is not exact.
-OPERAND_ROUNDING = {"fp32": 0.0, "tf32": 2.0**-11, "bf16": 0.0, "fp16": 0.0, "amp": 2.0**-8}
-SMOOTH = "silu"  # near a kink, float64 and a rounded product may fall on different sides of it
 OPTIONS = (
     {"scale_shape": "vector"},
     {"bias": False, "activation": SMOOTH},
@@ -43,23 +50,6 @@ def options_for(index: int, out_features: int) -> dict:
     if options.get("scale_shape") == "vector":
         options["scale_shape"] = (out_features,)
     return options
-
-
-def check(strategy, name, batch, in_features, out_features, training, strict=False, **options):
-    with precision(name) as dtype, torch.autocast("cuda", torch.bfloat16, enabled=name == "amp"):
-        module = model(dtype, in_features, out_features, training, **options)
-        x = torch.randn(batch, in_features, device="cuda", dtype=dtype)
-        grad = torch.randn(batch, out_features, device="cuda", dtype=dtype)
-        exact = golden(module, x, grad)
-        theirs, ours = twin(module), twin(module)
-        eager = step(theirs, theirs, x, grad)
-        with poisoned_memory():
-            got = step(ours, fused(ours, strategy), x, grad)
-        # The reference computes in the dtype, op by op, as eager does, with roundings of its own.
-        factor = 3.0 if strategy == "reference" else 1.25
-        assert_accurate(
-            got, eager, exact, module, x, grad, OPERAND_ROUNDING[name], strict and strategy != "reference", factor
-        )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -104,21 +94,6 @@ def test_rows_that_tma_would_refuse(strategy, name):
         check(strategy, name, batch, in_features, features, True, scale_shape=(features,))
 
 
-def check_without_gradients(name, batch, in_features, out_features, training, autocast=False):
-    """Nothing is kept: of the own product's plans only these write y and no more."""
-    with precision(name) as dtype, torch.no_grad():
-        dtype = torch.float32 if autocast else dtype
-        module = model(dtype, in_features, out_features, training, scale_shape=(out_features,), activation=SMOOTH)
-        x = torch.randn(batch, in_features, device="cuda", dtype=dtype)
-        exact = twin(module).double()(x.double())
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            eager = twin(module)(x)
-            with poisoned_memory():
-                got = fused(module, "one_kernel")(x)
-    assert got.dtype == eager.dtype
-    assert error(got, exact) <= 1.25 * error(eager, exact) + 2 * OPERAND_ROUNDING[name]
-
-
 @pytest.mark.parametrize(
     "one_tile", [(256, 128), (128, 128), (64, 128), (256, 64), (128, 64), (128, 32)], indirect=True
 )
@@ -152,45 +127,6 @@ def test_every_tile_in_every_way_to_finish(one_tile, name, monkeypatch):
         }
     expected = ({"SingleTile"} if one else set()) | {"Evaluate"} | ({"Statistics"} if name != "fp32" else set())
     assert expected <= seen and seen & {"CoResident", "Deferred"}  # which of the two, the planner decides
-
-
-@pytest.mark.parametrize("sizes", [(65536, 128, 1024), (5000, 264, 520), (3001, 1000, 264), (300, 16, 136)])
-@pytest.mark.parametrize("family", gram_families.ALL)
-def test_statistics_by_the_gram_matrix(family, sizes, forced):
-    if runtime.chip(torch.device("cuda", 0)).arch != 90:
-        pytest.skip("not Hopper")
-    forced(ways.by_gram)
-    gram_families.check(family, *sizes, "cuda")
-    check("gemm_stats_apply", "fp16", *sizes, True, scale_shape=(sizes[-1],), activation=SMOOTH)
-
-
-@pytest.mark.parametrize("sizes", [(131072, 64, 64), (20001, 128, 1024), (5000, 264, 520), (300, 16, 136)])
-@pytest.mark.parametrize("name", ["bf16", "tf32"])
-def test_multiplied_twice(name, sizes):
-    if runtime.chip(torch.device("cuda", 0)).arch != 90:
-        pytest.skip("not Hopper")
-    with plan.forcing(lambda c: c.phase == "backward" or getattr(c.variant, "schedule", "") == "two-pass"):
-        for bias in (True, False):
-            check("gemm_stats_apply", name, *sizes, True, bias=bias, scale_shape=(sizes[-1],), activation=SMOOTH)
-
-
-@pytest.mark.parametrize("sizes", [(5300, 1000, 2056), (3001, 72, 392), (1040, 888, 8904), (300, 200, 136)])
-@pytest.mark.parametrize("name", ["bf16", "tf32", "fp16"])
-@pytest.mark.parametrize("schedule", ["evaluate", "statistics", "two-pass", "gram", "co-resident", "deferred"])
-def test_neighbours_load_x_together(schedule, name, sizes, forced):
-    if runtime.chip(torch.device("cuda", 0)).arch != 90 or (schedule, name) == ("gram", "tf32"):
-        pytest.skip("not Hopper, or no such kernel")
-    forced(lambda c: c.phase == "backward" or ways.sharing_x(schedule)(c))
-    strategy = "one_kernel" if schedule in ("evaluate", "co-resident", "deferred") else "gemm_stats_apply"
-    batch, inner, features = sizes
-    sizes = (batch, inner + 4 * (name == "tf32"), features)  # rows of x that are no whole sectors of 32 bytes
-    with runtime.recording() as plans:
-        if schedule == "evaluate":
-            check_without_gradients(name, *sizes, False)
-        else:
-            check(strategy, name, *sizes, True, scale_shape=(sizes[-1],), activation=SMOOTH)
-    own = [launch for found in plans for launch in found.launches if launch.function == "fused_gemm"]
-    assert any(launch.member("kSharing") == 2 for launch in own)
 
 
 @pytest.mark.parametrize("name", ["fp32", "amp"])

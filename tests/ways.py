@@ -35,6 +35,11 @@ def sharing_x(schedule: str) -> Callable[[Candidate], bool]:
     return lambda c: isinstance(c.variant, Gemm) and c.variant.sharing > 1 and c.variant.schedule == schedule
 
 
+def overlapping(c: Candidate) -> bool:
+    """Tiles that overlap, for rows of y that begin in the middle of a sector."""
+    return isinstance(c.variant, Gemm) and c.variant.tile.overlap > 0
+
+
 def by_gram(c: Candidate) -> bool:
     """Statistics from the Gram matrix of x; any backward."""
     return c.phase == "backward" or getattr(c.variant, "schedule", "") == "gram"

@@ -720,18 +720,25 @@ struct Tile {
 
 // A tile of TM rows x TN features. The two consumers share out its rows, 64 each (x * W^T); or it is multiplied as W * x^T
 // (swap-AB), and they share out 128 features, 64 each, or, of 64 features, the rows.
+//
+// Where a row of y is half a sector more than whole sectors, every other row begins in the middle of one, and tiles side by side
+// would write a half each of the sectors at their border, which memory takes at half its speed. A tile of 136 columns has the
+// last eight of the tile before too: of rows that begin with a sector it stores all but the first eight, of the others all
+// but the last (staging.cuh).
 template <int TM, int TN>
 struct TileShape {
-  static constexpr bool kSharesFeatures = TN == 128, kSwapAB = kSharesFeatures || TM == 256;
+  static constexpr int kOverlap = TN % 16, kStep = TN - kOverlap;  // columns of two tiles; from one tile to the next
+  static constexpr bool kSharesFeatures = TN == 128, kSwapAB = kSharesFeatures || (TM == 256 && kOverlap == 0);
   static constexpr int kRows = kSharesFeatures ? TM : TM / 2;     // of a consumer
   static constexpr int kWidth = kRows;  // N of the wgmma instruction; its M is 64
+  static constexpr int kBlocks = 1;  // of 64 rows, an instruction each
   static constexpr int kMeanRows = kRows;  // rows of one partial mean and M2
   static constexpr int kParts = kWidth / 64;                   // 64 x 64 parts of a consumer's accumulator tile
-  static constexpr int kStagingBytes = (TM < 128 ? 128 : TM) * TN;  // of a consumer
+  static constexpr int kStagingBytes = (TM < 128 ? 128 : TM) * kStep;  // of a consumer
   // A consumer's accumulator tile as V passes through its staging buffer in so many store passes, of whole parts each.
   __device__ static constexpr int store_passes(int bytes) {
     int passes = 1;
-    while (passes < kParts && (kParts % passes || kWidth * 64 * bytes > passes * kStagingBytes)) ++passes;
+    while (passes < kParts && (kParts % passes || kBlocks * (kWidth - kOverlap) * 64 * bytes > passes * kStagingBytes)) ++passes;
     return passes;
   }
   template <class V>
@@ -741,8 +748,9 @@ struct TileShape {
   __device__ __forceinline__ static int first_row(Tile tile, int consumer) {
     return tile.m * TM + (kSharesFeatures ? 0 : consumer * kRows);
   }
+  __device__ __forceinline__ static int own_feature(int consumer) { return kSharesFeatures ? consumer * 64 : 0; }  // in the tile
   __device__ __forceinline__ static int first_feature(Tile tile, int consumer) {
-    return tile.n * TN + (kSharesFeatures ? consumer * 64 : 0);
+    return tile.n * kStep - kOverlap + own_feature(consumer);
   }
   __device__ __forceinline__ static int row(Tile tile, int consumer, int part) {
     return first_row(tile, consumer) + (part * 64);
@@ -773,7 +781,7 @@ struct TileScheduler {
 
 template <int TM, int TN, int SHARING, class Params>
 __device__ __forceinline__ TileScheduler tile_scheduler(const Params& p) {
-  constexpr int kFeatures = TN * SHARING;
+  constexpr int kFeatures = TileShape<TM, TN>::kStep * SHARING;
   return {(p.batch + TM - 1) / TM, (p.features + kFeatures - 1) / kFeatures * SHARING, p.group_panels};
 }
 
@@ -1098,17 +1106,17 @@ struct Features {
   }
 };
 
-// A warp's share of a tile's COLUMNS features: a lane has every 32nd. It reads the vectors of all before it uses one, so that
-// they are in flight together. Beyond the last feature: the last one.
+// A warp's share of a tile's features: a lane has every 32nd of COLUMNS. It reads the vectors of all before it uses one, so
+// that they are in flight together. Beyond the last feature: the last one; before the first, the first.
 template <int COLUMNS>
 struct LaneFeatures {
   static constexpr int kOwn = COLUMNS / 32;
   int first, last;
 
-  __device__ __forceinline__ LaneFeatures(Tile tile, int features)
-      : first(tile.n * COLUMNS + threadIdx.x % 32), last(features - 1) {}
+  __device__ __forceinline__ LaneFeatures(int first_feature, int features)
+      : first(first_feature + threadIdx.x % 32), last(features - 1) {}
   __device__ __forceinline__ int column(int i) const { return threadIdx.x % 32 + 32 * i; }  // of the tile
-  __device__ __forceinline__ int feature(int i) const { return min(first + 32 * i, last); }
+  __device__ __forceinline__ int feature(int i) const { return max(min(first + 32 * i, last), 0); }
 };
 
 // Mean and M2 of a column, merged from those of its groups by `lanes` neighbouring lanes, each with AHEAD groups in flight.
@@ -1202,7 +1210,7 @@ struct AccumulatorSwapAB {
 
   __device__ __forceinline__ explicit AccumulatorSwapAB(int consumer_)
       : consumer(consumer_), lane(threadIdx.x % 32),
-        feature(Shape::first_feature({0, 0}, consumer_) + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
+        feature(Shape::own_feature(consumer_) + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
 
   __device__ __forceinline__ int first_row(Tile tile) const { return Shape::first_row(tile, consumer); }
   // Where the lane begins to stage: the 16 bytes of one of 16 rows that it names for its warp, or a float of its own. Warps 0
@@ -1625,17 +1633,17 @@ template <class G>
 struct AccumulatorSwapAB;
 template <class G>
 struct AccumulatorNormal;
-template <class Element, int WIDTH>
+template <class Element, int WIDTH, int BLOCKS>
 struct Mainloop;
 template <int WIDTH, bool A_MN, bool B_MN>
 struct SplitMainloop;
 
-template <bool SPLIT, class Element, int WIDTH>
+template <bool SPLIT, class Element, int WIDTH, int BLOCKS>
 struct SelectMainloop {
-  using type = Mainloop<Element, WIDTH>;
+  using type = Mainloop<Element, WIDTH, BLOCKS>;
 };
-template <class Element, int WIDTH>
-struct SelectMainloop<true, Element, WIDTH> {
+template <class Element, int WIDTH, int BLOCKS>
+struct SelectMainloop<true, Element, WIDTH, BLOCKS> {
   using type = SplitMainloop<WIDTH, false, false>;
 };
 template <bool QUEUED>
@@ -1668,25 +1676,29 @@ struct GemmTypes {
   static constexpr int kWidth = Shape::kWidth, kPlanes = Operand::kPlanes;
   static constexpr bool kSplit = kPlanes == 2;
   static constexpr int kTileK = kRowBytes / Operand::kSize;  // elements of K in a stage
-  using Accumulators = float[kWidth / 2];
+  using Accumulators = float[Shape::kBlocks * kWidth / 2];
+  static constexpr int kLaneColumns = (TN + 31) / 32 * 32;  // of the tile, and beyond it, as warps go through them
 
   // The product, and y, leave the accumulators through the staging buffers, in store passes; else straight to memory.
   static constexpr bool kStaged = !kSplit && (Shape::kSwapAB || (sizeof(T) == 2 && TN >= 64));
   static constexpr bool kStagedY = kStaged && (Shape::kSwapAB || sizeof(Y) == 2);
   static constexpr int kStorePasses = kStaged ? Shape::template kStorePasses<T> : 1;
   static constexpr int kStorePassesY = kStagedY ? Shape::template kStorePasses<Y> : 1;
+  static constexpr bool kOverlaps = Shape::kOverlap > 0;
+  static_assert(!kOverlaps || kStagedY, "tiles that overlap leave through the staging buffers");
   static constexpr bool kFitsStaging = kStaged && sizeof(T) == 2;  // a whole tile fits the staging buffers, and may wait there
 
   using Epilogue = typename Config::template Epilogue<GemmTypes, Params>;
   static constexpr bool kStatisticsKnown = Epilogue::kStatisticsKnown;
   using Conversion = typename Config::template Conversion<GemmTypes, Params>;
   static constexpr bool kQueued = Config::kQueued;  // blocks take tiles as they become free
+  static_assert(!kOverlaps || (kStatisticsKnown && !Conversion::kConverts), "two tiles have the same feature");
   static_assert(!kQueued || (!kShares && !Conversion::kConverts && !Epilogue::kMergesHere),
                 "neighbours, converted rows and complete panels come in the static order of tiles");
   static_assert(!kQueued || kStages + 2 < TakenTiles::kSlots, "a slot may still be read when it is written again");
   using Taken = typename SelectTaken<kQueued>::type;
   using Walk = TileWalk<kQueued, Taken>;
-  using Mainloop = typename SelectMainloop<kSplit, typename Operand::Element, kWidth>::type;
+  using Mainloop = typename SelectMainloop<kSplit, typename Operand::Element, kWidth, Shape::kBlocks>::type;
   using AccumulatorTile = typename SelectAccumulator<Shape::kSwapAB, GemmTypes>::type;
   using Scaling = SplitScaling<GemmTypes, Params, kSplit>;
 
@@ -1736,7 +1748,8 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
     const Tile tile = scheduler.at(t);
     const OperandBox x = operand_box<G::TM, G::kSharing>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
     int own_rows = 0;  // where the block's part of x begins
-    const OperandBox weight = operand_box<G::TN>(p.map_weight, p.map_last_weight, tile.n * G::TN, p.features);
+    const int first_feature = G::Shape::first_feature(tile, 0);
+    const OperandBox weight = operand_box<G::TN>(p.map_weight, p.map_last_weight, first_feature, p.features);
     const int bytes = G::kPlanes * (G::kSharing * x.rows + weight.rows) * kRowBytes;
     produce(shared.ring, state, 0, G::steps(p), bytes, [&](int k, int stage, u64* full) {
       conversion.wait_for(tile, k);
@@ -1744,7 +1757,7 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
       for (int plane = 0; plane < G::kPlanes; ++plane) {
         const int column = (k * G::kPlanes + plane) * G::kTileK;
         tma_load(shared.x[stage][plane], *x.map, full, column, tile.m * G::TM, x_policy);
-        tma_load(shared.weight[stage][plane], *weight.map, full, column, tile.n * G::TN, kEvictNormal);
+        tma_load(shared.weight[stage][plane], *weight.map, full, column, first_feature, kEvictNormal);
       }
     });
     if constexpr (G::kQueued) {
@@ -1762,7 +1775,7 @@ template <class G, class Params, class Shared>
 __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const TileScheduler& scheduler,
                                               const Counters& counters, Shared& shared, int consumer) {
   using Shape = typename G::Shape;
-  const int own_rows = Shape::first_row({0, 0}, consumer), own_features = Shape::first_feature({0, 0}, consumer);
+  const int own_rows = Shape::first_row({0, 0}, consumer), own_features = Shape::own_feature(consumer);
   const auto x = [&](int plane, int stage) { return shared.x[stage][plane] + own_rows * kRowBytes; };
   const auto weight = [&](int plane, int stage) { return shared.weight[stage][plane] + own_features * kRowBytes; };
   const auto a = [&](int plane, int stage) { return Shape::kSwapAB ? weight(plane, stage) : x(plane, stage); };
@@ -2766,10 +2779,10 @@ __device__ __forceinline__ void compute_fallback_features(const Params& p) {
 // Warp 1 computes the next tile's coefficients while the current one is multiplied, into one of two buffers.
 
 // Likewise, by the running ones. `keeps`: also what the backward reads, mean and 1/sigma.
-template <int COLUMNS, class Params>
+template <class G, class Params>
 __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& f, Tile tile, bool keeps, float* slope,
                                                         float* shift) {
-  const LaneFeatures<COLUMNS> own(tile, f.p.features);
+  const LaneFeatures<G::kLaneColumns> own(G::Shape::first_feature(tile, 0), f.p.features);
   RawFeature<Params> raw[own.kOwn];
 #pragma unroll
   for (int i = 0; i < own.kOwn; ++i) raw[i] = RawFeature<Params>::load(f.p, own.feature(i));
@@ -2789,9 +2802,9 @@ __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& 
 template <class G, class Params, bool OF_BATCH>
 struct KnownStatisticsEpilogue {
   struct Shared {
-    float slope[2][G::TN], shift[2][G::TN];  // of two tiles
+    float slope[2][G::kLaneColumns], shift[2][G::kLaneColumns];  // of two tiles
     float mean[2][2];
-    u64 known[2], used[2];                   // a tile's coefficients are there; they may be overwritten
+    u64 known[2], used[2];  // a tile's coefficients are there; they may be overwritten
 
     __device__ __forceinline__ void init() {
       for (int c = 0; c < 2; ++c) {
@@ -2817,7 +2830,7 @@ struct KnownStatisticsEpilogue {
         auto& s = shared.epilogue;
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
-        evaluation_coefficients<G::TN>(f, tile, tile.m == 0, slope, shift);
+        evaluation_coefficients<G>(f, tile, tile.m == 0, slope, shift);
         mbarrier_arrive(&s.known[state.stage]);
         state.advance();
       }

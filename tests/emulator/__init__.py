@@ -158,6 +158,8 @@ class Launcher:
 
 def tensor_map(t: torch.Tensor, found: Map) -> bytes:
     """Takes the place of `driver.tensor_map`: the fields that ptx/hopper.cuh here reads."""
+    if found.parity is not None:
+        t = t[min(found.parity, len(t) - 1) :: 2]
     if t.data_ptr() % 16 or driver.row_pitch(t) % 16 or t.stride(1) != 1:
         raise EmulationError(f"TMA reads no matrix {tuple(t.shape)} of strides {t.stride()}")
     fields = [t.data_ptr(), t.shape[0], t.shape[1], driver.row_pitch(t)]

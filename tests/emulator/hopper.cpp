@@ -106,6 +106,7 @@ void load_bulk(void* to, const void* from, unsigned bytes, u64* barrier) {
 }
 
 void store_box(const void* map, const void* from, int x, int y) {
+  if (x < 0 || y < 0) fail("a box to store that begins before the matrix, which a GPU calls an illegal instruction");
   const MapFields m = fields(map);
   Fiber* owner = current;
   ++owner->copies;

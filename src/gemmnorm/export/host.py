@@ -403,11 +403,15 @@ class _Body:
         dtype = buffers[role].dtype
         kind = "CU_TENSOR_MAP_DATA_TYPE_" + ("FLOAT32" if found.exact and dtype == "float32" else _MAP_TYPES[dtype])
         eights = 8 * found.shared
-        last = f"(({rows} - 1) % {found.rows} + {eights}) / {eights} * 8"
+        last = f"(({rows} - 1) % {found.rows - found.overlap} + {found.overlap + eights}) / {eights} * 8"
         box_rows = last if found.last else found.rows // found.shared
+        matrix, pitch = self.argument(role), str(buffers[role].pitch or "")
+        if found.parity is not None:  # of a single row there are no odd ones, and nothing is stored
+            matrix, pitch = matrix + found.parity * f" + {columns}", f"2 * {columns}"
+            rows = f"std::max<int64_t>(({rows} + {1 - found.parity}) / 2, 1)"
         sizes = [rows, columns, str(box_rows), str(found.columns)]
-        sizes += [f"{buffers[role].pitch} /* pitch */"] if buffers[role].pitch else []
-        return f"tensor_map({self.argument(role)}, {kind}, {', '.join(sizes)})"
+        sizes += [f"{pitch} /* pitch */"] if pitch else []
+        return f"tensor_map({matrix}, {kind}, {', '.join(sizes)})"
 
     def argument(self, role: str) -> str:
         """What a launch is given for `role`."""

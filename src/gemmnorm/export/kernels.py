@@ -11,9 +11,9 @@ from typing import Any
 from .. import activations
 from ..errors import GemmNormRuntimeError
 from ..plan import ROLES, Buffer, Launch, Map, Plan, Problem, Product, c_types
-from ..plan.gemm import swapped, width
 from ..plan.params import MAP, Field, config_text, layout
 from ..plan.split import SPLIT_GEMM_TILE
+from ..plan.tile import swapped, width
 from .prune import kernel_text
 
 WIDTH = 116
@@ -21,7 +21,7 @@ WIDTH = 116
 _KNOWN = {
     Launch: {"entry", "source", "parts", "function", "config", "params", "roles", "absent", "grid", "block", "resident",
              "shared", "cooperative", "least", "cluster", "maps", "numbers", "only_for"},
-    Map: {"role", "tensor", "rows", "columns", "exact", "last", "shared"},
+    Map: {"role", "tensor", "rows", "columns", "exact", "last", "shared", "overlap", "parity"},
     Product: {"out", "left", "right", "transpose_left", "transpose_right"},
     Buffer: {"role", "dtype", "shape", "pitch", "only_for"},
     Plan: {"problem", "phase", "strategy", "steps", "outputs", "workspace", "aliases", "reasons", "counters", "seconds",
@@ -233,7 +233,7 @@ _BYTES = {"float": 4, "gemmnorm::half": 2, "gemmnorm::bfloat16": 2}
 
 def _gemm_facts(launch: Launch) -> dict[str, bool]:
     """What gemm/types.cuh makes of a launch's `Config`."""
-    columns = int(launch.member("kTileColumns"))
+    rows, columns = _tile(launch)
     size, size_y = (_BYTES[str(launch.member(letter))] for letter in "TY")
     split, swaps = launch.member("Operand") == "gemmnorm::fp16x2", swapped(*_tile(launch))
     staged = not split and (swaps or (size == 2 and columns >= 64))
@@ -243,7 +243,8 @@ def _gemm_facts(launch: Launch) -> dict[str, bool]:
         "kStaged": staged,
         "kStagedY": staged_y,
         "kFitsStaging": staged and size == 2,
-        "kMovesRegisters": width(*_tile(launch)) * (2 if split else 1) == 256,
+        "kOverlaps": columns % 16 > 0,
+        "kMovesRegisters": width(*_tile(launch)) * (1 if swaps else rows // 128) * (2 if split else 1) >= 256,
         "Shape::kSwapAB": swaps,
         "Conversion::kConverts": launch.member("Conversion<>") != "gemmnorm::NoConversion",
         "kStatisticsKnown": launch.member("Epilogue<>") in KNOWN,

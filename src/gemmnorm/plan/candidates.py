@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 
 from . import cast, cost, cost_twice, cublas, gradient, gram, memory_bound, small
 from .cublas import CublasForward
-from .gemm import STAGES, WIDE, Gemm, Tile, refusal, swapped
+from .gemm import Gemm, refusal
 from .gradient import Backward
 from .problem import CHIPS, DTYPE_BYTES, Problem
 from .small import SmallPanel, clusters_at_once
 from .split import ALL_ROWS
 from .steps import Plan
+from .tile import STAGES, WIDE, Tile, swapped
 
 LARGEST_CLUSTER = 4  # blocks of `fused_gemm`: of larger ones fewer run at once than there are multiprocessors for
 # Panels that are worked on together: 4 to 16 differ by some percent, and a small last group costs most.
@@ -161,10 +162,18 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
         return planes == 1 and (swapped(rows, columns) or (DTYPE_BYTES[problem.dtype] == 2 and columns >= 64))
 
     return tuple(
-        Tile(rows, columns, stages, size, planes, staged(rows, columns))
+        tile
         for (bytes_, parts, rows, columns), stages in STAGES.items()
         if (bytes_, parts) == (size, planes)
+        for tile in (Tile(rows, columns, stages, size, planes, staged(rows, columns)),)
+        if not tile.overlap or _half_sectors(problem)
     )
+
+
+def _half_sectors(problem: Problem) -> bool:
+    """Every other row of y, and of the product, begins in the middle of a sector."""
+    row = problem.out_features * DTYPE_BYTES[problem.out_dtype]
+    return problem.out_dtype == problem.dtype and row % cast.SECTOR_BYTES == cast.SECTOR_BYTES // 2
 
 
 def _gemms(problem: Problem) -> Iterator[Candidate]:
@@ -189,10 +198,13 @@ def _schedules(problem: Problem, strategy: str, tile: Tile) -> Iterator[Gemm]:
     if not problem.training:
         yield replace(by_rows, schedule="evaluate")
     elif strategy == "gemm_stats_apply":
-        yield replace(by_rows, schedule="statistics")
+        if not tile.overlap:
+            yield replace(by_rows, schedule="statistics")
         yield replace(by_rows, schedule="two-pass")
         if gram.serves(problem):
             yield replace(by_rows, schedule="gram")
+    elif tile.overlap:  # the statistics are not known: two tiles would have the same features
+        return
     elif rows == 1:
         if not tile.halves_rows:
             yield replace(everything, schedule="single-tile")
@@ -266,7 +278,7 @@ def _sharing(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
     Tiles of fewer features gain too, but are seldom the best candidates: 0.2% of the time over 88 problems.
     """
     rows, panels = gemm.tile.counts(problem, SHARING)
-    wide = gemm.tile.rows >= WIDE and gemm.tile.columns == WIDE
+    wide = gemm.tile.rows >= WIDE and gemm.tile.step == WIDE
     if not (wide and cast.misaligned(problem)) or gemm.cluster > 1 or gemm.panels == 1:
         return
     together = -(-gemm.group_panels // SHARING)  # pairs
@@ -284,6 +296,8 @@ def _conversions(problem: Problem, gemm: Gemm) -> Iterator[Gemm]:
     yield gemm
     # The second product of two begins before the first is done, and would read rows that are not converted yet.
     if not (problem.split or problem.made) or gemm.schedule in ("single-tile", "gram", "two-pass"):
+        return
+    if gemm.tile.overlap:
         return
     if problem.split and not gemm.has_conversion(problem):
         return
@@ -336,7 +350,7 @@ def _backwards(problem: Problem) -> Iterator[Candidate]:
 def _multiplied_again(problem: Problem) -> Iterator[Candidate]:
     """The backward where the forward has kept no product."""
     reason = gradient.refusal_to_recompute(problem)
-    for tile in tiles(problem):
+    for tile in (tile for tile in tiles(problem) if not tile.overlap):
         _, across = tile.counts(problem)
         together, queued = _panels_by_rows(problem, tile), _queued(problem, tile)
         gemm = Gemm(tile, "gradient", together, across, weight_rows=problem.out_features, queued=queued)

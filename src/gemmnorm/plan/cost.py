@@ -13,12 +13,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from . import cast, small, split, tables
-from .gemm import TALL, WIDE, Gemm, bytes_of_x, partial_sectors, stored_dtypes
+from .gemm import Gemm, bytes_of_x, stored_dtypes
 from .gradient import Backward
 from .panels import ClusterPanel
 from .problem import CHIPS, DTYPE_BYTES, Chip, Problem
 from .small import SmallPanel
 from .split import ROW_BYTES
+from .tile import TALL, WIDE
 
 FITTED = CHIPS[90]  # the GPU that the constants are fitted to, an H200
 L2_SHARE = 30e6 / FITTED.l2_bytes  # of an L2, that keeps what all multiprocessors read
@@ -125,7 +126,7 @@ def _fitted() -> dict[str, Constants]:
 
 
 def constants(problem: Problem) -> Constants:
-    """The constants fitted, of an H200, with the bandwidth of the problem's GPU."""
+    """The constants fitted, with the bandwidth of the problem's GPU for an H200's."""
     return _constants(arithmetic_of(problem), problem.chip or FITTED)
 
 
@@ -265,11 +266,11 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
     again = (panel_groups - 1) * (1 - max(0.0, 2 * kept_by_l2(problem, of_x) - 1))
     stores = sum(DTYPE_BYTES[dtype] for dtype in stored_dtypes(problem, gemm.schedule))  # bytes of an element
     traffic = of_x * (1 + again) + of_weight + elements * stores
-    partial, high = partial_sectors(problem, gemm.schedule), tile.rows / WIDE
+    partial, high = gemm.partial_sectors(problem), tile.rows / WIDE
     border = partial * 2 * cast.SECTOR_BYTES * problem.batch * (panels - 1)  # two sectors of each row of each border
     last = 0.0
     if deferred:  # the product again, once the last tile of its panel is there; of the last group beside nothing
-        together = gemm.group_panels * tile.columns * problem.batch * size
+        together = gemm.group_panels * tile.step * problem.batch * size
         traffic += elements * size * (1 - kept_by_l2(problem, together))
         last = float(max(min(gemm.group_panels, panels) * rows - blocks, 0) * of_tile)
     x_rows = min(gemm.x_rows, problem.batch)
@@ -318,7 +319,7 @@ def count_gemm(problem: Problem, gemm: Gemm) -> Counted:
         "misaligned": misaligned_loads(problem),
         "tall_bytes": of_x * (1 + again) * (tile.rows == TALL),
         "border_bytes": border * high * (not gemm.queued),
-        "queued_border_bytes": border * high**2 * gemm.queued,  # high tiles: a block is longer at each, too
+        "queued_border_bytes": border * high**2 * gemm.queued,  # by the square, which predicts high tiles best
         "partial": float(partial > 0),
         "inside": float(inside > 0),
         "split": float(problem.split),

@@ -21,14 +21,16 @@ from .cost import (
     pass_terms,
     products_time,
 )
-from .gemm import FIRST, TALL, Gemm, bytes_of_x
+from .gemm import FIRST, Gemm, bytes_of_x
 from .problem import CHIPS, DTYPE_BYTES, Problem
+from .tile import TALL
 
 
 def count_two_passes(problem: Problem, gemm: Gemm) -> Counted:
     """`fused_gemm` for statistics, their merge, and `fused_gemm` once more, as in evaluation."""
     second = _count_normalize(problem, gemm)
-    return {"first": count_gemm(problem, replace(gemm, schedule=FIRST["two-pass"])), "second": second}
+    first = replace(gemm, tile=gemm.tile.without_overlap(), schedule=FIRST["two-pass"])
+    return {"first": count_gemm(problem, first), "second": second}
 
 
 def _count_normalize(problem: Problem, gemm: Gemm) -> Counted:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from . import cast, gram, memory_bound
-from .panels import SHARED
 from .problem import CHIPS, DTYPE_BYTES, Problem, type_members
 from .split import (
     ALL_ROWS,
@@ -32,16 +31,8 @@ from .steps import (
     Step,
     operand_maps,
 )
+from .tile import Tile
 
-WIDE, TALL = 128, 256  # columns, or rows, of a tile that is multiplied as W·xᵀ
-# Bytes of an element, its planes, rows and columns of the tile → stages of the ring.
-STAGES = {
-    (2, 1, 256, 128): 3, (2, 1, 128, 128): 5, (2, 1, 64, 128): 7,
-    (2, 1, 256, 64): 4, (2, 1, 128, 64): 8, (2, 1, 128, 32): 10,
-    (4, 1, 256, 128): 3, (4, 1, 128, 128): 5, (4, 1, 64, 128): 7,
-    (4, 1, 256, 64): 4, (4, 1, 128, 64): 8, (4, 1, 128, 32): 10,
-    (2, 2, 128, 128): 3, (2, 2, 64, 128): 4, (2, 2, 128, 64): 4, (2, 2, 128, 32): 4,
-}  # fmt: skip
 LARGE_X = 1e8  # bytes from where reading x again costs more than stored tiles that leave the L2
 MOST_SPLIT_FEATURES = 1 << 24  # times 127 rows of a tile is below 2^31
 ENTRIES = {
@@ -85,84 +76,6 @@ _SPLIT = (
     "amax_state",
     "fallback_features",
 )
-
-
-def swapped(rows: int, columns: int) -> bool:
-    """Whether such a tile is multiplied as W·xᵀ."""
-    return columns == WIDE or rows == TALL
-
-
-def width(rows: int, columns: int) -> int:
-    """N of the wgmma instruction. M is 64 for each consumer: rows of the tile, or features where it is swap-AB."""
-    return columns if not swapped(rows, columns) else rows if columns == WIDE else rows // 2
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The GEMM's tile: `rows` by `columns`, a ring of `stages`, and the shared memory that takes."""
-
-    rows: int
-    columns: int
-    stages: int
-    size: int  # bytes of an operand's element in shared memory
-    planes: int  # of an operand: 2 where it is split
-    staged: bool  # the product passes through shared memory on its way out
-
-    @property
-    def swapped(self) -> bool:
-        """Whether it is multiplied as W·xᵀ."""
-        return swapped(self.rows, self.columns)
-
-    @property
-    def halves_rows(self) -> bool:
-        """Whether its consumers share out the rows of the same features."""
-        return self.swapped and self.columns < WIDE
-
-    @property
-    def width(self) -> int:
-        """N of the wgmma instruction."""
-        return width(self.rows, self.columns)
-
-    @property
-    def waits(self) -> bool:
-        """Whether a finished tile has room to wait in shared memory."""
-        return self.staged and self.size == 2
-
-    @property
-    def k(self) -> int:
-        """Elements of K in one stage."""
-        return ROW_BYTES // self.size
-
-    @property
-    def shared(self) -> int:
-        """At least sizeof(GemmShared): the kernel asserts it when it is compiled."""
-        size = self.stages * self.planes * (self.rows + self.columns) * ROW_BYTES
-        size += 2 * (max(self.rows, 128) * self.columns if self.staged else 1024)
-        size += 32 if self.swapped else 2 * 4 * self.columns * 4  # sums over warps
-        size += (2 * 2 + 4) * self.columns * 4  # coefficients and statistics
-        size += (2 * 2 * self.width + 2 * 64) * 4 if self.planes == 2 else 0  # powers of two
-        size += 2 * self.stages * 8 + 5 * 8 + 64 + 32 * 12  # barriers; tiles that were taken
-        return -(-size // 1024) * 1024
-
-    def without_staging(self) -> Tile:
-        """Stages of a kernel that stores no tile: the ring has that memory too."""
-        found = replace(self, staged=False)
-        stage = self.planes * (self.rows + self.columns) * ROW_BYTES + 2 * 8
-        return replace(found, stages=self.stages + (SHARED - found.shared) // stage)
-
-    def steps(self, problem: Problem) -> int:
-        """Stages of K."""
-        return -(-problem.in_features // self.k)
-
-    @property
-    def group_rows(self) -> int:
-        """Rows of one partial mean and M2."""
-        return self.width if self.swapped else GROUP_ROWS
-
-    def counts(self, problem: Problem, shared_by: int = 1) -> tuple[int, int]:
-        """Tiles along the batch; and along the features, a multiple of `shared_by`."""
-        columns = self.columns * shared_by
-        return -(-problem.batch // self.rows), -(-problem.out_features // columns) * shared_by
 
 
 def refusal(problem: Problem, strategy: str) -> str | None:
@@ -252,9 +165,13 @@ class Gemm:
 
         What two neighbouring tiles write to the same sector meets in the L2, unless a block is several tiles ahead.
         """
-        if not self.queued or not partial_sectors(problem, self.schedule):
+        if not self.queued or not self.partial_sectors(problem):
             return self
         return replace(self, tile=replace(self.tile, stages=min(self.tile.stages, self.tile.steps(problem) + 1)))
+
+    def partial_sectors(self, problem: Problem) -> int:
+        """How many of the matrices it stores have rows that are no whole sectors, where tiles share those."""
+        return 0 if self.tile.overlap else partial_sectors(problem, self.schedule)
 
     @property
     def merges(self) -> bool:
@@ -316,7 +233,10 @@ def fused_gemm(
         resident=1,
         shared=shared,
         cluster=max(gemm.cluster, gemm.sharing),
-        maps=(*operand_maps(*operands, (tile.rows, tile.columns), tile.k, shared=gemm.sharing), *matrices),
+        maps=(
+            *operand_maps(*operands, (tile.rows, tile.columns), tile.k, shared=gemm.sharing, overlap=tile.overlap),
+            *matrices,
+        ),
         numbers=numbers,
     )
 
@@ -325,7 +245,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, tile_counter: int = 0) -> Launch:
     """A forward's launch. `tile_counter`: which of the plan's counters blocks take tiles by, if they do."""
     schedule, converts = gemm.schedule, gemm.has_conversion(problem)
     if schedule in FIRST.values():
-        gemm = replace(gemm, tile=gemm.tile.without_staging())
+        gemm = replace(gemm, tile=gemm.tile.without_overlap().without_staging())
     else:
         gemm = gemm.in_step(problem)
     boxes, boxes_y = (ROW_BYTES // DTYPE_BYTES[dtype] for dtype in (problem.dtype, problem.out_dtype))
@@ -349,7 +269,7 @@ def gemm_launch(problem: Problem, gemm: Gemm, tile_counter: int = 0) -> Launch:
         ("SplitConversion" if problem.split else "CastConversion") if converts else "NoConversion",
         more_shared=RING_BYTES if converts and problem.split else 0,
         operands=(x, weight),
-        matrices=tuple(Map(f"map_{name}", name, GROUP_ROWS, columns, exact=True) for name, columns in results),
+        matrices=tuple(found for name, columns in results for found in _result_maps(name, columns, gemm.tile)),
         fields=(
             "stored_product", "y", *VECTORS, "running_mean", "running_var", "num_batches_tracked",
             *(("inexact",) if schedule == "missing-statistics" else ()), "bn_weight", "bn_bias", "momentum", "eps",
@@ -372,6 +292,14 @@ def gemm_launch(problem: Problem, gemm: Gemm, tile_counter: int = 0) -> Launch:
         absent=absent,
         parts=tuple(parts),
     )
+
+
+def _result_maps(name: str, columns: int, tile: Tile) -> tuple[Map, ...]:
+    """By which tiles store a matrix: with an overlap, even and odd rows by a map each."""
+    if not tile.overlap:
+        return (Map(f"map_{name}", name, GROUP_ROWS, columns, exact=True),)
+    even, odd = (Map(f"map_{kind}{name}", name, tile.rows // 4, columns, exact=True) for kind in ("", "odd_"))
+    return replace(even, parity=0), replace(odd, parity=1)
 
 
 def streams_x(problem: Problem, schedule: str) -> bool:
@@ -458,7 +386,7 @@ def gemm_plan(problem: Problem, strategy: str, gemm: Gemm) -> Plan:
         workspace += [Buffer(role, "float32", (features,)) for role in ("weight_amax", "weight_abs_sum")]
         if problem.prepared:
             workspace = [buffer for buffer in workspace if buffer.role not in PREPARED]
-    merge = memory_bound.merge(problem, True, gemm.tile.group_rows)
+    merge = memory_bound.merge(problem, True, gemm.tile.without_overlap().group_rows)
     if gemm.schedule == "statistics":
         steps += (merge, memory_bound.normalize(problem, fold=True, offset="group_mean", after_product=True))
     elif twice:

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from . import cast, gemm, panels
-from .gemm import Gemm, Tile
+from .gemm import Gemm
 from .memory_bound import form, merge_columns, merge_grid, tiling
 from .panels import WARPS, WIDE, ClusterPanel
 from .problem import DTYPE_BYTES, Problem, type_members
 from .split import ROW_BYTES, split_backward
 from .steps import GROUP_ROWS, ROWS, VECTORS, Buffer, Extent, Launch, Map, Plan, Product
+from .tile import Tile
 
 ROWS_OF_A_WARP = (16, 32, 64)
 # Bytes of the product and y's gradient: read between the sums of some rows and their gradients, while sums are merged;

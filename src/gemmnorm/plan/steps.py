@@ -77,7 +77,8 @@ class Map:
 
     Of float32 it rounds to TF32 on the way in, where the tensor cores would truncate, unless it is `exact`. Rows of a
     box beyond the matrix are slow: that of the `last` tile has the rows that are left for it, in eights. Of a tile that
-    several blocks load together (`shared`) each loads as many rows.
+    several blocks load together (`shared`) each loads as many rows. `overlap` rows of a tile are the last ones of the
+    tile before. With `parity` 0 or 1 it is a map of the even or the odd rows.
     """
 
     role: str
@@ -87,10 +88,12 @@ class Map:
     exact: bool = False
     last: bool = False
     shared: int = 1
+    overlap: int = 0
+    parity: int | None = None
 
     def box(self, rows: int) -> tuple[int, int]:
         """Rows and columns of a box, for a matrix of so many rows."""
-        of_tile = (rows - 1) % self.rows + 1 if self.last else self.rows
+        of_tile = (rows - 1) % (self.rows - self.overlap) + 1 + self.overlap if self.last else self.rows
         return -(-of_tile // (8 * self.shared)) * 8, self.columns
 
 
@@ -98,16 +101,16 @@ OPERAND_MAPS = ("map_x", "map_last_x", "map_weight", "map_last_weight")
 
 
 def operand_maps(
-    x: str, weight: str, tile: tuple[int, int], columns: int, exact: bool = False, shared: int = 1
+    x: str, weight: str, tile: tuple[int, int], columns: int, exact: bool = False, shared: int = 1, overlap: int = 0
 ) -> tuple[Map, ...]:
     """The maps named in `OPERAND_MAPS`, by the tensors' roles, the rows of each in a tile, and the columns of a box.
 
-    `shared`: blocks that load a tile of x together.
+    `shared`: blocks that load a tile of x together. `overlap`: rows of the weight that two tiles load.
     """
     maps: list[Map] = []
-    for name, tensor, rows, blocks in (("x", x, tile[0], shared), ("weight", weight, tile[1], 1)):
-        maps.append(Map(f"map_{name}", tensor, rows, columns, exact, shared=blocks))
-        maps.append(Map(f"map_last_{name}", tensor, rows, columns, exact, last=True, shared=blocks))
+    for name, tensor, rows, blocks, both in (("x", x, tile[0], shared, 0), ("weight", weight, tile[1], 1, overlap)):
+        maps.append(Map(f"map_{name}", tensor, rows, columns, exact, shared=blocks, overlap=both))
+        maps.append(Map(f"map_last_{name}", tensor, rows, columns, exact, last=True, shared=blocks, overlap=both))
     return tuple(maps)
 
 
@@ -212,6 +215,11 @@ ROLES: dict[str, tuple[str, str]] = {
     "map_last_weight": ("gemmnorm::TensorMap", "[features, in_features], boxes of the last tile"),
     "map_product": ("gemmnorm::TensorMap", "[batch, features]"),
     "map_y": ("gemmnorm::TensorMap", "[batch, features]"),
+    "map_odd_product": (
+        "gemmnorm::TensorMap",
+        "[batch / 2, features], the odd rows; map_product has the others",
+    ),
+    "map_odd_y": ("gemmnorm::TensorMap", "likewise"),
     "map_grad_y": ("gemmnorm::TensorMap", "[batch, features]"),
     "map_grad_product": ("gemmnorm::TensorMap", "[batch, features]"),
     "stored_product": ("{T}*", "[batch, features]"),

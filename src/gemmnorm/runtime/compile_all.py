@@ -48,13 +48,13 @@ _FEW_INPUTS = (64, 8192)  # that lead to all schedules
 # clusters of one and of two (plan/gradient.py), and wide tiles of 64, 128 and 256 rows, one for all rows or many.
 _SMALL = (
     (100, 512, 32), (100, 512, 192), (100, 512, 1024), (100, 512, 8192), (256, 8192, 8192), (512, 8192, 8192),
-    (64, 16384, 4096), (100, 16384, 4096), (256, 16384, 4096), (5000, 2048, 8192), (3000, 200, 8192),
+    (64, 16384, 4096), (100, 16384, 4096), (256, 16384, 4096), (5000, 2048, 8192), (3000, 200, 8200),
     (3000, 8192, 200),
 )  # fmt: skip
-# Sizes whose every candidate is compiled, whichever the planner takes: one tile of rows, one wave, many, rows of x that
-# are no whole sectors; and activations for which those of a backward that reads the product are: derivatives of few,
-# some and many registers.
-_EVERY_CANDIDATE = ((100, 8192, 8192), (1024, 8192, 8192), (65536, 64, 8192), (3000, 200, 8192))
+# Sizes whose every candidate is compiled, whichever the planner takes: one tile of rows, one wave, many, rows of x and
+# of y that are no whole sectors; and activations for which those of a backward that reads the product are: derivatives
+# of few, some and many registers.
+_EVERY_CANDIDATE = ((100, 8192, 8192), (1024, 8192, 8192), (65536, 64, 8192), (3000, 200, 8200))
 _EVERY_BACKWARD = (None, "relu", "silu", "gelu")
 
 

@@ -219,6 +219,8 @@ def tensor_map(t: torch.Tensor, found: Map) -> bytes:
         torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 if found.exact else types.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,
     }[t.dtype]
+    if found.parity is not None:
+        t = t[min(found.parity, len(t) - 1) :: 2]  # of a single row there are no odd ones, and nothing is stored
     rows, columns = t.shape
     box_rows, box_columns = found.box(rows)
     promotions, row_bytes = cu.CUtensorMapL2promotion, row_pitch(t)

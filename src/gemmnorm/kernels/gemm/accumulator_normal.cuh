@@ -1,5 +1,5 @@
-// A consumer's accumulator tile (x · Wᵀ): 64 rows and all TN columns. A thread has rows own and own + 8, and two of every
-// eight columns; sums over rows go through shared memory.
+// A consumer's accumulator tile (x · Wᵀ): blocks of 64 rows, and all TN columns. A thread has rows own and own + 8 of a block,
+// and two of every eight columns; sums over rows go through shared memory.
 #pragma once
 #include "common/column_sums.cuh"
 #include "gemm/features.cuh"
@@ -15,7 +15,8 @@ struct AccumulatorNormal {
   using Shape = typename G::Shape;
   using Accumulators = typename G::Accumulators;
   static constexpr int TM = G::TM, TN = G::TN;
-  static_assert(TM == 2 * kGroupRows, "a group for each consumer");
+  static constexpr int kBlocks = Shape::kBlocks, kOfBlock = TN / 2;  // kOfBlock: accumulators
+  static_assert(G::kStatisticsKnown || TM == 2 * kGroupRows, "a group for each consumer, where statistics are taken");
   static constexpr int kFinishBarrier = 3;  // of both consumers: they finish features together
   static constexpr int kFinishThreads = 256;
 
@@ -77,7 +78,13 @@ struct AccumulatorNormal {
       stage_pairs<T>(staging, own, i, make_float2(acc[4 * i], acc[4 * i + 1]), make_float2(acc[4 * i + 2], acc[4 * i + 3]));
   }
 
-  // The i-th pairs of columns straight to memory.
+  // The i-th pairs of columns of a block to where TMA reads them as V.
+  template <class V>
+  __device__ __forceinline__ void stage(unsigned char* staging, Tile tile, int block, int i, float2 low, float2 high) const {
+    if constexpr (G::kOverlaps) RowsApart<Shape>(own, tile).template stage<V>(staging, block, i, low, high);
+    else stage_pairs<V>(staging, own, i, low, high);
+  }
+  // Likewise straight to memory.
   template <class V>
   __device__ __forceinline__ void store_pairs(float2 low, float2 high, int i, V* to, Tile tile, int batch,
                                               int features) const {
@@ -91,11 +98,14 @@ struct AccumulatorNormal {
   __device__ __forceinline__ void store_product(const Accumulators& acc, int, unsigned char* staging, T* product, Tile tile,
                                                 int batch, int features) const {
 #pragma unroll
-    for (int i = 0; i < TN / 8; ++i) {
-      const float2 low = make_float2(acc[4 * i], acc[4 * i + 1]), high = make_float2(acc[4 * i + 2], acc[4 * i + 3]);
-      if constexpr (STAGED) stage_pairs<T>(staging, own, i, low, high);
-      else store_pairs(low, high, i, product, tile, batch, features);
-    }
+    for (int i = 0; i < TN / 8; ++i)
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const float* pairs = acc + block * kOfBlock + 4 * i;
+        const float2 low = make_float2(pairs[0], pairs[1]), high = make_float2(pairs[2], pairs[3]);
+        if constexpr (STAGED) stage<T>(staging, tile, block, i, low, high);
+        else store_pairs(low, high, i, product, tile, batch, features);
+      }
   }
 
   // Training: coefficients for values that lack their group's mean.
@@ -115,10 +125,8 @@ struct AccumulatorNormal {
 #pragma unroll
     for (int i = 0; i < TN / 8; ++i) {
       const float2 v = *reinterpret_cast<const float2*>(columns + i * 8 + (lane % 4) * 2);
-      acc[4 * i] -= v.x;
-      acc[4 * i + 1] -= v.y;
-      acc[4 * i + 2] -= v.x;
-      acc[4 * i + 3] -= v.y;
+#pragma unroll
+      for (int q = 0; q < 4 * kBlocks; ++q) acc[q / 4 * kOfBlock + 4 * i + q % 4] -= q % 2 ? v.y : v.x;
     }
   }
 
@@ -140,16 +148,17 @@ struct AccumulatorNormal {
       load_pairs(&shared.slope[at][i0 * 8], slope);
       load_pairs(&shared.shift[at][i0 * 8], shift);
 #pragma unroll
-      for (int q = 0; q < kPairs; ++q) {
+      for (int q = 0; q < kPairs && i0 + q < TN / 8; ++q) {
         const int i = i0 + q;
-        const float2 a = make_float2(Activation::value(slope[q].x * acc[4 * i] + shift[q].x),
-                                     Activation::value(slope[q].y * acc[4 * i + 1] + shift[q].y));
-        const float2 b = make_float2(Activation::value(slope[q].x * acc[4 * i + 2] + shift[q].x),
-                                     Activation::value(slope[q].y * acc[4 * i + 3] + shift[q].y));
-        if constexpr (STAGED) {
-          stage_pairs<Y>(staging, own, i, a, b);
-        } else {
-          store_pairs(a, b, i, y, tile, batch, features);
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          const float* pairs = acc + block * kOfBlock + 4 * i;
+          const float2 a = make_float2(Activation::value(slope[q].x * pairs[0] + shift[q].x),
+                                       Activation::value(slope[q].y * pairs[1] + shift[q].y));
+          const float2 b = make_float2(Activation::value(slope[q].x * pairs[2] + shift[q].x),
+                                       Activation::value(slope[q].y * pairs[3] + shift[q].y));
+          if constexpr (STAGED) stage<Y>(staging, tile, block, i, a, b);
+          else store_pairs(a, b, i, y, tile, batch, features);
         }
       }
       compiler_barrier();

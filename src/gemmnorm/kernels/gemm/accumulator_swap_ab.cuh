@@ -26,7 +26,7 @@ struct AccumulatorSwapAB {
 
   __device__ __forceinline__ explicit AccumulatorSwapAB(int consumer_)
       : consumer(consumer_), lane(threadIdx.x % 32),
-        feature(Shape::first_feature({0, 0}, consumer_) + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
+        feature(Shape::own_feature(consumer_) + threadIdx.x % 128 / 32 * 16 + lane / 4) {}
 
   __device__ __forceinline__ int first_row(Tile tile) const { return Shape::first_row(tile, consumer); }
   // Where the lane begins to stage: the 16 bytes of one of 16 rows that it names for its warp, or a float of its own. Warps 0

@@ -13,11 +13,11 @@
 namespace gemmnorm {
 
 // One warp: a tile's coefficients, by the batch's statistics. The mean stays apart, so that nothing is left of a constant
-// column. Where the product is kept, it lacks the mean in all groups of the tile's ROWS.
-template <int ROWS, int COLUMNS, class Params>
+// column. Where the product is kept, it lacks the mean in all groups of the tile's rows.
+template <class G, class Params>
 __device__ __forceinline__ void batch_coefficients(const Features<Params>& f, Tile tile, float* slope, float* shift,
                                                    float* mean) {
-  const LaneFeatures<COLUMNS> own(tile, f.p.features);
+  const LaneFeatures<G::kLaneColumns> own(G::Shape::first_feature(tile, 0), f.p.features);
   RawFeature<Params> raw[own.kOwn];
   float of_batch[own.kOwn], rstd[own.kOwn];
 #pragma unroll
@@ -33,16 +33,16 @@ __device__ __forceinline__ void batch_coefficients(const Features<Params>& f, Ti
     shift[own.column(i)] = v.shift;
     mean[own.column(i)] = of_batch[i];
     if (!f.p.keep_product) continue;
-    for (int row = tile.m * ROWS; row < min((tile.m + 1) * ROWS, f.p.batch); row += kGroupRows)
+    for (int row = tile.m * G::TM; row < min((tile.m + 1) * G::TM, f.p.batch); row += kGroupRows)
       f.p.group_mean[static_cast<i64>(row / kGroupRows) * f.p.features + own.feature(i)] = of_batch[i];
   }
 }
 
 // Likewise, by the running ones. `keeps`: also what the backward reads, mean and 1/σ.
-template <int COLUMNS, class Params>
+template <class G, class Params>
 __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& f, Tile tile, bool keeps, float* slope,
                                                         float* shift) {
-  const LaneFeatures<COLUMNS> own(tile, f.p.features);
+  const LaneFeatures<G::kLaneColumns> own(G::Shape::first_feature(tile, 0), f.p.features);
   RawFeature<Params> raw[own.kOwn];
 #pragma unroll
   for (int i = 0; i < own.kOwn; ++i) raw[i] = RawFeature<Params>::load(f.p, own.feature(i));
@@ -62,9 +62,9 @@ __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& 
 template <class G, class Params, bool OF_BATCH>
 struct KnownStatisticsEpilogue {
   struct Shared {
-    float slope[2][G::TN], shift[2][G::TN];  // of two tiles
-    float mean[2][OF_BATCH ? G::TN : 2];
-    u64 known[2], used[2];                   // a tile's coefficients are there; they may be overwritten
+    float slope[2][G::kLaneColumns], shift[2][G::kLaneColumns];  // of two tiles
+    float mean[2][OF_BATCH ? G::kLaneColumns : 2];
+    u64 known[2], used[2];  // a tile's coefficients are there; they may be overwritten
 
     __device__ __forceinline__ void init() {
       for (int c = 0; c < 2; ++c) {
@@ -95,8 +95,8 @@ struct KnownStatisticsEpilogue {
         auto& s = shared.epilogue;
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
-        if constexpr (OF_BATCH) batch_coefficients<G::TM, G::TN>(f, tile, slope, shift, s.mean[state.stage]);
-        else evaluation_coefficients<G::TN>(f, tile, tile.m == 0, slope, shift);
+        if constexpr (OF_BATCH) batch_coefficients<G>(f, tile, slope, shift, s.mean[state.stage]);
+        else evaluation_coefficients<G>(f, tile, tile.m == 0, slope, shift);
         mbarrier_arrive(&s.known[state.stage]);
         state.advance();
       }
@@ -149,7 +149,12 @@ struct KnownStatisticsEpilogue {
         named_barrier_sync(1 + consumer, 128);
         if constexpr (STAGED) {
           const TensorMap& map = OF_PRODUCT ? f.p.map_product : f.p.map_y;
-          store_staged_together<typename G::Shape, V>(map, shared.staging[consumer], tile, consumer, i, f.p.batch);
+          if constexpr (G::kOverlaps) {
+            const TensorMap& odd = OF_PRODUCT ? f.p.map_odd_product : f.p.map_odd_y;
+            store_rows_apart<typename G::Shape>(map, odd, shared.staging[consumer], tile, consumer, f.p.batch);
+          } else {
+            store_staged_together<typename G::Shape, V>(map, shared.staging[consumer], tile, consumer, i, f.p.batch);
+          }
         }
       }
     }

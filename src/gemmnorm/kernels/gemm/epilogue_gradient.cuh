@@ -67,7 +67,7 @@ struct RecomputedGradient {
       for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
         mbarrier_wait(&s.used[state.stage], state.phase);
         float(&numbers)[kNumbers][G::TN] = s.numbers[state.stage];
-        const LaneFeatures<G::TN> own(scheduler.at(walk.t), f.p.features);
+        const LaneFeatures<G::TN> own(G::Shape::first_feature(scheduler.at(walk.t), 0), f.p.features);
         constexpr int kTogether = own.kOwn < 2 ? own.kOwn : 2;  // what the registers hold
 #pragma unroll 1
         for (int first = 0; first < own.kOwn; first += kTogether) {

@@ -76,17 +76,17 @@ struct Features {
   }
 };
 
-// A warp's share of a tile's COLUMNS features: a lane has every 32nd. It reads the vectors of all before it uses one, so that
-// they are in flight together. Beyond the last feature: the last one.
+// A warp's share of a tile's features: a lane has every 32nd of COLUMNS. It reads the vectors of all before it uses one, so
+// that they are in flight together. Beyond the last feature: the last one; before the first, the first.
 template <int COLUMNS>
 struct LaneFeatures {
   static constexpr int kOwn = COLUMNS / 32;
   int first, last;
 
-  __device__ __forceinline__ LaneFeatures(Tile tile, int features)
-      : first(tile.n * COLUMNS + threadIdx.x % 32), last(features - 1) {}
+  __device__ __forceinline__ LaneFeatures(int first_feature, int features)
+      : first(first_feature + threadIdx.x % 32), last(features - 1) {}
   __device__ __forceinline__ int column(int i) const { return threadIdx.x % 32 + 32 * i; }  // of the tile
-  __device__ __forceinline__ int feature(int i) const { return min(first + 32 * i, last); }
+  __device__ __forceinline__ int feature(int i) const { return max(min(first + 32 * i, last), 0); }
 };
 
 // Mean and M2 of a column, merged from those of its groups by `lanes` neighbouring lanes, each with AHEAD groups in flight.

@@ -47,7 +47,8 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
     const OperandBox x = operand_box<G::TM, G::kSharing>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
     int own_rows = 0;  // where the block's part of x begins
     if constexpr (G::kShares) own_rows = cluster_rank() * x.rows;
-    const OperandBox weight = operand_box<G::TN>(p.map_weight, p.map_last_weight, tile.n * G::TN, p.features);
+    const int first_feature = G::Shape::first_feature(tile, 0);
+    const OperandBox weight = operand_box<G::TN>(p.map_weight, p.map_last_weight, first_feature, p.features);
     const int bytes = G::kPlanes * (G::kSharing * x.rows + weight.rows) * kRowBytes;
     produce(shared.ring, state, 0, G::steps(p), bytes, [&](int k, int stage, u64* full) {
       conversion.wait_for(tile, k);
@@ -61,7 +62,7 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
         } else {
           tma_load(shared.x[stage][plane], *x.map, full, column, tile.m * G::TM, x_policy);
         }
-        tma_load(shared.weight[stage][plane], *weight.map, full, column, tile.n * G::TN, kEvictNormal);
+        tma_load(shared.weight[stage][plane], *weight.map, full, column, first_feature, kEvictNormal);
       }
     });
     if constexpr (G::kQueued) {
@@ -79,7 +80,7 @@ template <class G, class Params, class Shared>
 __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const TileScheduler& scheduler,
                                               const Counters& counters, Shared& shared, int consumer) {
   using Shape = typename G::Shape;
-  const int own_rows = Shape::first_row({0, 0}, consumer), own_features = Shape::first_feature({0, 0}, consumer);
+  const int own_rows = Shape::first_row({0, 0}, consumer), own_features = Shape::own_feature(consumer);
   const auto x = [&](int plane, int stage) { return shared.x[stage][plane] + own_rows * kRowBytes; };
   const auto weight = [&](int plane, int stage) { return shared.weight[stage][plane] + own_features * kRowBytes; };
   const auto a = [&](int plane, int stage) { return Shape::kSwapAB ? weight(plane, stage) : x(plane, stage); };

@@ -43,6 +43,45 @@ __device__ __forceinline__ void stage_pairs(unsigned char* staging, int own_row,
 
 constexpr int kPartBytes = 64 * kRowBytes;  // of a box that TMA stores
 
+// How a consumer stages a tile of a shape with an overlap: even rows apart from odd ones. Of even rows, which begin with a
+// sector, it leaves out the tile's first eight columns, of odd ones the last; in the first tile of a row, before whose columns
+// there are none, the first of both. What two tiles then both store is the same.
+template <class Shape>
+struct RowsApart {
+  static constexpr int kBoxBytes = Shape::kRows / 2 * kRowBytes;  // half of the rows, 64 columns
+  static constexpr int kHalf = Shape::kStagingBytes / 2;          // the odd rows' part of the buffer begins there
+
+  const int first, swizzle;
+  const bool leaves_first;  // and all columns move eight places to the left
+
+  __device__ __forceinline__ RowsApart(int own_row, Tile tile)
+      : first(own_row % 2 * kHalf + own_row / 2 * kRowBytes + threadIdx.x % 4 * 4), swizzle(own_row / 2 % 8 * 16),
+        leaves_first(own_row % 2 == 0 || tile.n == 0) {}
+  __device__ __forceinline__ int place(int octet) const { return octet / 8 * kBoxBytes + (octet % 8 * 16 ^ swizzle); }
+  // A thread's i-th two neighbouring results of row own_row of a block of 64, and those of own_row + 8.
+  template <class V>
+  __device__ __forceinline__ void stage(unsigned char* staging, int block, int i, float2 low, float2 high) const {
+    if (leaves_first ? i == 0 : i == Shape::kStep / 8) return;
+    const int at = leaves_first ? place(i - 1) : place(i);
+    unsigned char* to = staging + first + block * 32 * kRowBytes;
+    *reinterpret_cast<u32*>(to + at) = pack(low.x, low.y, V{});
+    *reinterpret_cast<u32*>(to + 4 * kRowBytes + (at ^ 64)) = pack(high.x, high.y, V{});  // four rows on, of each kind
+  }
+};
+// Asks TMA, as one thread of each warp of a consumer, to store what is staged so. A box that began before the first column would
+// be an illegal instruction.
+template <class Shape>
+__device__ __forceinline__ void store_rows_apart(const TensorMap& even, const TensorMap& odd, const unsigned char* staging,
+                                                 Tile tile, int consumer, int batch) {
+  using Rows = RowsApart<Shape>;
+  static_assert(Shape::kStep == 128, "a box for each warp: of even and of odd rows, 64 columns each");
+  const int warp = threadIdx.x % 128 / 32, part = warp / 2, is_odd = warp % 2, row = Shape::first_row(tile, consumer) + is_odd;
+  if (threadIdx.x % 32 > 0 || row >= batch) return;
+  const int column = tile.n * Shape::kStep + part * 64 - (is_odd && tile.n > 0 ? Shape::kOverlap : 0);
+  tma_store(is_odd ? odd : even, staging + is_odd * Rows::kHalf + part * Rows::kBoxBytes, column, row / 2);
+  tma_store_commit();
+}
+
 // Asks TMA, as one thread, to store what a consumer has staged in one store pass: every WARPS-th part, from `first` on.
 template <class Shape, class V, int WARPS = 1>
 __device__ __forceinline__ void store_staged(const TensorMap& map, const unsigned char* staging, Tile tile, int consumer,

@@ -17,18 +17,25 @@ struct Tile {
 
 // A tile of TM rows × TN features. The two consumers share out its rows, 64 each (x · Wᵀ); or it is multiplied as W · xᵀ
 // (swap-AB), and they share out 128 features, 64 each, or, of 64 features, the rows.
+//
+// Where a row of y is half a sector more than whole sectors, every other row begins in the middle of one, and tiles side by side
+// would write a half each of the sectors at their border, which memory takes at half its speed. A tile of 136 columns has the
+// last eight of the tile before too: of rows that begin with a sector it stores all but the first eight, of the others all
+// but the last (staging.cuh).
 template <int TM, int TN>
 struct TileShape {
-  static constexpr bool kSharesFeatures = TN == 128, kSwapAB = kSharesFeatures || TM == 256;
+  static constexpr int kOverlap = TN % 16, kStep = TN - kOverlap;  // columns of two tiles; from one tile to the next
+  static constexpr bool kSharesFeatures = TN == 128, kSwapAB = kSharesFeatures || (TM == 256 && kOverlap == 0);
   static constexpr int kRows = kSharesFeatures ? TM : TM / 2;     // of a consumer
   static constexpr int kWidth = kSwapAB ? kRows : TN;             // N of the wgmma instruction; its M is 64
+  static constexpr int kBlocks = kSwapAB ? 1 : kRows / 64;        // of 64 rows, an instruction each
   static constexpr int kMeanRows = kSwapAB ? kRows : kGroupRows;  // rows of one partial mean and M2
   static constexpr int kParts = kWidth / 64;                   // 64 × 64 parts of a consumer's accumulator tile
-  static constexpr int kStagingBytes = (TM < 128 ? 128 : TM) * TN;  // of a consumer
+  static constexpr int kStagingBytes = (TM < 128 ? 128 : TM) * kStep;  // of a consumer
   // A consumer's accumulator tile as V passes through its staging buffer in so many store passes, of whole parts each.
   __device__ static constexpr int store_passes(int bytes) {
     int passes = 1;
-    while (passes < kParts && (kParts % passes || kWidth * 64 * bytes > passes * kStagingBytes)) ++passes;
+    while (passes < kParts && (kParts % passes || kBlocks * (kWidth - kOverlap) * 64 * bytes > passes * kStagingBytes)) ++passes;
     return passes;
   }
   template <class V>
@@ -38,8 +45,9 @@ struct TileShape {
   __device__ __forceinline__ static int first_row(Tile tile, int consumer) {
     return tile.m * TM + (kSharesFeatures ? 0 : consumer * kRows);
   }
+  __device__ __forceinline__ static int own_feature(int consumer) { return kSharesFeatures ? consumer * 64 : 0; }  // in the tile
   __device__ __forceinline__ static int first_feature(Tile tile, int consumer) {
-    return tile.n * TN + (kSharesFeatures ? consumer * 64 : 0);
+    return tile.n * kStep - kOverlap + own_feature(consumer);
   }
   __device__ __forceinline__ static int row(Tile tile, int consumer, int part) {
     return first_row(tile, consumer) + (kSwapAB ? part * 64 : 0);
@@ -70,7 +78,7 @@ struct TileScheduler {
 
 template <int TM, int TN, int SHARING, class Params>
 __device__ __forceinline__ TileScheduler tile_scheduler(const Params& p) {
-  constexpr int kFeatures = TN * SHARING;
+  constexpr int kFeatures = TileShape<TM, TN>::kStep * SHARING;
   return {(p.batch + TM - 1) / TM, (p.features + kFeatures - 1) / kFeatures * SHARING, p.group_panels};
 }
 

@@ -40,6 +40,10 @@ struct GramPart {
   // Whether some 16 rows by 8 columns of the part are needed: numbers count these. Of the four quarters of a part on the
   // diagonal the lower left one is the mirror image of the upper right one.
   __device__ __forceinline__ bool needs(int rows, int columns) const { return i < j || rows < 4 || columns >= 8; }
+  // Whether they are of columns of x: all others are zero.
+  __device__ __forceinline__ bool has(int rows, int columns, int in_features) const {
+    return i * kGramTile + rows * 16 < in_features && j * kGramTile + columns * 8 < in_features;
+  }
 };
 __device__ __forceinline__ GramPart gram_part(int number, int parts_of_row) {
   int i = 0;
@@ -199,7 +203,7 @@ struct Gram {
 #pragma unroll
       for (int q = 0; q < 4; ++q)  // Σ(x_i - p_i)·x_j until here
         acc[4 * n + q] -= sum[q / 2] * to_float(shared.pivot[1][n * 8 + quarter * 2 + q % 2]);
-      if (part.needs(warp, n))
+      if (part.needs(warp, n) && part.has(warp, n, p.in_features))
         to[(warp * kItemColumns + n) * 32 + lane] =
             make_float4(acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]);
     }
@@ -240,7 +244,7 @@ struct Gram {
       const GramPart part = gram_part(item / kItems, parts_of_row);
       const bool needed = first + warp / warps < items && part.needs(rows, columns);
       float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (needed) {
+      if (needed && part.has(rows, columns, p.in_features)) {
         const float4* from = reinterpret_cast<const float4*>(p.gram_partial) + item * 32 + lane;
         visit_ahead<kGramAhead>(
             warp % warps, slices, warps, [&](int slice) { return load_l2(from + mul_wide(slice, parts * kVectors)); },
