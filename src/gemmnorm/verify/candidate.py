@@ -368,7 +368,11 @@ class Candidate:
             self.seen["late_work"] = "its output changes after the call has returned"
             failures.append(_failed("late", "the output changes after the call has returned"))
         if not reference.training:
-            if calls := self.side.call("wears_off", reference.inputs):
+            calls, late = self.side.call("wears_off", reference.inputs)
+            if late:
+                self.seen["late_work"] = f"its output changes after the call has returned (call {calls})"
+                failures.append(_failed("late", f"the output of call {calls} changes after the call has returned"))
+            elif calls:
                 self.seen["changes_with_calls"] = f"the same call gives another answer after {calls} more of them"
                 failures.append(_failed("repeats", f"call {calls} on the same inputs gives another answer"))
             packed = not failures and self.side.call("prepacked", reference.inputs)

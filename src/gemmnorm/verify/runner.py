@@ -245,16 +245,22 @@ class Runner:
     def _shifted(value: Tensor) -> Tensor:
         return 1.25 * value + 0.125 * value.abs().mean() if value.is_floating_point() else value
 
-    def wears_off(self, inputs: list[Any]) -> int:
-        """How many further calls in evaluation it takes until the answer is quite another one; 0 if it stays."""
+    def wears_off(self, inputs: list[Any]) -> tuple[int, bool]:
+        """How many further calls in evaluation it takes until the answer is quite another one; 0 if it stays.
+
+        And whether that answer became the first one again while nothing was called: then it only came late.
+        """
         first = self._forward(inputs)
         begin = time.monotonic()
         for call in range(1, _CALLS + 1):
-            if any(_far(a, b) for a, b in zip(self._forward(inputs), first, strict=True)):
-                return call
+            answer = self._forward(inputs)
+            if _any_far(answer, first):
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                return call, not _any_far(answer, first)
             if time.monotonic() - begin > _CALLS_SECONDS:
                 break
-        return 0
+        return 0, False
 
     def prepacked(self, inputs: list[Any]) -> bool:
         """Whether evaluation misses a change of the weights that version counters do not show (``p.data``)."""
