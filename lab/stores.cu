@@ -3,9 +3,9 @@
 //   nvcc -arch=sm_90a -std=c++17 -o stores lab/stores.cu -lcuda && ./stores
 //
 // Microseconds behind an emptied L2, pattern/columns of a tile: 0 boxes of 64 columns as TMA stores them (128-byte swizzle),
-// 3 boxes as wide as the tile (no swizzle), 12 boxes of 64
-// columns of every other row, which begin 8 columns earlier in odd rows, 5 16 bytes a lane, 7 a bulk copy for each row of a tile, 9 and 10 the same two from
-// a whole line to a whole line, 2 bulk copies of whole rows that follow each other, 11 likewise by 16 bytes a lane.
+// 3 boxes as wide as the tile (no swizzle), 5 16 bytes a lane, 7 a bulk copy for each row of a tile, 9 and 10 the same two from
+// a whole line to a whole line, 2 bulk copies of whole rows that follow each other, 11 likewise by 16 bytes a lane, 12 boxes of
+// 64 columns of every other row, of odd ones eight columns further left, 13 the same with what two tiles both store.
 // Patterns 5, 7, 9 and 10 are limited by 256 threads to a multiprocessor, not by memory.
 #include <cuda.h>
 #include <cuda_runtime.h>
