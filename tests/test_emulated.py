@@ -290,13 +290,11 @@ def test_every_tile_that_passes_through_shared_memory(one_tile):
     check(SMALL_HOPPER, "gemm_stats_apply", "fp16", 300, 72, columns + 8, epilogue="Statistics", bias=False)
 
 
-@pytest.mark.parametrize("one_tile", [(256, 136)], indirect=True)
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize(("name", "one_tile"), [("bf16", (256, 136)), ("fp16", (256, 136))], indirect=["one_tile"])
 def test_rows_that_begin_in_the_middle_of_a_sector(name, one_tile):
     """Every other row does, where there are 8 features more than a multiple of 16; tiles then overlap."""
-    options = {"training": False, "epilogue": "Evaluate", "activation": "relu"}
-    for batch, features in ((1, 8), (2, 120), (128, 136), (129, 264), (641, 376), (600, 72)):
-        check(SMALL_HOPPER, "one_kernel", name, batch, 72, features, **options)
+    for sizes in ((1, 72, 8), (2, 72, 120), (128, 72, 136), (129, 72, 264), (641, 72, 376), (600, 72, 72)):
+        check(SMALL_HOPPER, "one_kernel", name, *sizes, False, "Evaluate", activation="relu")
 
 
 @pytest.mark.parametrize("one_tile", [(64, 128), (128, 128), (256, 128), (256, 64), (128, 32)], indirect=True)
