@@ -80,12 +80,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def one_tile(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    """The only tile (rows, columns) that the planner has."""
+    """The only tile (rows, columns) that the planner has. Fails where no plan had it: others then serve unasked."""
     runtime.forget()
-    with plan.forcing(
-        lambda c: isinstance(c.variant, Gemm) and (c.variant.tile.rows, c.variant.tile.columns) == request.param
+    with (
+        plan.forcing(
+            lambda c: isinstance(c.variant, Gemm) and (c.variant.tile.rows, c.variant.tile.columns) == request.param
+        ),
+        runtime.recording() as plans,
     ):
         yield request.param
+    gemms = [launch for found in plans for launch in found.launches if launch.function == "fused_gemm"]
+    assert not plans or request.param in [(g.member("kTileRows"), g.member("kTileColumns")) for g in gemms]
     runtime.forget()
 
 
