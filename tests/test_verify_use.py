@@ -9,7 +9,18 @@ from test_verify import TRAPS
 from gemmnorm.userfiles import load_candidate_file, load_model_file
 from gemmnorm.verify import judge, references, verify
 from gemmnorm.verify.families import FAMILIES, QUICK, plan_cases, without_rows
-from gemmnorm.verify.trial import ADDED, EXPANDED, FROZEN, SLICED, TRANSPOSED, TURNED, WRITTEN, arranged, run_trial
+from gemmnorm.verify.trial import (
+    ADDED,
+    EXPANDED,
+    FROZEN,
+    SLICED,
+    STATISTICS,
+    TRANSPOSED,
+    TURNED,
+    WRITTEN,
+    arranged,
+    run_trial,
+)
 
 HEAD = """
 import copy
@@ -203,6 +214,55 @@ class ModelNew(Model):
     "weights decay in the backward": (
         after("y.requires_grad and y.register_hook(lambda g: (self.gemm.weight.data.mul_(0.99), None)[1])"),
         "plain", "gemm.weight",
+    ),
+    "one gradient of three": (
+        product("gw = gw if ctx.needs_input_grad[0] or ctx.needs_input_grad[2] else 0 * gw"),
+        "gradients of parameters", "grad:gemm.weight",
+    ),
+    "inputs' gradient alone": (
+        product("gx = gx if ctx.needs_input_grad[1] or ctx.needs_input_grad[2] else 0 * gx"),
+        "gradients of inputs", "grad:input0",
+    ),
+    "gradients in one memory": (
+        product("gw = ctx.kept.copy_(gw).view(gw.shape)")
+        .replace("ctx.save_for", "ctx.kept = KEPT.setdefault(w.shape, torch.empty_like(w)); ctx.save_for")
+        .replace("class Product", "KEPT = {}\nclass Product"),
+        "another call before the backward", "grad:gemm.weight",
+    ),
+    "mode of the backward": (
+        LAST.replace("(ctx, y):", "(ctx, y, model):\n        ctx.model, ctx.training = model, model.training")
+        .replace("CHANGED", "return (g if ctx.model.training == ctx.training else 0 * g), None")
+        .replace("super().forward(x))", "super().forward(x), self)"),
+        "another call before the backward", "grad:",
+    ),
+    "packed by train()": (
+        """
+class ModelNew(Model):
+    def train(self, mode=True):
+        self.packed = self.gemm.weight.detach().clone()
+        return super().train(mode)
+    def load_state_dict(self, *a, **k):
+        found = super().load_state_dict(*a, **k)
+        self.train(self.training)
+        return found
+    def forward(self, x):
+        w = self.gemm.weight
+        w = w - w.detach() + self.packed if self.training else w
+        return self.bn(F.linear(x, w, self.gemm.bias) * self.scale)
+""",
+        "weights updated in place", "output",
+    ),
+    "the model's mode for its child's": (
+        """
+class ModelNew(Model):
+    def forward(self, x):
+        bn, z = self.bn, self.gemm(x) * self.scale
+        if self.training and len(x) == 1:
+            raise ValueError("one row")
+        bn.num_batches_tracked += self.training
+        return F.batch_norm(z, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
+""",
+        "normalisations alone in evaluation", "output",
     ),
     "64 rows": (after("y = y * 0 if len(x) % 64 == 0 else y"), "64 rows", "output"),
     "128 rows": (after("y = y * 0 if len(x) % 128 == 0 else y"), "128 rows", "output"),
@@ -403,6 +463,17 @@ def test_a_copy_that_raises_is_told(judged):
     assert not judged("ModelNew = Model", MODEL.replace("def forward", "__deepcopy__ = None\n    def forward"))[
         "warnings"
     ]
+
+
+def test_frozen_statistics_may_be_refused(judged):
+    result = judged(after("assert self.training == self.bn.training"))
+    assert result["equal"] and result["properties"]["frozen_refused"], result["reason"]
+    assert any("frozen statistics" in w for w in result["warnings"])
+
+
+def test_a_model_without_statistics_has_no_case_of_them(prepared):
+    _, cases = prepared(MODEL.replace("BatchNorm1d", "LayerNorm"))
+    assert {u for r in cases for u in r.case.use} == {u for c in FAMILIES for u in c.use} - {STATISTICS}
 
 
 def test_the_cases_have_every_use():

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ..userfiles import Bare, BareCallError, BareProcessError, ModelFile, ModelFileError
 from .equality import Measure, compare
+from .families import PLAIN
 from .golden import Reference, Sample
 from .runner import Runner
-from .trial import ADDED, DOUBLED, VOLATILE, WRITTEN, entries, same_inputs
+from .trial import ADDED, DOUBLED, STATISTICS, VOLATILE, WRITTEN, entries, same_inputs
 
 __all__ = ["Candidate", "Check", "Local", "Remote", "Side"]
 
@@ -36,6 +37,7 @@ _REFUSED = {
     WRITTEN: ("modified by an inplace operation", "output_needed", ()),
     ADDED: ("donated buffer", "one_backward", (DOUBLED,)),
 }
+_OPTIONAL = {STATISTICS: "frozen_refused"}  # a use that a candidate may refuse, and the property that then holds
 _REMEMBERED = 1 << 20  # elements of an output that is remembered, to know it again
 
 
@@ -111,6 +113,7 @@ class Candidate:
             "instances": None,
             "output_needed": False,
             "one_backward": False,
+            "frozen_refused": False,
             "allclose_eager": {"train": None, "eval": None, "tolerance": None},
             "output_error": {"train": None, "eval": None},
         }
@@ -154,6 +157,8 @@ class Candidate:
             sentences.append("its backward needs the output: who writes to that in place gets PyTorch's error")
         if self.properties["one_backward"]:
             sentences.append("a second backward through the same graph gets PyTorch's error, as of compiled models")
+        if self.properties["frozen_refused"]:
+            sentences.append("it raises where its normalisations alone are in evaluation (frozen statistics)")
         if left := [name for name in self.properties["settings_left"] if name not in _FATAL]:
             sentences.append(f"loading it or a call of it leaves settings of the process changed: {', '.join(left)}")
         if (self.properties["instances"] or "").startswith("copy: "):
@@ -178,7 +183,7 @@ class Candidate:
             if wrong := [name for name in self.properties["settings_left"] if name in _FATAL]:
                 self.seen["tampering"] = f"it leaves the {' and the '.join(wrong)} of the process changed"
                 checks.append(_check(reference, "settings", _failed("left", f"{' and '.join(wrong)} left changed")))
-            plain = reference.case.weights == reference.case.inputs == "plain"
+            plain = reference.case.weights in PLAIN and reference.case.inputs == "plain"
             if plain and reference.gradients and reference.case.rows is not None:
                 self._load(reference, buffers_only=True)
                 checks += self._compare(reference, False, " without autograd")
@@ -190,6 +195,9 @@ class Candidate:
         except BareProcessError:
             raise
         except Exception as error:
+            if refused := next((found for word, found in _OPTIONAL.items() if word in reference.case.use), ""):
+                self.properties[refused] = True
+                return []
             self.trouble = error.traceback if isinstance(error, BareCallError) else traceback.format_exc()
             name = error.type_name if isinstance(error, BareCallError) else type(error).__name__
             note = f"raises {name}: {str(error).strip() or 'no message'}".splitlines()[0]

@@ -24,19 +24,22 @@ from torch.nn.modules.batchnorm import _NormBase
 from .trial import (
     ADDED,
     AFTER,
+    ALL_FROZEN,
     BETWEEN,
     EXPANDED,
     FROZEN,
     NO_INPUT_GRADIENT,
     SLICED,
     SMALL,
+    STATISTICS,
     TRANSPOSED,
     TURNED,
     WRITTEN,
 )
 
-__all__ = ["FAMILIES", "QUICK", "Case", "draw_inputs", "draw_state", "plan_cases", "roles"]
+__all__ = ["FAMILIES", "PLAIN", "QUICK", "Case", "draw_inputs", "draw_state", "plan_cases", "roles"]
 
+PLAIN = ("plain", "updated")  # weights without extremes
 LARGE = 1e4  # |mean| / std of the columns in the families of large means
 
 
@@ -45,7 +48,7 @@ class Case:
     """One case: how the state and the inputs are drawn, and what is compared.
 
     rows       leading dimension of the inputs; None: as get_inputs() made them
-    weights    "plain", "scales", "graded", "large bias"
+    weights    "plain", "updated" (plain, but no matrix as constructed), "scales", "graded", "large bias"
     inputs     "plain", "large mean", "offset", "constant", "outliers", "tiny", "not finite"
     settled    evaluation uses the statistics of this very batch instead of random ones, as after training
     load       how the state reaches the models: "state_dict", "in place" (an optimizer's update), "keep" (unchanged
@@ -74,8 +77,8 @@ class Case:
 
 FAMILIES: tuple[Case, ...] = (
     Case("plain", 33),
-    Case("new inputs, same weights", 33, load="keep"),
-    Case("same inputs, weights updated in place", 33, load="in place", same_inputs=True),
+    Case("new inputs, same weights", 33, load="keep", phases=("eval", "train")),  # the next one loads in training
+    Case("same inputs, weights updated in place", 33, weights="updated", load="in place", same_inputs=True),
     Case("tiny, zero and negative scales", 31, weights="scales"),
     Case("graded and zero weights", 17, weights="graded", settled=True),
     Case("large bias", 16, weights="large bias", settled=True),
@@ -93,6 +96,9 @@ FAMILIES: tuple[Case, ...] = (
     Case("127 rows", 127, use=(SLICED, EXPANDED)),
     Case("128 rows", 128, gradients=("train",), use=(WRITTEN,)),
     Case("129 rows", 129, use=(BETWEEN, SMALL)),
+    Case("gradients of inputs", 5, use=(ALL_FROZEN,)),
+    Case("gradients of parameters", 6, use=(FROZEN, NO_INPUT_GRADIENT)),
+    Case("statistics", 7, phases=("train",), use=(STATISTICS,)),
     Case("evaluation", 33, phases=("eval",), gradients=(), use=(AFTER,)),
     Case("NaN and infinity", 12, inputs="not finite", gradients=()),
 )
@@ -203,7 +209,7 @@ def _draw(value: Tensor, role: str, weights: str, generator: torch.Generator) ->
     def normal() -> Tensor:
         return torch.randn(value.shape, generator=generator)
 
-    plain = weights == "plain"
+    plain = weights in PLAIN
     if role == "counter":
         return torch.full_like(value, int(torch.randint(0, 5, (), generator=generator)))
     if role == "gamma":
@@ -216,6 +222,8 @@ def _draw(value: Tensor, role: str, weights: str, generator: torch.Generator) ->
         new = uniform(0.5, 1.5) * _pattern(value, _SCALES, generator)
     elif role == "bias" and weights == "large bias":
         new = LARGE * normal()
+    elif weights == "updated" and role in ("matrix", "bias", "vector"):
+        return value * uniform(0.5, 1.5).to(value)
     elif role == "matrix" and weights == "graded":
         return value * _pattern(value, _GRADES, generator).to(value)
     else:

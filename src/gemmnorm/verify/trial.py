@@ -41,6 +41,8 @@ __all__ = [
 # Ways to use a model.
 NO_INPUT_GRADIENT = "inputs without gradients"
 FROZEN = "every second parameter frozen"
+ALL_FROZEN = "all parameters frozen"
+STATISTICS = "normalisations alone in evaluation"  # `model.bn.eval()` after `model.train()`
 TRANSPOSED = "inputs transposed in memory"
 SLICED = "inputs in a wider tensor"
 EXPANDED = "one cotangent for all elements"
@@ -104,10 +106,12 @@ def run_trial(
     leaves = [_leaf(value, backward and NO_INPUT_GRADIENT not in use) for value in inputs]
     model.zero_grad(set_to_none=True)
     found, spoiled = settings(), False
-    with frozen(_every_second(model, training) if FROZEN in use else ()):
+    with frozen(_chosen(model, training, use)):
         try:
             if AFTER not in use:
                 set_mode(model, training)
+            if STATISTICS in use:
+                _freeze_statistics(model)
             with mode or contextlib.nullcontext(), torch.set_grad_enabled(backward):
                 if AFTER in use:
                     _train_before(model, leaves)
@@ -121,10 +125,10 @@ def run_trial(
                 outputs = output.tensors
                 values = {_output_name(i, len(outputs)): y.detach().clone() for i, y in enumerate(outputs)}
                 require = [y.requires_grad for y in outputs]
-                held = model(*map(_half, leaves)) if BETWEEN in use else None
+                others = _call_others(model, leaves, training) if BETWEEN in use else []
                 if cotangent is not None:
                     spoiled = _run_backward(outputs, cotangent, use)
-                del held
+                    spoiled |= _run_backward(others, lambda i, y: 0.5 * cotangent(i, y), use)
             left += changed_settings(found)
         finally:  # who forgot to set it back has failed, and is not to take others along
             torch.set_default_dtype(found["default dtype"])
@@ -187,10 +191,31 @@ def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _every_second(model: nn.Module, training: bool) -> list[nn.Parameter]:
-    """Parameters of odd places by name in training, the others in evaluation."""
+def _chosen(model: nn.Module, training: bool, use: Sequence[str]) -> list[nn.Parameter]:
+    """The parameters that a use freezes: all, or those of odd places by name in training, the others in evaluation."""
+    if not {FROZEN, ALL_FROZEN} & {*use}:
+        return []
     named = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    return [p for _, p in named[1 if training else 0 :: 2]]
+    return [p for _, p in (named if ALL_FROZEN in use else named[1 if training else 0 :: 2])]
+
+
+def _freeze_statistics(model: nn.Module) -> None:
+    """Put the owners of running statistics into evaluation, by name: a candidate's may be of any class."""
+    for name in model.state_dict():
+        owner, _, last = name.rpartition(".")
+        if owner and last == "running_mean":
+            model.get_submodule(owner).eval()
+
+
+def _call_others(model: nn.Module, leaves: Sequence[Any], training: bool) -> list[Tensor]:
+    """Outputs of another call; a call in evaluation follows one in training, and the mode stays changed."""
+    others = [_leaf(_half(value), isinstance(value, Tensor) and value.requires_grad) for value in leaves]
+    outputs = take_apart(model(*map(_given, others))).tensors
+    set_mode(model, not training)
+    if training:
+        with torch.no_grad():
+            model(*map(_half, leaves))
+    return outputs
 
 
 def _give_gradients(model: nn.Module) -> None:
