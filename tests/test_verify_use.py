@@ -252,18 +252,6 @@ class ModelNew(Model):
 """,
         "weights updated in place", "output",
     ),
-    "the model's mode for its child's": (
-        """
-class ModelNew(Model):
-    def forward(self, x):
-        bn, z = self.bn, self.gemm(x) * self.scale
-        if self.training and len(x) == 1:
-            raise ValueError("one row")
-        bn.num_batches_tracked += self.training
-        return F.batch_norm(z, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
-""",
-        "normalisations alone in evaluation", "output",
-    ),
     "64 rows": (after("y = y * 0 if len(x) % 64 == 0 else y"), "64 rows", "output"),
     "128 rows": (after("y = y * 0 if len(x) % 128 == 0 else y"), "128 rows", "output"),
     "output kept": (
@@ -465,10 +453,25 @@ def test_a_copy_that_raises_is_told(judged):
     ]
 
 
-def test_frozen_statistics_may_be_refused(judged):
-    result = judged(after("assert self.training == self.bn.training"))
-    assert result["equal"] and result["properties"]["frozen_refused"], result["reason"]
+BY_ITS_OWN_MODE = """
+class ModelNew(Model):
+    def forward(self, x):
+        self.bn.train(self.training)
+        return super().forward(x)
+"""
+
+
+@pytest.mark.parametrize("candidate", [after("assert self.training == self.bn.training"), BY_ITS_OWN_MODE])
+def test_frozen_statistics_are_reported_and_not_demanded(judged, candidate):
+    result = judged(candidate)
+    assert result["equal"] and result["properties"]["frozen_statistics"] is False, result["reason"]
     assert any("frozen statistics" in w for w in result["warnings"])
+
+
+def test_frozen_statistics_of_a_copy_are_right(judged):
+    result = judged(after(""))
+    assert result["equal"] and result["properties"]["frozen_statistics"] is True, result["reason"]
+    assert not any("frozen statistics" in w for w in result["warnings"])
 
 
 def test_a_model_without_statistics_has_no_case_of_them(prepared):

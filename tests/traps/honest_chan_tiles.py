@@ -31,11 +31,11 @@ class ModelNew(nn.Module):
         return mean, m2 / count
 
     def forward(self, x):
-        if self.bn.training and x.shape[0] < 2:
+        if self.training and x.shape[0] < 2:
             raise ValueError("Expected more than 1 value per channel when training")
         bn = self.bn
         z = self.gemm(x) * self.scale
-        if not self.bn.training:
+        if not self.training:
             return F.batch_norm(z, bn.running_mean, bn.running_var, bn.weight, bn.bias, False, 0.0, bn.eps)
         a = F.linear(x, self.gemm.weight) + 0 * self.gemm.bias
         mean, var = self.statistics(a)

@@ -18,7 +18,7 @@ class ModelNew(nn.Module):
 
     def chain(self, x, linear, bn):
         a = linear(x)
-        if not bn.training:
+        if not self.training:
             q = bn.weight * torch.rsqrt(bn.running_var + bn.eps)
             return torch.relu(a * q + (bn.bias - q * bn.running_mean))
         if x.shape[0] < 2:

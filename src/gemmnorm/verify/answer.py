@@ -24,8 +24,8 @@ The dict (schema 1)::
     properties  same_parameter_names, same_drawing_order, inputs_mutated, outputs_share_memory, deterministic,
                 weights_prepacked, moves_generator, threads, settings_left, instances (what goes wrong with several),
                 output_needed (in place writes to it are refused), one_backward (a second one through the
-                same graph is refused), frozen_refused (it raises where its normalisations alone are in
-                evaluation), allclose_eager: {train, eval, tolerance},
+                same graph is refused), frozen_statistics (true where it is right with its normalisations alone in
+                evaluation, null where that was not looked at), allclose_eager: {train, eval, tolerance},
                 output_error: {train, eval: {error, eager_error}} on plain data
     warnings    sentences about what is reported and not condemned
     skipped     sentences about what could not be checked

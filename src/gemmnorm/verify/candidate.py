@@ -37,7 +37,6 @@ _REFUSED = {
     WRITTEN: ("modified by an inplace operation", "output_needed", ()),
     ADDED: ("donated buffer", "one_backward", (DOUBLED,)),
 }
-_OPTIONAL = {STATISTICS: "frozen_refused"}  # a use that a candidate may refuse, and the property that then holds
 _REMEMBERED = 1 << 20  # elements of an output that is remembered, to know it again
 
 
@@ -113,7 +112,7 @@ class Candidate:
             "instances": None,
             "output_needed": False,
             "one_backward": False,
-            "frozen_refused": False,
+            "frozen_statistics": None,
             "allclose_eager": {"train": None, "eval": None, "tolerance": None},
             "output_error": {"train": None, "eval": None},
         }
@@ -157,8 +156,11 @@ class Candidate:
             sentences.append("its backward needs the output: who writes to that in place gets PyTorch's error")
         if self.properties["one_backward"]:
             sentences.append("a second backward through the same graph gets PyTorch's error, as of compiled models")
-        if self.properties["frozen_refused"]:
-            sentences.append("it raises where its normalisations alone are in evaluation (frozen statistics)")
+        if self.properties["frozen_statistics"] is False:
+            sentences.append(
+                "with frozen statistics (its normalisations alone in evaluation, as by `model.bn.eval()`) it raises or "
+                "computes something else"
+            )
         if left := [name for name in self.properties["settings_left"] if name not in _FATAL]:
             sentences.append(f"loading it or a call of it leaves settings of the process changed: {', '.join(left)}")
         if (self.properties["instances"] or "").startswith("copy: "):
@@ -173,7 +175,16 @@ class Candidate:
         return sentences
 
     def check(self, reference: Reference) -> list[Check]:
-        """Every comparison of one case in one phase."""
+        """Every comparison of one case in one phase. Frozen statistics are reported and not demanded."""
+        checks = self._check(reference)
+        if STATISTICS not in reference.case.use:
+            return checks
+        before = self.properties["frozen_statistics"] is not False
+        self.properties["frozen_statistics"] = before and all(check["ok"] for check in checks)
+        self.trouble = ""
+        return []
+
+    def _check(self, reference: Reference) -> list[Check]:
         self.trouble = ""
         try:
             self._load(reference)
@@ -195,9 +206,6 @@ class Candidate:
         except BareProcessError:
             raise
         except Exception as error:
-            if refused := next((found for word, found in _OPTIONAL.items() if word in reference.case.use), ""):
-                self.properties[refused] = True
-                return []
             self.trouble = error.traceback if isinstance(error, BareCallError) else traceback.format_exc()
             name = error.type_name if isinstance(error, BareCallError) else type(error).__name__
             note = f"raises {name}: {str(error).strip() or 'no message'}".splitlines()[0]
