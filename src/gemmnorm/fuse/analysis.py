@@ -297,7 +297,6 @@ def _plan_of_traces(
         texts, names, functions = _conditions(owner, trace)
         asked.append(texts)
         definitions |= dict.fromkeys((*trace.definitions, *functions))
-        names |= trace.namespaces
         namespace |= names
         imports |= dict.fromkeys(comparing.lines_for(names.items()))
         found, missed = matching.match(owner, trace.graph, records.only_plain)
@@ -360,8 +359,7 @@ def _of_modes(train: list[str], evaluation: list[str]) -> list[str]:
 def _conditions(owner: nn.Module, trace: Trace) -> tuple[list[str], dict[str, Any], list[tuple[Any, str, Any]]]:
     """Expressions, one of which is true where the recording does not stand for the original.
 
-    What those about modules that never give None refer to; and the functions that do not either.
-
+    And what they refer to, by name, and (class, name, function) of what has to be found in classes of descendants.
     The decisions that they are about leave the graph.
     """
     try:
@@ -377,7 +375,7 @@ def _conditions(owner: nn.Module, trace: Trace) -> tuple[list[str], dict[str, An
         found += [f"{render(str(node.target))} is None"] if tested or trace.tests_values else []
     found += of_modules + of_none
     guards.forget(trace.graph)
-    return found, namespace, functions
+    return found, {**trace.namespaces, **namespace}, functions
 
 
 def _reasons(training: list[tuple[str, str]], evaluation: list[tuple[str, str]]) -> list[tuple[str, str]]:
