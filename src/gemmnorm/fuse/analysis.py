@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from .. import children
 from ..errors import GemmNormTypeError
-from . import comparing, guards, lines, matching, optional, outside, spanning, structure, tracing, writing
+from . import comparing, giving, guards, held, lines, matching, optional, outside, spanning, structure, tracing, writing
 from .matching import Chain, Refusal
 from .scanning import Untraceable, in_a_line
 from .structure import Assumed, assume, assume_between, child_names, is_owner, original_class
@@ -126,6 +126,7 @@ class OwnerPlan:
         return replace(self, forms=forms)
 
 
+@held.one_at_a_time
 def analyse(model: nn.Module, only_plain: bool = False) -> list[OwnerPlan]:
     """A plan for each module of `model` that has a chain or a refusal, outermost first. Changes nothing.
 
@@ -213,6 +214,7 @@ class Records:
         return id(owner) not in self.called and any(id(module) in self.called for module in inner)
 
 
+@held.one_at_a_time
 def plan_of(owner: nn.Module, path: str = "", records: Records | None = None) -> OwnerPlan:
     """The plan of one module alone, with neither chains nor refusals where there is nothing to say."""
     original = original_class(owner)
@@ -292,10 +294,11 @@ def _plan_of_traces(
     definitions: dict[tuple[Any, str, Any], None] = {}
     recordings = [spanning.joined_recording(owner, t, mode, records, assumed) for mode, t in enumerate(pair)]
     for trace in recordings:
-        asked.append(_conditions(owner, trace))
-        definitions |= dict.fromkeys(trace.definitions)
-        namespace |= trace.namespaces
-        imports |= dict.fromkeys(comparing.lines_for(trace.namespaces.items()))
+        texts, names, functions = _conditions(owner, trace)
+        asked.append(texts)
+        definitions |= dict.fromkeys((*trace.definitions, *functions))
+        namespace |= names
+        imports |= dict.fromkeys(comparing.lines_for(names.items()))
         found, missed = matching.match(owner, trace.graph, records.only_plain)
         missed += spanning.spanning(owner, trace.graph, records)
         refused.append(missed)
@@ -353,23 +356,26 @@ def _of_modes(train: list[str], evaluation: list[str]) -> list[str]:
     return [*found]
 
 
-def _conditions(owner: nn.Module, trace: Trace) -> list[str]:
+def _conditions(owner: nn.Module, trace: Trace) -> tuple[list[str], dict[str, Any], list[tuple[Any, str, Any]]]:
     """Expressions, one of which is true where the recording does not stand for the original.
 
+    And what they refer to, by name, and (class, name, function) of what has to be found in classes of descendants.
     The decisions that they are about leave the graph.
     """
     try:
         render = functools.partial(writing.path_expression, owner)
         found = [*trace.conditions(render), *guards.conditions(owner, trace.graph, render)]
-        of_none = [*optional.conditions(owner, trace.graph, trace.tests_values)]
+        asked = giving.Asked()
+        of_none = [*optional.conditions(owner, trace.graph, trace.tests_values, asked)]
+        of_modules, namespace, functions = structure.as_asked(owner, asked, render)
     except guards.NotByShape as error:
         raise Untraceable(str(error) or "decides by the shape of a value that it computes") from error
     for node in trace.graph.find_nodes(op="get_attr"):
         tested = str(node.target).rpartition(".")[2] in trace.tested_attributes or guards.COMPARED in node.meta
         found += [f"{render(str(node.target))} is None"] if tested or trace.tests_values else []
-    found += of_none
+    found += of_modules + of_none
     guards.forget(trace.graph)
-    return found
+    return found, {**trace.namespaces, **namespace}, functions
 
 
 def _reasons(training: list[tuple[str, str]], evaluation: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -34,6 +34,7 @@ from ..errors import GemmNormRuntimeError, GemmNormWarning
 from ..runtime.traced import traced_as_constant
 from .analysis import OwnerPlan, analyse, check_is_module, plan_of
 from .comparing import KEPT
+from .held import one_at_a_time
 from .structure import forward_of, is_as_recorded, is_as_written, original_class
 from .tracing import is_replaced
 from .writing import forwarded, signature
@@ -198,6 +199,7 @@ def _drop_idle_forward(module: nn.Module) -> None:
         module.__dict__.pop("forward", None)
 
 
+@one_at_a_time
 def _forward(plan: OwnerPlan) -> Callable[..., Any]:
     """The function that `plan` describes; equal owners share one, and with it what torch.compile made of it."""
     calls = {chain: f"self.{_KEY}.calls[{i}]" for i, chain in enumerate(plan.chains)}
@@ -298,6 +300,7 @@ def restore(original: type[nn.Module]) -> nn.Module:
 restore.__module__ = __package__ or restore.__module__  # as above
 
 
+@one_at_a_time
 def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of `original` that `fuse` gives to its instances."""
     found, written = _classes.get(original), forward_of(original)

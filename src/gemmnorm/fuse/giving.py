@@ -52,20 +52,37 @@ def mentions_none(module: nn.Module) -> bool:
     return not isinstance(function, types.FunctionType) or any(map(is_none, _instructions(function)))
 
 
-class Giving:
-    """What the methods of `module`, or functions of no module, give, and whatever these call."""
+class Asked:
+    """Modules that an answer depends on, and which of their attributes and methods it does."""
 
-    def __init__(self, module: nn.Module | None = None, seen: set[tuple[int, int]] | None = None) -> None:
-        self.module = module
+    def __init__(self) -> None:
+        self.modules: dict[int, nn.Module] = {}
+        self.names: dict[int, set[str]] = {}
+
+    def note(self, module: nn.Module, *names: str) -> None:
+        self.modules[id(module)] = module
+        self.names.setdefault(id(module), set()).update(names)
+
+
+class Giving:
+    """What the methods of `module`, or functions of no module, give, and whatever these call.
+
+    `asked`: gets what the answer depends on.
+    """
+
+    def __init__(self, module: nn.Module | None, asked: Asked, seen: set[tuple[int, int]] | None = None) -> None:
+        self.module, self.asked = module, asked
         self.seen = set() if seen is None else seen  # functions that are being looked at, with their modules
 
     def of_forward(self, given: bool = True) -> bool:
         """`forward` never gives None where (`given`) no argument is None, or whatever they are."""
+        self.asked.note(self.module, "forward")  # type: ignore[arg-type]
         if "forward" in vars(self.module):
             return False
         return self.of_function(forward_of(type(self.module)), given)  # type: ignore[arg-type]
 
     def of_method(self, name: str, given: bool = True) -> bool:
+        self.asked.note(self.module, name)  # type: ignore[arg-type]
         return self.of_function(inspect.getattr_static(type(self.module), name, None), given)
 
     def of_function(self, function: Any, given: bool = True) -> bool:
@@ -98,17 +115,27 @@ class Giving:
     def _of_value(self, value: Any) -> bool:
         """It gives no None if it is called, or is not called."""
         if isinstance(value, (nn.ModuleList, nn.ModuleDict)):
+            self.asked.note(value)
             return all(map(self._of_value, value.children()))
         if isinstance(value, nn.Module):
-            return _gives_a_value(value, self.seen)
+            return self._of_descendant(value)
         if isinstance(value, (list, tuple, dict)):
             return all(map(self._of_value, value.values() if isinstance(value, dict) else value))
         is_plain = isinstance(value, (*PLAIN, Tensor, property, types.ModuleType)) or not callable(value)
         return (is_plain and not isinstance(value, (staticmethod, classmethod))) or self.of_function(value)
 
+    def _of_descendant(self, module: nn.Module) -> bool:
+        """It gives no None: one that passes on what it is given is given none either."""
+        if isinstance(module, nn.Sequential) and is_of_torch(forward_of(type(module))):
+            self.asked.note(module, "forward")
+            return "forward" not in vars(module) and all(map(self._of_descendant, module))
+        return Giving(module, self.asked, self.seen).of_forward()
+
     def _named(self, function: types.FunctionType, name: str) -> list[Any]:
         """What `name` may stand for in `function`: what the module has by that name, a global or one of Python's."""
         found = [] if self.module is None else self._of_module(function, name)
+        if any(callable(value) and not isinstance(value, nn.Module) for value in found):
+            self.asked.note(self.module, name)  # type: ignore[arg-type]
         if not found and name in function.__globals__:
             found = [function.__globals__[name]]
         elif not found and name in vars(builtins) and not hasattr(Tensor, name):
@@ -122,14 +149,6 @@ class Giving:
                 return [registry[name]]
         bases = [vars(base)[name] for base in type(self.module).__mro__ if name in vars(base)]
         return bases if "super" in function.__code__.co_names else bases[:1]
-
-
-def _gives_a_value(module: nn.Module, seen: set[tuple[int, int]]) -> bool:
-    """A descendant gives no None: one that passes on what it is given is given none either."""
-    forward = forward_of(type(module))
-    if isinstance(module, nn.Sequential) and is_of_torch(forward):
-        return all(_gives_a_value(child, seen) for child in module)
-    return Giving(module, seen).of_forward()
 
 
 def _instructions(function: types.FunctionType) -> list[dis.Instruction]:

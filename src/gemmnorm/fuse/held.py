@@ -1,15 +1,37 @@
-"""What stays as it is while a `forward` is recorded or tried: its mode, random states."""
+"""What stays as it is while a `forward` is recorded or tried: its mode, random states.
+
+What is replaced meanwhile is replaced for the whole process, so only one thread does so at a time.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Container, Iterator
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+P = ParamSpec("P")
+T = TypeVar("T")
+LOCK = threading.RLock()
+GENERATORS = ("torch", "random", "numpy")
+
+
+def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
+    """Other threads wait; a call inside of one does not."""
+
+    @functools.wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> T:
+        with LOCK:
+            return function(*args, **kwargs)
+
+    return alone
 
 
 @contextlib.contextmanager
@@ -29,15 +51,18 @@ def _bytes(state: Tensor) -> bytes:
 
 
 @contextlib.contextmanager
-def random_state() -> Iterator[Callable[[], bool]]:
-    """Random states are put back at the end; inside, the value says whether any number was drawn."""
+def random_state(used: Container[str] = GENERATORS) -> Iterator[Callable[[], bool]]:
+    """Random states are put back at the end; inside, the value says whether any number was drawn.
+
+    `used`: the `GENERATORS` that this thread may draw from; the others move for another thread alone, if they do.
+    """
     numpy = sys.modules.get("numpy")
     before = (torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None)
 
     def drew() -> bool:
-        moved = [_bytes(torch.get_rng_state()) != _bytes(before[0])]
-        moved.append(random.getstate() != before[1])
-        if numpy:
+        moved = ["torch" in used and _bytes(torch.get_rng_state()) != _bytes(before[0])]
+        moved.append("random" in used and random.getstate() != before[1])
+        if numpy and "numpy" in used:
             now = numpy.random.get_state()
             moved.append(now[2:] != before[2][2:] or now[1].tobytes() != before[2][1].tobytes())  # type: ignore[index]
         return any(moved)
@@ -45,7 +70,9 @@ def random_state() -> Iterator[Callable[[], bool]]:
     try:
         yield drew
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        if numpy:
+        if "torch" in used:
+            torch.set_rng_state(before[0])
+        if "random" in used:
+            random.setstate(before[1])
+        if numpy and "numpy" in used:
             numpy.random.set_state(before[2])

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from . import guards
 from .functions import looked_up
+from .held import LOCK
 from .scanning import HERE, TORCH, Raised, Untraceable, is_of_python, reads_attribute, unpacked
 
 MAPPING = "mapping"  # the key under which a node says that it stands for the keyword arguments of a call
@@ -32,6 +33,7 @@ _INSIDE = (TORCH, HERE)  # code that knows stand-ins
 _GRAD_MODE = os.path.join(TORCH, "autograd", "grad_mode.py")
 _FX = os.path.join(TORCH, "fx", "")
 _here = threading.local()  # `records`: this thread does
+_PATIENCE = 60.0  # seconds
 _TYPE = "asks for the type of a value"
 _HAS = "asks what a value has"
 _TEXT = "writes a value into a text"
@@ -455,5 +457,9 @@ def _no_first_import_of_dynamo() -> Iterator[None]:
 
 
 def _refuse_dynamo(name: str, *_: Any) -> None:
-    if name == "torch._dynamo":
+    if name != "torch._dynamo":
+        return
+    if getattr(_here, "records", False):
         raise Untraceable(_SAVED)
+    if LOCK.acquire(timeout=_PATIENCE):  # another thread's import waits, but not for ever: both may import something
+        LOCK.release()

@@ -11,10 +11,13 @@ from torch import Tensor, fx, nn
 
 from .. import children
 from ..module import LinearScaleBatchNorm1d
-from .comparing import Same
+from .comparing import Length, OfClass, Render, Same, differs, literal
+from .outside import known_as, path_of
+from .scanning import Untraceable
 
 if TYPE_CHECKING:
     from .analysis import OwnerPlan
+    from .giving import Asked
     from .matching import Chain
 
 
@@ -134,6 +137,42 @@ def forward_of(cls: type[nn.Module]) -> Any:
 def as_written(cls: type[nn.Module]) -> Any:
     """`cls`, or the one that `fuse` has made it or its base of."""
     return getattr(cls, "_gemmnorm_original", cls)
+
+
+def as_asked(
+    owner: nn.Module, asked: Asked, render: Render
+) -> tuple[list[str], dict[str, Any], list[tuple[Any, str, Any]]]:
+    """Expressions, one of which is true where a module that was `asked` may do otherwise; what they refer to; and the
+    functions, as `forwards` has them, that have to be found in the classes.
+
+    Raises:
+        Untraceable: one is no descendant, so that nobody can say where another may come to be.
+    """
+    paths = {id(module): path for path, module in owner.named_modules()}
+    found: list[str] = []
+    namespace: dict[str, Any] = {}
+    functions: list[tuple[Any, str, Any]] = []
+    for key, module in asked.modules.items():
+        if key not in paths:
+            raise Untraceable(f"asks what a {type(module).__name__} gives that is none of its own modules")
+        text, cls = render(paths[key]), original_class(module)
+        if module is not owner:
+            # A BatchNorm may have become a SyncBatchNorm.
+            synchronised = f" and {text}.__class__ is not torch.nn.SyncBatchNorm" * children.is_batch_norm(module)
+            found.append(differs(text, OfClass(cls), render) + synchronised)
+            namespace[known_as(cls)] = cls
+        if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            found.append(differs(text, Length(len(module)), render))
+        for name in sorted(asked.names[key]):
+            held = vars(module).get(name)
+            if held is not None:
+                found.append(f"{text}.{name} is not {literal(held)}")
+                namespace |= {known_as(held): held} if path_of(held) is None else {}
+                continue
+            found.append(f"{name!r} in {text}.__dict__")
+            if isinstance(getattr(cls, name, None), types.FunctionType):
+                functions.append((cls, name, getattr(cls, name)))
+    return found, namespace, functions
 
 
 def assume(owner: nn.Module, path: str) -> Assumed:

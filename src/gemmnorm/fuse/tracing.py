@@ -36,7 +36,6 @@ from .structure import aliases, forward_of, original_class
 from .watching import Watch, forget_frames, take_back
 
 _NUMBERS = (int, float)
-_LOCK = threading.RLock()
 
 _ATTEMPTS = 8  # recordings, each with other decisions, until one runs to its end
 
@@ -174,12 +173,13 @@ def _record(
     parameters = parameters_of(forward)
     scan = Scan(type(owner), forward, whole)
     failed: Untraceable | None = None
-    with _LOCK, held.mode(owner, training), torch.enable_grad(), held.random_state() as drew:
+    used = {"numpy"}  # whose functions do not show who calls them
+    with held.LOCK, held.mode(owner, training), torch.enable_grad(), held.random_state(used) as drew:
         tracer = _OwnerTracer(owner, parameters, given, variable, scan.tested_attributes)
         recorder = Recorder(owner, tracer, whole, scan)
         try:
             with recorder, honest(tracer) as answers:
-                tracer.watch = Watch(recorder, answers, inspect.unwrap(forward).__code__)
+                tracer.watch = Watch(recorder, answers, inspect.unwrap(forward).__code__, used)
                 graph = _run(tracer, owner)
                 recorder.look_back(graph)
             recorder.look_again()

@@ -13,6 +13,7 @@ import gc
 import operator
 import os
 import pathlib
+import random
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
@@ -72,15 +74,16 @@ _OF_THREADS = ("_thread", "_queue")  # compiled, by which other threads are hand
 class Watch:
     """While active in this thread, `recorder` reads each function before it runs, and `answers` has what was asked."""
 
-    def __init__(self, recorder: Any, answers: dict[str, Any], forward: types.CodeType) -> None:
-        self.recorder, self.answers, self.forward = recorder, answers, forward
+    def __init__(self, recorder: Any, answers: dict[str, Any], forward: types.CodeType, used: set[str]) -> None:
+        """`used` gets the generators of random numbers (`held.GENERATORS`) that may be drawn from."""
+        self.recorder, self.answers, self.forward, self.used = recorder, answers, forward, used
         self.methods = {getattr(f, "__code__", None): name for name, f in recorder.scan.methods.items()}
         self.known: set[types.CodeType] = set()
         self.known_leniently: set[types.CodeType] = set()
         self.python = {
             f.__code__: (f, path) for f, path in stand_ins.QUESTIONS.items() if isinstance(f, types.FunctionType)
         }
-        self.mode = _NoOtherTensors()
+        self.mode = _NoOtherTensors(used)
         self.active = False
 
     def __enter__(self) -> Watch:
@@ -125,12 +128,19 @@ class Watch:
             self._called(frame)
             if self.observer.comparisons and frame.f_code in self.observer.comparisons:
                 self.observer.watch(frame)
-        elif kind == "c_call" and is_of_users(frame.f_code.co_filename):
+        elif kind == "c_call":
+            self._called_compiled(frame, function)
+        elif kind == "return" and frame.f_code in self.methods:
+            self._returns(frame)
+
+    def _called_compiled(self, frame: types.FrameType, function: Any) -> None:
+        of = type(getattr(function, "__self__", None))
+        if issubclass(of, (random.Random, torch.Generator)):
+            self.used.add("random" if issubclass(of, random.Random) else "torch")
+        if is_of_users(frame.f_code.co_filename):
             self._asked(function, f"(line {frame.f_lineno})")
             if _is_of_project(frame) and not _is_pure(function):
                 raise Untraceable(f"{_does(function)} (line {frame.f_lineno})")
-        elif kind == "return" and frame.f_code in self.methods:
-            self._returns(frame)
 
     def _returns(self, frame: types.FrameType) -> None:
         """A method that `forward` has called, and that has changed something, may stay a call."""
@@ -307,8 +317,13 @@ def _holds_stand_in(value: Any) -> bool:
 class _NoOtherTensors(TorchFunctionMode):  # type: ignore[misc]
     """Tensors that are no stand-ins are not asked for anything, and nothing is done with them."""
 
+    def __init__(self, used: set[str]) -> None:
+        super().__init__()
+        self.used = used
+
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [*_leaves((args, kwargs or {}))]
+        self.used |= set() if any(isinstance(a, fx.Proxy) for a in given) else {"torch"}
         if any(isinstance(a, Tensor) for a in given) and not any(isinstance(a, fx.Proxy) for a in given):
             frame: Any = sys._getframe(1)
             while frame is not None and frame.f_code.co_filename.startswith(TORCH) and not by_us(frame):
