@@ -4,15 +4,40 @@
 
 namespace gemmnorm {
 
+// 1/sqrt(v) to 40 bits, by one step of Newton's: the library's needs a stack.
+__device__ __forceinline__ double wide_rsqrt(double v) {
+  const double r = rsqrtf(static_cast<float>(v)), refined = r * (1.5 - 0.5 * v * r * r);
+  return refined == refined ? refined : r;  // not for v = 0 and ∞
+}
+
+// Of one feature: z = slope·a + shift. The terms of the shift may cancel, each other or slope·a, and what it is rounded by is
+// alike in all rows: beside a product of float32 accuracy, `rest` is the bits of the shift beyond 24.
+struct Coefficients {
+  float slope, shift, rest;
+
+  template <bool HAS_REST>
+  __device__ __forceinline__ float value(float a) const {
+    return HAS_REST ? (slope * a + rest) + shift : slope * a + shift;
+  }
+};
+
 // What the last step reads of one feature.
 struct FeatureValues {
   float s, b, gamma, shift, running_mean, running_var;
 
   __device__ __forceinline__ float slope() const { return gamma * s; }  // for rstd = 1
-  // Evaluation: φ(c.x·a + c.y) of an element a of the product.
-  __device__ __forceinline__ float2 coefficients(float eps) const {
-    const float r = 1.0f / sqrtf(running_var + eps);
-    return make_float2(slope() * r, shift + gamma * r * (s * b - running_mean));
+  // Evaluation, of an element a of the product.
+  template <bool HAS_REST>
+  __device__ __forceinline__ Coefficients coefficients(float eps) const {
+    if constexpr (HAS_REST) {
+      const double wide = s, r = gamma * wide_rsqrt(static_cast<double>(running_var) + eps);
+      const double sum = shift + r * (wide * b - running_mean);
+      const float rounded = static_cast<float>(sum), rest = static_cast<float>(sum - rounded);
+      return {static_cast<float>(r * wide), rounded, rest == rest ? rest : 0.0f};  // of ∞ there is none
+    } else {
+      const float r = 1.0f / sqrtf(running_var + eps);
+      return {slope() * r, shift + gamma * r * (s * b - running_mean), 0.0f};
+    }
   }
 };
 

@@ -136,7 +136,7 @@ struct AccumulatorNormal {
     coefficients = buffer;
   }
 
-  // y = φ(slope·acc + shift), to the staging buffer or straight to memory.
+  // y, to the staging buffer or straight to memory.
   template <class Activation, bool STAGED, class Shared>
   __device__ __forceinline__ void store_results(const Accumulators& acc, int, const Shared& shared, unsigned char* staging,
                                                 Y* y, Tile tile, int batch, int features) const {
@@ -144,19 +144,22 @@ struct AccumulatorNormal {
     const int at = coefficients;
 #pragma unroll
     for (int i0 = 0; i0 < TN / 8; i0 += kPairs) {
-      float2 slope[kPairs], shift[kPairs];
+      float2 slope[kPairs], shift[kPairs], rest[kPairs] = {};
       load_pairs(&shared.slope[at][i0 * 8], slope);
       load_pairs(&shared.shift[at][i0 * 8], shift);
+      if constexpr (G::kHasRest) load_pairs(&shared.rest[at][i0 * 8], rest);
 #pragma unroll
       for (int q = 0; q < kPairs && i0 + q < TN / 8; ++q) {
         const int i = i0 + q;
+        const Coefficients left = {slope[q].x, shift[q].x, rest[q].x}, right = {slope[q].y, shift[q].y, rest[q].y};
+        const auto value = [&](const float* pair) {
+          return make_float2(Activation::value(left.template value<G::kHasRest>(pair[0])),
+                             Activation::value(right.template value<G::kHasRest>(pair[1])));
+        };
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
           const float* pairs = acc + block * kOfBlock + 4 * i;
-          const float2 a = make_float2(Activation::value(slope[q].x * pairs[0] + shift[q].x),
-                                       Activation::value(slope[q].y * pairs[1] + shift[q].y));
-          const float2 b = make_float2(Activation::value(slope[q].x * pairs[2] + shift[q].x),
-                                       Activation::value(slope[q].y * pairs[3] + shift[q].y));
+          const float2 a = value(pairs), b = value(pairs + 2);
           if constexpr (STAGED) stage<Y>(staging, tile, block, i, a, b);
           else store_pairs(a, b, i, y, tile, batch, features);
         }

@@ -22,7 +22,8 @@ struct AccumulatorSwapAB {
   static constexpr int kFinishThreads = Shape::kSharesFeatures ? 128 : 256;
 
   int consumer, lane, feature;  // the first of the two, in the tile
-  float mean[2], slope[2], shift[2];
+  float mean[2];
+  Coefficients of[2];
 
   __device__ __forceinline__ explicit AccumulatorSwapAB(int consumer_)
       : consumer(consumer_), lane(threadIdx.x % 32),
@@ -179,8 +180,8 @@ struct AccumulatorSwapAB {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int j = feature + 8 * c;
-      slope[c] = shared.finished_slope[j];
-      shift[c] = slope[c] * (mean[c] - shared.mean[j]) + shared.finished_shift[j];
+      of[c].slope = shared.finished_slope[j];
+      of[c].shift = of[c].slope * (mean[c] - shared.mean[j]) + shared.finished_shift[j];
     }
   }
 
@@ -196,12 +197,13 @@ struct AccumulatorSwapAB {
   __device__ __forceinline__ void load_coefficients(const Shared& shared, int buffer) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      slope[c] = shared.slope[buffer][feature + 8 * c];
-      shift[c] = shared.shift[buffer][feature + 8 * c];
+      of[c].slope = shared.slope[buffer][feature + 8 * c];
+      of[c].shift = shared.shift[buffer][feature + 8 * c];
+      if constexpr (G::kHasRest) of[c].rest = shared.rest[buffer][feature + 8 * c];
     }
   }
 
-  // y = φ(slope·acc + shift), to the staging buffer, in store passes, or straight to memory.
+  // y, to the staging buffer, in store passes, or straight to memory.
   template <class Activation, bool STAGED, class Shared>
   __device__ __forceinline__ void store_results(const Accumulators& acc, int store_pass, const Shared&, unsigned char* staging,
                                                 Y* y, Tile tile, int batch, int features) const {
@@ -212,7 +214,7 @@ struct AccumulatorSwapAB {
       float v[8];
 #pragma unroll
       for (int q = 0; q < 8; ++q)
-        v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * (store_pass * kOctetsOfPass + i) + q] + shift[q / 2 % 2]);
+        v[q] = Activation::value(of[q / 2 % 2].template value<G::kHasRest>(acc[4 * (store_pass * kOctetsOfPass + i) + q]));
       if constexpr (STAGED) stage_octets<Y>(v, staging + i * 8 * kRowBytes, at);
       else store_octets(v, i, y, tile, batch, features);
     }

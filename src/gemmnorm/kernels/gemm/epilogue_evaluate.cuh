@@ -41,7 +41,7 @@ __device__ __forceinline__ void batch_coefficients(const Features<Params>& f, Ti
 // Likewise, by the running ones. `keeps`: also what the backward reads, mean and 1/σ.
 template <class G, class Params>
 __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& f, Tile tile, bool keeps, float* slope,
-                                                        float* shift) {
+                                                        float* shift, float* rest) {
   const LaneFeatures<G::kLaneColumns> own(G::Shape::first_feature(tile, 0), f.p.features);
   RawFeature<Params> raw[own.kOwn];
 #pragma unroll
@@ -49,9 +49,10 @@ __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& 
 #pragma unroll
   for (int i = 0; i < own.kOwn; ++i) {
     const FeatureValues v = raw[i].values(f.p);
-    const float2 of = v.coefficients(f.p.eps);
-    slope[own.column(i)] = of.x;
-    shift[own.column(i)] = of.y;
+    const Coefficients of = v.template coefficients<G::kHasRest>(f.p.eps);
+    slope[own.column(i)] = of.slope;
+    shift[own.column(i)] = of.shift;
+    if (G::kHasRest) rest[own.column(i)] = of.rest;
     if (f.p.mean && keeps) {
       f.p.mean[own.feature(i)] = v.running_mean;
       f.p.rstd[own.feature(i)] = 1.0f / sqrtf(v.running_var + f.p.eps);
@@ -61,9 +62,10 @@ __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& 
 
 template <class G, class Params, bool OF_BATCH>
 struct KnownStatisticsEpilogue {
+  static_assert(!(OF_BATCH && G::kSplit), "batch_coefficients leaves no rest");
   struct Shared {
     float slope[2][G::kLaneColumns], shift[2][G::kLaneColumns];  // of two tiles
-    float mean[2][OF_BATCH ? G::kLaneColumns : 2];
+    float mean[2][OF_BATCH ? G::kLaneColumns : 2], rest[2][G::kSplit ? G::kLaneColumns : 2];
     u64 known[2], used[2];  // a tile's coefficients are there; they may be overwritten
 
     __device__ __forceinline__ void init() {
@@ -96,7 +98,7 @@ struct KnownStatisticsEpilogue {
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
         if constexpr (OF_BATCH) batch_coefficients<G>(f, tile, slope, shift, s.mean[state.stage]);
-        else evaluation_coefficients<G>(f, tile, tile.m == 0, slope, shift);
+        else evaluation_coefficients<G>(f, tile, tile.m == 0, slope, shift, s.rest[state.stage]);
         mbarrier_arrive(&s.known[state.stage]);
         state.advance();
       }

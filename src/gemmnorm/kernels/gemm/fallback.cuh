@@ -82,7 +82,8 @@ __device__ __forceinline__ void normalize_column(const Params& p, int j, float* 
   using Activation = typename Config::Activation;
   const Features<Params> f(p, kGroupRows);
   const FeatureValues v = f.values(j);
-  float centre, slope, shift = v.shift;
+  float centre = 0.0f;
+  Coefficients of = {0.0f, v.shift, 0.0f};
   if (Config::kTraining) {
     float sum = 0.0f;
     for (int row = threadIdx.x; row < p.batch; row += kThreads) sum += load_l2(p.y + static_cast<i64>(row) * p.features + j);
@@ -93,7 +94,7 @@ __device__ __forceinline__ void normalize_column(const Params& p, int j, float* 
       sum += deviation * deviation;
     }
     const float variance = v.s * v.s * sum_over<kThreads>(sum, shared) / p.batch;
-    slope = v.slope() * (1.0f / sqrtf(variance + p.eps));
+    of.slope = v.slope() * (1.0f / sqrtf(variance + p.eps));
     if (threadIdx.x == 0) {
       FeatureStatistics statistics = read_feature(p, j);
       statistics.mean = centre;
@@ -103,16 +104,13 @@ __device__ __forceinline__ void normalize_column(const Params& p, int j, float* 
     }
     for (int g = threadIdx.x; g < f.groups; g += kThreads) p.group_mean[static_cast<i64>(g) * p.features + j] = 0.0f;
   } else {
-    const float2 of = v.coefficients(p.eps);
-    slope = of.x;
-    shift = of.y;
-    centre = 0.0f;
+    of = v.template coefficients<true>(p.eps);
   }
   for (int row = threadIdx.x; row < p.batch; row += kThreads) {
     const i64 at = static_cast<i64>(row) * p.features + j;
     const float a = load_l2(p.y + at);
     if (p.keep_product) p.stored_product[at] = a;
-    p.y[at] = Activation::value(slope * (a - centre) + shift);
+    p.y[at] = Activation::value(of.value<!Config::kTraining>(a - centre));
   }
 }
 

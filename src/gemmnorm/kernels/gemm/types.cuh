@@ -67,6 +67,7 @@ struct GemmTypes {
 
   using Epilogue = typename Config::template Epilogue<GemmTypes, Params>;
   static constexpr bool kStatisticsKnown = Epilogue::kStatisticsKnown;
+  static constexpr bool kHasRest = kSplit && kStatisticsKnown;  // the shift is two floats (common/feature.cuh)
   using Conversion = typename Config::template Conversion<GemmTypes, Params>;
   static constexpr bool kQueued = Config::kQueued;  // blocks take tiles as they become free
   static_assert(!kOverlaps || (kStatisticsKnown && !Conversion::kConverts), "two tiles have the same feature");

@@ -14,14 +14,14 @@ struct Finisher {
   using T = typename G::T;
   using Activation = typename G::Activation;
   static constexpr bool kRounds = sizeof(T) < sizeof(float);  // the product, on its way to memory
-  // Four units' features are too many registers beside the parts of float32; in evaluation coefficients will do.
-  static constexpr bool kEarly = !G::kTraining && G::kSplit && S::kUnits == 4;
+  // Evaluation in float32: coefficients are fewer registers than features, and take long to compute.
+  static constexpr bool kEarly = !G::kTraining && G::kSplit;
 
   const Params& p;
   Shared& shared;
   int tile, thread, pair, column, row;
   RawFeature<Params> raw[S::kUnits][2] = {};
-  float2 early[kEarly ? S::kUnits : 1][2] = {};
+  Coefficients early[kEarly ? S::kUnits : 1][2] = {};
 
   __device__ __forceinline__ Finisher(const Params& p_, Shared& shared_, int tile_, int first_column)
       : p(p_), shared(shared_), tile(tile_), thread(threadIdx.x), pair(thread % S::kAcross), column(first_column + pair * 2),
@@ -34,7 +34,7 @@ struct Finisher {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         raw[q][c] = RawFeature<Params>::load(p, min(column + q * 8 + c, p.features - 1));
-        if (kEarly) early[q][c] = raw[q][c].values(p).coefficients(p.eps);
+        if (kEarly) early[q][c] = raw[q][c].values(p).template coefficients<true>(p.eps);
       }
   }
 
@@ -58,6 +58,10 @@ struct Finisher {
       store_pair<G::kSplit>(to + at(q) + static_cast<i64>(8) * p.features, high, first, p.features);
   }
 
+  __device__ __forceinline__ Coefficients coefficients(int q, int c) const {
+    if constexpr (kEarly) return early[q][c];
+    else return raw[q][c].values(p).template coefficients<false>(p.eps);
+  }
   __device__ __forceinline__ void evaluate() const {
 #pragma unroll
     for (int q = 0; q < S::kUnits; ++q) {
@@ -72,10 +76,9 @@ struct Finisher {
         if (inside(q) && row < p.batch) v.x = of(v.x, 0, 0), v.y = of(v.y, 0, 1);
         if (inside(q) && row + 8 < p.batch) v.z = of(v.z, 8, 0), v.w = of(v.w, 8, 1);
       }
-      const float2 left = kEarly ? early[kEarly ? q : 0][0] : raw[q][0].values(p).coefficients(p.eps);
-      const float2 right = kEarly ? early[kEarly ? q : 0][1] : raw[q][1].values(p).coefficients(p.eps);
+      const Coefficients left = coefficients(q, 0), right = coefficients(q, 1);
       const auto value = [&](float a, float b) {
-        return make_float2(Activation::value(left.x * a + left.y), Activation::value(right.x * b + right.y));
+        return make_float2(Activation::value(left.value<kEarly>(a)), Activation::value(right.value<kEarly>(b)));
       };
       store_rows(p.y, q, value(v.x, v.y), value(v.z, v.w));
     }
