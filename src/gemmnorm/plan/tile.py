@@ -50,7 +50,7 @@ class Tile:
 
     @property
     def overlap(self) -> int:
-        """Columns of two tiles, by which they are more than whole sectors: no tile then writes half a sector of y."""
+        """Columns that it shares with the tile before: of two neighbours either has whole sectors of every row of y."""
         return self.columns % (cast.SECTOR_BYTES // 2)
 
     @property
@@ -90,7 +90,7 @@ class Tile:
         return -(-size // 1024) * 1024
 
     def without_overlap(self) -> Tile:
-        """Of the columns that none but it has: it goes through the same panels."""
+        """The tile of as many columns as from one tile to the next: its panels are the same."""
         if not self.overlap:
             return self
         stages = STAGES[self.size, self.planes, self.rows, self.step]
