@@ -2,10 +2,10 @@
 
     python benchmarks/readme_table.py [--check] [RESULT.json [README.md]]
     python benchmarks/readme_table.py benchmarks/results/h200-x2.json docs/ranks.md
-    python benchmarks/readme_table.py benchmarks/results/h200.json docs/h200.md
+    python benchmarks/readme_table.py benchmarks/results/h100.json docs/h100.md
 
 The block between `<!-- table:NAME -->` and `<!-- /table:NAME -->` is replaced, where NAME is the result file's name
-without its ending (benchmarks/results/h100.json → h100). With --check nothing is written, and the exit code is 1 where
+without its ending (benchmarks/results/h200.json → h200). With --check nothing is written, and the exit code is 1 where
 the README says something else than the result file. Without a result file the block says that nothing was measured.
 """
 
@@ -125,7 +125,7 @@ def replaced(text: str, name: str, block: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("result", nargs="?", type=Path, default=ROOT / "benchmarks" / "results" / "h100.json")
+    parser.add_argument("result", nargs="?", type=Path, default=ROOT / "benchmarks" / "results" / "h200.json")
     parser.add_argument("readme", nargs="?", type=Path, default=ROOT / "README.md")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where the README differs")
     options = parser.parse_args(arguments)

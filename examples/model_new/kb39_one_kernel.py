@@ -667,15 +667,40 @@ __device__ __forceinline__ void split_rows(const Params& p) {
 // --- common/feature.cuh --------------------------------------------------------------------------------------------
 // The per-feature vectors of one feature, in registers.
 
+// 1/sqrt(v) to 40 bits, by one step of Newton's: the library's needs a stack.
+__device__ __forceinline__ double wide_rsqrt(double v) {
+  const double r = rsqrtf(static_cast<float>(v)), refined = r * (1.5 - 0.5 * v * r * r);
+  return refined == refined ? refined : r;  // not for v = 0 and inf
+}
+
+// Of one feature: z = slope*a + shift. The terms of the shift may cancel, each other or slope*a, and what it is rounded by is
+// alike in all rows: beside a product of float32 accuracy, `rest` is the bits of the shift beyond 24.
+struct Coefficients {
+  float slope, shift, rest;
+
+  template <bool HAS_REST>
+  __device__ __forceinline__ float value(float a) const {
+    return HAS_REST ? (slope * a + rest) + shift : slope * a + shift;
+  }
+};
+
 // What the last step reads of one feature.
 struct FeatureValues {
   float s, b, gamma, shift, running_mean, running_var;
 
   __device__ __forceinline__ float slope() const { return gamma * s; }  // for rstd = 1
-  // Evaluation: phi(c.x*a + c.y) of an element a of the product.
-  __device__ __forceinline__ float2 coefficients(float eps) const {
-    const float r = 1.0f / sqrtf(running_var + eps);
-    return make_float2(slope() * r, shift + gamma * r * (s * b - running_mean));
+  // Evaluation, of an element a of the product.
+  template <bool HAS_REST>
+  __device__ __forceinline__ Coefficients coefficients(float eps) const {
+    if constexpr (HAS_REST) {
+      const double wide = s, r = gamma * wide_rsqrt(static_cast<double>(running_var) + eps);
+      const double sum = shift + r * (wide * b - running_mean);
+      const float rounded = static_cast<float>(sum), rest = static_cast<float>(sum - rounded);
+      return {static_cast<float>(r * wide), rounded, rest == rest ? rest : 0.0f};  // of inf there is none
+    } else {
+      const float r = 1.0f / sqrtf(running_var + eps);
+      return {slope() * r, shift + gamma * r * (s * b - running_mean), 0.0f};
+    }
   }
 };
 
@@ -1206,7 +1231,8 @@ struct AccumulatorSwapAB {
   static constexpr int kFinishThreads = Shape::kSharesFeatures ? 128 : 256;
 
   int consumer, lane, feature;  // the first of the two, in the tile
-  float mean[2], slope[2], shift[2];
+  float mean[2];
+  Coefficients of[2];
 
   __device__ __forceinline__ explicit AccumulatorSwapAB(int consumer_)
       : consumer(consumer_), lane(threadIdx.x % 32),
@@ -1336,8 +1362,8 @@ struct AccumulatorSwapAB {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int j = feature + 8 * c;
-      slope[c] = shared.finished_slope[j];
-      shift[c] = slope[c] * (mean[c] - shared.mean[j]) + shared.finished_shift[j];
+      of[c].slope = shared.finished_slope[j];
+      of[c].shift = of[c].slope * (mean[c] - shared.mean[j]) + shared.finished_shift[j];
     }
   }
 
@@ -1346,12 +1372,13 @@ struct AccumulatorSwapAB {
   __device__ __forceinline__ void load_coefficients(const Shared& shared, int buffer) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      slope[c] = shared.slope[buffer][feature + 8 * c];
-      shift[c] = shared.shift[buffer][feature + 8 * c];
+      of[c].slope = shared.slope[buffer][feature + 8 * c];
+      of[c].shift = shared.shift[buffer][feature + 8 * c];
+      if constexpr (G::kHasRest) of[c].rest = shared.rest[buffer][feature + 8 * c];
     }
   }
 
-  // y = phi(slope*acc + shift), to the staging buffer, in store passes, or straight to memory.
+  // y, to the staging buffer, in store passes, or straight to memory.
   template <class Activation, bool STAGED, class Shared>
   __device__ __forceinline__ void store_results(const Accumulators& acc, int store_pass, const Shared&, unsigned char* staging,
                                                 Y* y, Tile tile, int batch, int features) const {
@@ -1362,7 +1389,7 @@ struct AccumulatorSwapAB {
       float v[8];
 #pragma unroll
       for (int q = 0; q < 8; ++q)
-        v[q] = Activation::value(slope[q / 2 % 2] * acc[4 * (store_pass * kOctetsOfPass + i) + q] + shift[q / 2 % 2]);
+        v[q] = Activation::value(of[q / 2 % 2].template value<G::kHasRest>(acc[4 * (store_pass * kOctetsOfPass + i) + q]));
       store_octets(v, i, y, tile, batch, features);
     }
   }
@@ -1690,6 +1717,7 @@ struct GemmTypes {
 
   using Epilogue = typename Config::template Epilogue<GemmTypes, Params>;
   static constexpr bool kStatisticsKnown = Epilogue::kStatisticsKnown;
+  static constexpr bool kHasRest = kSplit && kStatisticsKnown;  // the shift is two floats (common/feature.cuh)
   using Conversion = typename Config::template Conversion<GemmTypes, Params>;
   static constexpr bool kQueued = Config::kQueued;  // blocks take tiles as they become free
   static_assert(!kOverlaps || (kStatisticsKnown && !Conversion::kConverts), "two tiles have the same feature");
@@ -2690,7 +2718,8 @@ __device__ __forceinline__ void normalize_column(const Params& p, int j, float* 
   using Activation = typename Config::Activation;
   const Features<Params> f(p, kGroupRows);
   const FeatureValues v = f.values(j);
-  float centre, slope, shift = v.shift;
+  float centre = 0.0f;
+  Coefficients of = {0.0f, v.shift, 0.0f};
   if (Config::kTraining) {
     float sum = 0.0f;
     for (int row = threadIdx.x; row < p.batch; row += kThreads) sum += load_l2(p.y + static_cast<i64>(row) * p.features + j);
@@ -2701,7 +2730,7 @@ __device__ __forceinline__ void normalize_column(const Params& p, int j, float* 
       sum += deviation * deviation;
     }
     const float variance = v.s * v.s * sum_over<kThreads>(sum, shared) / p.batch;
-    slope = v.slope() * (1.0f / sqrtf(variance + p.eps));
+    of.slope = v.slope() * (1.0f / sqrtf(variance + p.eps));
     if (threadIdx.x == 0) {
       FeatureStatistics statistics = read_feature(p, j);
       statistics.mean = centre;
@@ -2711,16 +2740,13 @@ __device__ __forceinline__ void normalize_column(const Params& p, int j, float* 
     }
     for (int g = threadIdx.x; g < f.groups; g += kThreads) p.group_mean[static_cast<i64>(g) * p.features + j] = 0.0f;
   } else {
-    const float2 of = v.coefficients(p.eps);
-    slope = of.x;
-    shift = of.y;
-    centre = 0.0f;
+    of = v.template coefficients<true>(p.eps);
   }
   for (int row = threadIdx.x; row < p.batch; row += kThreads) {
     const i64 at = static_cast<i64>(row) * p.features + j;
     const float a = load_l2(p.y + at);
     if (p.keep_product) p.stored_product[at] = a;
-    p.y[at] = Activation::value(slope * (a - centre) + shift);
+    p.y[at] = Activation::value(of.value<!Config::kTraining>(a - centre));
   }
 }
 
@@ -2781,7 +2807,7 @@ __device__ __forceinline__ void compute_fallback_features(const Params& p) {
 // Likewise, by the running ones. `keeps`: also what the backward reads, mean and 1/sigma.
 template <class G, class Params>
 __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& f, Tile tile, bool keeps, float* slope,
-                                                        float* shift) {
+                                                        float* shift, float* rest) {
   const LaneFeatures<G::kLaneColumns> own(G::Shape::first_feature(tile, 0), f.p.features);
   RawFeature<Params> raw[own.kOwn];
 #pragma unroll
@@ -2789,9 +2815,10 @@ __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& 
 #pragma unroll
   for (int i = 0; i < own.kOwn; ++i) {
     const FeatureValues v = raw[i].values(f.p);
-    const float2 of = v.coefficients(f.p.eps);
-    slope[own.column(i)] = of.x;
-    shift[own.column(i)] = of.y;
+    const Coefficients of = v.template coefficients<G::kHasRest>(f.p.eps);
+    slope[own.column(i)] = of.slope;
+    shift[own.column(i)] = of.shift;
+    if (G::kHasRest) rest[own.column(i)] = of.rest;
     if (f.p.mean && keeps) {
       f.p.mean[own.feature(i)] = v.running_mean;
       f.p.rstd[own.feature(i)] = 1.0f / sqrtf(v.running_var + f.p.eps);
@@ -2801,9 +2828,10 @@ __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& 
 
 template <class G, class Params, bool OF_BATCH>
 struct KnownStatisticsEpilogue {
+  static_assert(!(OF_BATCH && G::kSplit), "batch_coefficients leaves no rest");
   struct Shared {
     float slope[2][G::kLaneColumns], shift[2][G::kLaneColumns];  // of two tiles
-    float mean[2][2];
+    float mean[2][2], rest[2][G::kLaneColumns];
     u64 known[2], used[2];  // a tile's coefficients are there; they may be overwritten
 
     __device__ __forceinline__ void init() {
@@ -2830,7 +2858,7 @@ struct KnownStatisticsEpilogue {
         auto& s = shared.epilogue;
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
-        evaluation_coefficients<G>(f, tile, tile.m == 0, slope, shift);
+        evaluation_coefficients<G>(f, tile, tile.m == 0, slope, shift, s.rest[state.stage]);
         mbarrier_arrive(&s.known[state.stage]);
         state.advance();
       }
