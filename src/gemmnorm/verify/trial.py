@@ -53,6 +53,7 @@ DOUBLED = "gradients added to others, for twice the cotangents"  # the same by o
 WRITTEN = "output written to before the backward"
 BETWEEN = "another call before the backward"
 AFTER = "after training"
+AUTOCAST = "autocast around the model"  # in bfloat16, as in training with mixed precision
 
 _SMALL = 2.0**-20
 VOLATILE = "a buffer outside the state_dict"
@@ -118,7 +119,7 @@ def run_trial(
                     set_mode(model, training)
                 if backward and {ADDED, DOUBLED} & {*use}:
                     _give_gradients(model)
-                with would_drop() as counter:
+                with would_drop() as counter, _autocast(model, leaves, use):
                     output = take_apart(model(*map(_given, leaves)))
                 left = ["grad mode"] if torch.is_grad_enabled() != backward else []
                 torch.set_grad_enabled(backward)
@@ -222,6 +223,14 @@ def _give_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
+
+
+def _autocast(model: nn.Module, leaves: Sequence[Any], use: Sequence[str]) -> AbstractContextManager[Any]:
+    """What a program has around the forward alone; float64 passes through it as it is."""
+    if AUTOCAST not in use:
+        return contextlib.nullcontext()
+    tensors = (v for v in (*leaves, *model.parameters()) if isinstance(v, Tensor))
+    return torch.autocast(next((t.device.type for t in tensors), "cpu"), torch.bfloat16)
 
 
 def _half(value: Any) -> Any:
