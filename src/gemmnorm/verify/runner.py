@@ -309,7 +309,7 @@ class Runner:
         return any(_far(a, b) and not _far(c, b) for a, b, c in zip(at_once, waited, again, strict=True))
 
     def dropped(self) -> bool:
-        """Whether a dropout that is switched off would have dropped something."""
+        """Whether a dropout, which keeps every element, would have dropped something."""
         return bool(self.dropout[1])
 
     def patched(self) -> list[str]:

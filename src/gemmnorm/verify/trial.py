@@ -66,7 +66,7 @@ class Trial:
     state    names of the values that are parameters' or buffers'; changed: those that the call changed
     spoiled  the backward wrote into the gradients that it was given
     left     settings of the process that the call left changed
-    drops    [kind, probability, elements] of the dropouts that are switched off; None where they cannot be seen
+    drops    [kind, probability, elements] of the dropouts, which keep every element; None where they cannot be seen
     """
 
     values: dict[str, Tensor]
