@@ -21,8 +21,9 @@ The dict (schema 1)::
     fault       {class, sentence} of what is not equal, the class one of `faults.FAULTS`; else null
     checks      [{seed, case, phase, quantity, measure, error, eager_error, limit, ratio, ok, position, note}]
     summary     the worst check of each (phase, quantity), same fields; failures: how many checks failed
-    properties  same_parameter_names, same_drawing_order, inputs_mutated, outputs_share_memory, deterministic,
-                weights_prepacked, moves_generator, threads, settings_left, instances (what goes wrong with several),
+    properties  same_parameter_names, same_drawing_order, same_parameter_order, inputs_mutated,
+                outputs_share_memory, deterministic, weights_prepacked, moves_generator, threads, settings_left,
+                instances (what goes wrong with several, copies and exchanged parameters),
                 output_needed (in place writes to it are refused), one_backward (a second one through the
                 same graph is refused), frozen_statistics (true where it is right with its normalisations alone in
                 evaluation, null where that was not looked at), autocast (true where it has the original's dtypes and

@@ -96,7 +96,8 @@ class Candidate:
         volatile = [name for name, kind in kinds.items() if kind == VOLATILE]
         own = side.call("build", seed, *original.init_inputs(), volatile)
         self.original, self.seed = original, seed
-        self.mismatch = _mismatch(reference, own) or _other_kinds(kinds, side.call("entries"))
+        self.mismatch = _mismatch(reference, own) or _other_kinds(kinds, found := side.call("entries"))
+        same_order = not self.mismatch and _parameters(kinds) == _parameters(found)
         same_draw = not self.mismatch and all(_same(own[name], value) for name, value in reference.items())
         self.trouble = ""
         self.seen: dict[str, str] = {}
@@ -106,6 +107,7 @@ class Candidate:
         self.properties: dict[str, Any] = {
             "same_parameter_names": not self.mismatch,
             "same_drawing_order": same_draw,
+            "same_parameter_order": same_order,
             "inputs_mutated": None,
             "outputs_share_memory": None,
             "deterministic": None,
@@ -129,7 +131,8 @@ class Candidate:
         if earlier is None:
             return
         new = self.properties
-        self.properties = {**earlier.properties, "same_parameter_names": new["same_parameter_names"]}
+        own = {name: new[name] for name in ("same_parameter_names", "same_parameter_order")}
+        self.properties = {**earlier.properties, **own}
         self.properties["same_drawing_order"] = new["same_drawing_order"] and earlier.properties["same_drawing_order"]
         self._settings(new["settings_left"], [])
         self.seen, self.differs = earlier.seen, earlier.differs
@@ -375,6 +378,7 @@ class Candidate:
                 copy.deepcopy(self.original.build(self.seed, self.original.init_inputs()))
             except Exception:  # the original cannot be copied either
                 self.properties["instances"] = ""
+        if said.startswith(("copy: ", "assign: ")):
             return []
         if said:
             self.seen["ignores_parameters"] = said
@@ -408,6 +412,10 @@ def _other_drops(drops: list[list[Any]] | None, reference: Reference) -> str:
 
 def _new_gradient(name: str, reference: Reference) -> bool:
     return name.startswith("grad:") and name not in reference.eager
+
+
+def _parameters(kinds: dict[str, str]) -> list[str]:
+    return [name for name, kind in kinds.items() if kind.endswith("parameter")]
 
 
 def _other_kinds(reference: dict[str, str], own: dict[str, str]) -> str:

@@ -17,7 +17,11 @@ from .trial import AUTOCAST, STATISTICS
 
 __all__ = ["FATAL", "difference", "property_of", "sentences", "verdict_of"]
 
-FATAL = ("default dtype", "grad mode")  # settings without which a program's other calls compute something else
+FATAL = (
+    "default dtype",
+    "grad mode",
+    "autocast",
+)  # settings without which a program's other calls compute something else
 _REPORTED = {STATISTICS: "frozen_statistics", AUTOCAST: "autocast"}
 
 
@@ -60,6 +64,11 @@ def sentences(properties: Mapping[str, Any], differs: Mapping[str, str]) -> list
             "DRAWING ORDER: after the same seed the constructors draw different weights. Here weights are loaded "
             "by name; a harness that matches weights only by seeding will call the two files different."
         )
+    if properties["same_parameter_names"] and not properties["same_parameter_order"]:
+        said.append(
+            "PARAMETER ORDER: `parameters()` gives them in another order, and an optimizer's state_dict goes by that: "
+            "one that was saved with the original does not fit."
+        )
     if properties["deterministic"] is False:
         said.append("two runs on the same inputs differ in their last bits (not deterministic)")
     if properties["weights_prepacked"]:
@@ -84,8 +93,8 @@ def sentences(properties: Mapping[str, Any], differs: Mapping[str, str]) -> list
         said.append(f"under `torch.autocast` in bfloat16 around it, it {differs.get('autocast', 'differs')}")
     if left := [name for name in properties["settings_left"] if name not in FATAL]:
         said.append(f"loading it or a call of it leaves settings of the process changed: {', '.join(left)}")
-    if (properties["instances"] or "").startswith("copy: "):
-        said.append(properties["instances"].removeprefix("copy: "))
+    if told := [prefix for prefix in ("copy: ", "assign: ") if (properties["instances"] or "").startswith(prefix)]:
+        said.append(properties["instances"].removeprefix(told[0]))
     close = properties["allclose_eager"]
     bad = [phase for phase in ("train", "eval") if close[phase] is False]
     if bad:

@@ -242,10 +242,10 @@ def _half(value: Any) -> Any:
 
 
 def _train_before(model: nn.Module, leaves: Sequence[Any]) -> None:
-    """Evaluation, a training step with its backward, and a training call without one."""
+    """Evaluation in inference mode, a training step with its backward, and a training call without one."""
     for training, backward in ((False, False), (True, True), (True, False)):
         set_mode(model, training)
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward), torch.inference_mode(not training):
             outputs = take_apart(model(*map(_half, leaves))).tensors
             if roots := [y for y in outputs if y.requires_grad and backward]:
                 torch.autograd.backward(roots, [torch.ones_like(y) for y in roots])
@@ -331,6 +331,7 @@ def settings() -> dict[str, Any]:
     return {
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
+        "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
         "precision of float32 products": _precisions(),
         "number of threads": torch.get_num_threads(),
         "deterministic algorithms": (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic),
