@@ -10,6 +10,7 @@ from test_verify_use import MODEL, after
 
 from gemmnorm.userfiles import load_candidate_file, load_model_file
 from gemmnorm.verify import judge
+from gemmnorm.verify.rounding import Arithmetic, Units
 from gemmnorm.verify.schedule import Schedule
 
 # Packed while the weight stays; what is made in inference mode cannot be saved for a backward.
@@ -55,12 +56,12 @@ class ModelNew(Model):
 
 @pytest.fixture
 def judged(tmp_path: Path):
-    def judge_source(candidate: str):
+    def judge_source(candidate: str, names: tuple[str, ...] = ("plain", "evaluation"), seeds: int = 1):
         (tmp_path / "model.py").write_text(MODEL)
         (tmp_path / "new.py").write_text(MODEL + candidate)
         file = load_model_file(tmp_path / "model.py")
-        schedule = Schedule(file, 1, "cpu")
-        schedule.cases = [[c for c in cases if c.name in ("plain", "evaluation")] for cases in schedule.cases]
+        schedule = Schedule(file, seeds, "cpu")
+        schedule.cases = [[c for c in cases if c.name in names] for cases in schedule.cases]
         return judge(load_candidate_file(tmp_path / "new.py"), file, schedule.references(), to_the_end=False)
 
     return judge_source
@@ -117,3 +118,22 @@ class ModelNew(Model):
         torch.set_autocast_enabled("cpu", False)
     assert not result["equal"] and result["fault"]["class"] == "tampering"
     assert "leaves the autocast of the process changed" in result["reason"]
+
+
+def test_a_copy_at_the_end_is_the_same_function(judged):
+    """Its backward gives BatchNorm's a whole tensor of equal cotangents, whose sum PyTorch makes in another order."""
+    result = judged(after("y = y.double().float()"), ("127 rows",), seeds=5)
+    assert result["equal"], result["reason"]
+
+
+def test_equal_addends_round_alike():
+    x, units = torch.ones(300, 5, dtype=torch.float64), Units(2.0**-24, 2.0**-24)
+    x[:, 3:] += torch.randn(300, 2, dtype=torch.float64) * 0.01
+    with Arithmetic(units, seed=3):
+        runs = torch.stack([x.sum(0) for _ in range(200)])
+        whole = torch.stack([x[:, :3].mean() for _ in range(200)])
+        one_by_one = torch.stack([x[:5].sum(0) for _ in range(200)])
+    found = runs.std(0) / 300 / 2.0**-24  # of numbers uniform in [-1, 1]: the square root of a third of the range
+    assert (found[:3] - 30 / 3**0.5).abs().max() < 2.5 and (found[3:] - 4 / 3**0.5).abs().max() < 0.5
+    assert abs(whole.std() * 2.0**24 - 30) < 3
+    assert (one_by_one.std(0) / 5 * 2.0**24 - 4 / 3**0.5).abs().max() < 0.6
