@@ -17,11 +17,8 @@ from .trial import AUTOCAST, STATISTICS
 
 __all__ = ["FATAL", "difference", "property_of", "sentences", "verdict_of"]
 
-FATAL = (
-    "default dtype",
-    "grad mode",
-    "autocast",
-)  # settings without which a program's other calls compute something else
+# Settings without which a program's other calls compute something else.
+FATAL = ("default dtype", "grad mode", "autocast")
 _REPORTED = {STATISTICS: "frozen_statistics", AUTOCAST: "autocast"}
 
 
