@@ -37,7 +37,13 @@ MODELS = {
         "trap_bf16_unrounded_statistics.py",
     ),
     "model_small_outputs.py": ("honest_small_outputs.py", "trap_small_zeros.py"),
-    "model_dropout.py": ("honest_dropout_before.py", "trap_dropout_left_out.py", "trap_dropout_in_eval.py"),
+    "model_dropout.py": (
+        "honest_dropout_before.py",
+        "honest_dropout_mask.py",
+        "trap_dropout_left_out.py",
+        "trap_dropout_in_eval.py",
+        "trap_dropout_unscaled.py",
+    ),
     "model_heads.py": ("honest_heads.py", "trap_heads_label.py", "trap_heads_scores.py"),
     "model_projector.py": ("honest_projector.py", "trap_projector_leaky.py"),
 }

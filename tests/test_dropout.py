@@ -1,4 +1,4 @@
-"""Models with dropout are ordinary: they are judged with dropout switched off, and that is said."""
+"""Models with dropout are ordinary: they are judged by the draw that keeps every element, and that is said."""
 
 from __future__ import annotations
 
@@ -38,13 +38,59 @@ def get_init_inputs():
 def test_dropout_draws_nothing_while_it_is_off() -> None:
     x, state = torch.ones(8), torch.get_rng_state()
     with without_dropout() as used:
-        for y in (nn.Dropout(0.5)(x), F.dropout(x, 0.9), F.alpha_dropout(x, 0.5, training=True)):
-            assert torch.equal(y, x)
+        assert torch.equal(nn.Dropout(0.5)(x), 2 * x) and torch.allclose(F.dropout(x, 0.9), 10 * x)
+        F.alpha_dropout(x, 0.5, training=True)
     assert used == ["dropout", "alpha_dropout"] and torch.equal(torch.get_rng_state(), state)
     with without_dropout() as used:
         nn.Dropout(0.5).eval()(x), nn.Dropout(0.0)(x)
     assert not used
     assert not torch.equal(F.dropout(torch.ones(1000)), torch.ones(1000))
+
+
+DROPOUTS = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "channels": lambda x: F.dropout2d(x, 0.3),
+    "alpha": lambda x: F.alpha_dropout(x, 0.3, training=True),
+    "alpha by channels": lambda x: torch.feature_alpha_dropout(x, 0.3, True),
+    "in place": lambda x: F.dropout(x, 0.3, True, True),
+    "PyTorch's in place": lambda x: torch.alpha_dropout_(x, 0.3, True),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_what_is_kept_is_what_pytorch_keeps(name: str) -> None:
+    """The draw that keeps every element is right in all that any draw keeps."""
+    x, kept = torch.rand(4, 60, 2, 3) + 1, torch.rand(4, 60, 2, 3) + 1
+    kept.copy_(x)
+    with without_dropout():
+        all_kept = DROPOUTS[name](kept)
+    drawn = DROPOUTS[name](x.clone())
+    same = (drawn - all_kept).abs() < 1e-5
+    assert 0.5 < same.double().mean() < 0.9
+    assert (all_kept is kept) == ("in place" in name)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_probability_of_one_or_none(training: bool) -> None:
+    x = torch.ones(3, 4)
+    calls = [
+        lambda p: F.dropout(x, p, training),
+        lambda p: F.alpha_dropout(x, p, training),
+        lambda p: F.alpha_dropout(x),
+    ]
+    for call in calls:
+        expected = call(1.0), call(0.0)
+        with without_dropout():
+            assert torch.equal(call(1.0), expected[0]) and torch.equal(call(0.0), expected[1])
+
+
+def test_attention_is_scaled_by_what_its_weights_keep() -> None:
+    q = torch.randn(2, 5, 8)
+    plain = F.scaled_dot_product_attention(q, q, q)
+    with without_dropout():
+        assert torch.allclose(F.scaled_dot_product_attention(q, q, q, None, 0.2), plain / 0.8)
+        attention = nn.MultiheadAttention(8, 2, dropout=0.25, batch_first=True)
+        assert torch.allclose(attention(q, q, q)[0], attention(q, q, q, need_weights=False)[0], atol=1e-6)
 
 
 def test_a_model_with_dropout_is_verified(tmp_path: Path) -> None:
@@ -66,6 +112,9 @@ def test_a_model_with_dropout_is_verified(tmp_path: Path) -> None:
         ("self.drop(self.drop(F.relu(y)))", "drops 0.25 of"),
         ("F.dropout1d(F.relu(y), 0.25, self.training)", "elements by channels in training"),
         ("torch.feature_alpha_dropout(F.relu(y), 0.25, self.training)", "elements by channels (alpha dropout)"),
+        ("F.relu(y) * (self.drop(torch.ones_like(y)) > 0)", "without the factor 1/(1 - p) of its dropout, p = 0.25"),
+        ("F.relu(y) * (self.drop(torch.ones_like(y)) > 0) / (0.75 if self.training else 1)", ""),
+        ("F.relu(y) * self.drop(torch.ones_like(y))", ""),
         ("F.relu(self.drop(y))", ""),
         ("torch.dropout(F.relu(y), 0.25, self.training)", ""),
         ("nn.Dropout(0.25).train(self.training)(F.relu(y))", ""),

@@ -332,7 +332,7 @@ def test_what_only_another_use_shows(judged, name):
 @pytest.mark.parametrize("source", [product("pass"), last("return g.clone()"), after("pass"), "ModelNew = Model"])
 def test_the_same_function_under_every_use(judged, source):
     result = judged(source)
-    assert result["equal"] and not result["warnings"], (result["reason"], result["warnings"])
+    assert result["equal"] and not [w for w in result["warnings"] if "autocast" not in w], result["warnings"]
 
 
 STOP = MODEL.replace("return self.bn(self.gemm(x) * self.scale)", "z = self.bn(self.gemm(x))\n        return RETURNED")
@@ -414,7 +414,7 @@ def test_an_output_that_only_the_candidate_needs_is_no_fault(judged):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ("torch.set_float32_matmul_precision('medium')", "precision of float32 products"),
+        ("torch.set_float32_matmul_precision('high')", "precision of float32 products"),
         ("torch.backends.cudnn.benchmark = True", "cuDNN's benchmark"),
         ("random.seed(0)", "Python's random state"),
         ("import warnings; warnings.simplefilter('ignore')", "warning filters"),

@@ -1,7 +1,7 @@
 """Running files that users bring: MODEL.py and its replacements, in a process of their own.
 
 - `model_file.py`  a problem file → its `Model`, inputs and constructor arguments; errors that name the file
-- `dropout.py`     dropout switched off while two models are compared
+- `dropout.py`     dropout that keeps every element while two models are compared
 - `isolate.py`     one function in a fresh interpreter, under a time limit; how it ended
 - `bare.py`        an object in a process that holds nothing of its caller
 - `serving.py`     the other side of it

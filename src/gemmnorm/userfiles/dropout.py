@@ -1,8 +1,9 @@
-"""Dropout switched off, so that two models which draw random numbers in training can be compared.
+"""Dropout that drops nothing, so that two models which draw random numbers in training can be compared.
 
-A mask depends on dtype, device and the order of draws, so a float64 run of a model never draws its own run's mask. What
-a replacement changes has nothing to do with it: without dropout both compute one function, and that is compared; and
-what each would have dropped.
+A mask depends on dtype, device and the order of draws, so a float64 run of a model never draws its own run's mask. One
+draw is the same wherever a model drops and whatever the order: that which keeps every element. What is kept is scaled,
+by 1/(1 − p), so that a replacement which forgets this factor computes something else. That draw is compared, and what
+each model would have dropped.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ _FUNCTIONS = {
 }  # fmt: skip
 _ATTENTION = "scaled_dot_product_attention"  # what nn.MultiheadAttention and the Transformer layers call, too
 _ELEMENTS = "elements"
-DROPOUT_NOTE = "dropout was switched off in both models while their results were compared"
+_ALPHA = 1.7580993408473766  # alpha dropout puts −α in place of what it drops, as PyTorch has it
+DROPOUT_NOTE = "dropout kept every element in both models while their results were compared"
 
 _drops: list[tuple[str, float, int]] = []  # kind, probability, elements
 _compiled: list[str] = []  # functions that dropped in a compiled model
 
 
 def is_seen() -> bool:
-    """Whether `would_drop` has seen every dropout since they were switched off: it sees none of a compiled model."""
+    """Whether `would_drop` has seen every dropout since they drop nothing: it sees none of a compiled model."""
     return not _compiled
 
 
 @contextlib.contextmanager
 def would_drop() -> Iterator[Counter[tuple[str, float]]]:
-    """What dropouts that are switched off would have dropped meanwhile: (kind, probability) → elements it is drawn for.
+    """What dropouts that keep all would have dropped meanwhile: (kind, probability) → elements it is drawn for.
 
     Those of attention count by the weights' elements, whoever multiplies them; recurrent modules by their calls. It is
     there at the end; one inside of another takes the first part from that.
@@ -52,9 +54,10 @@ def would_drop() -> Iterator[Counter[tuple[str, float]]]:
 
 @contextlib.contextmanager
 def without_dropout() -> Iterator[list[str]]:
-    """While active, the dropouts of `torch`, `torch.nn` and `torch.nn.functional` keep everything and draw nothing.
+    """While active, the dropouts of `torch`, `torch.nn` and `torch.nn.functional` draw nothing, and keep every element.
 
-    Those of attention and of recurrent modules are among them. Yields a list of the functions that would have dropped
+    They scale it as they scale what they keep. Those of attention are among them, and those of recurrent modules, which
+    leave everything as it is. Yields a list of the functions that would have dropped
     something; it is empty where there were none.
     """
     used: list[str] = []
@@ -71,7 +74,7 @@ def without_dropout() -> Iterator[list[str]]:
                 used.append(name)
 
     instead: dict[tuple[Any, str], Any]
-    instead = {(owner, name): _keep(name, note) for owner, names in _FUNCTIONS.items() for name in names}
+    instead = {(owner, name): _keep(owner, name, note) for owner, names in _FUNCTIONS.items() for name in names}
     instead[F, _ATTENTION] = _attend(getattr(F, _ATTENTION), note)
     instead |= {(kind, "forward"): _recur(kind.forward, kind.__name__, note) for kind in (nn.RNN, nn.GRU, nn.LSTM)}
     before = {(owner, name): getattr(owner, name) for owner, name in instead}
@@ -84,22 +87,37 @@ def without_dropout() -> Iterator[list[str]]:
             setattr(owner, name, function)
 
 
-def _keep(name: str, note: Callable[..., None]) -> Callable[..., Any]:
-    of_channels = "feature" in name or name.endswith("d")
-    kind = _ELEMENTS + " by channels" * of_channels + " (alpha dropout)" * ("alpha" in name)
+def _keep(owner: Any, name: str, note: Callable[..., None]) -> Callable[..., Any]:
+    of_channels, alpha = "feature" in name or name.endswith("d"), "alpha" in name
+    kind = _ELEMENTS + " by channels" * of_channels + " (alpha dropout)" * alpha
+    usual = not (alpha and owner is F)  # what PyTorch takes for `training` where it is not given
 
-    def same(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True) -> Any:
-        note(name, p if training and train else 0, kind, input, input.numel())
-        return input
+    def kept(input: Any, p: float = 0.5, training: bool = usual, inplace: bool = False, *, train: bool = True) -> Any:
+        p = p if training and train else 0
+        note(name, p, kind, input, input.numel())
+        if p == 0:
+            return input
+        factor, shift = _scale(p), 0.0
+        if alpha and p < 1:
+            factor = ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
+            shift = _ALPHA * factor * p
+        scaled = input.mul_(factor) if inplace or name.endswith("_") else input * factor
+        return (scaled.add_(shift) if scaled is input else scaled + shift) if shift else scaled
 
-    return same
+    return kept
+
+
+def _scale(p: float) -> float:
+    """The factor of what is kept; where nothing ever is, all becomes zero."""
+    return 1 / (1 - p) if p < 1 else 0.0
 
 
 def _attend(attention: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
     def whole(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any,
               **more: Any) -> Any:  # fmt: skip
         note(_ATTENTION, dropout_p, _ELEMENTS, query, query.shape[:-1].numel() * key.shape[-2])
-        return attention(query, key, value, attn_mask, 0.0, *rest, **more)
+        result = attention(query, key, value, attn_mask, 0.0, *rest, **more)
+        return result * _scale(dropout_p) if dropout_p > 0 else result
 
     return whole
 

@@ -11,6 +11,7 @@ Read in this order:
 - `trial.py`      one run of a model, original or candidate, in the way that a case uses it
 - `runner.py`     the candidate's side: its calls, in a process that holds nothing of the judge's
 - `candidate.py`  the judge's side: what is sent, what is compared, which side effects are faults
+- `reported.py`  what is reported and not demanded: its uses, and warnings in words
 - `equality.py`   comparing one tensor: the measures and the limits
 - `faults.py`     a failed case → the fault's name
 - `reading.py`    what a source does that no model needs

@@ -21,11 +21,15 @@ The dict (schema 1)::
     fault       {class, sentence} of what is not equal, the class one of `faults.FAULTS`; else null
     checks      [{seed, case, phase, quantity, measure, error, eager_error, limit, ratio, ok, position, note}]
     summary     the worst check of each (phase, quantity), same fields; failures: how many checks failed
-    properties  same_parameter_names, same_drawing_order, inputs_mutated, outputs_share_memory, deterministic,
-                weights_prepacked, moves_generator, threads, settings_left, instances (what goes wrong with several),
+    properties  same_parameter_names, same_drawing_order, same_parameter_order, inputs_mutated,
+                outputs_share_memory, deterministic, weights_prepacked, moves_generator, threads, settings_left,
+                instances (what goes wrong with several, copies and exchanged parameters),
                 output_needed (in place writes to it are refused), one_backward (a second one through the
                 same graph is refused), frozen_statistics (true where it is right with its normalisations alone in
-                evaluation, null where that was not looked at), allclose_eager: {train, eval, tolerance},
+                evaluation, null where that was not looked at), autocast (true where it has the original's dtypes and
+                values under `torch.autocast` in bfloat16; null where that was not looked at or tells nothing: the
+                model is not of float32, or raises there, or roundings leave no digit of its outputs),
+                allclose_eager: {train, eval, tolerance},
                 output_error: {train, eval: {error, eager_error}} on plain data
     warnings    sentences about what is reported and not condemned
     skipped     sentences about what could not be checked

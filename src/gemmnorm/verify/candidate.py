@@ -19,19 +19,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..userfiles import Bare, BareCallError, BareProcessError, ModelFile, ModelFileError
+from ..userfiles import Bare, BareCallError, BareProcessError, ModelFile, ModelFileError, how_it_died
 from .equality import Measure, compare
 from .families import PLAIN
 from .golden import Reference, Sample
+from .reported import FATAL, difference, property_of, sentences, verdict_of
 from .runner import Runner
-from .trial import ADDED, DOUBLED, STATISTICS, VOLATILE, WRITTEN, entries, same_inputs
+from .trial import ADDED, DOUBLED, VOLATILE, WRITTEN, entries, same_inputs
 
 __all__ = ["Candidate", "Check", "Local", "Remote", "Side"]
 
 Check = dict[str, Any]
 _SETTLED = 0.81  # of a provisional limit: no further runs; 0.8 is what the original's own errors give (1/EAGER)
 _ALLCLOSE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
-_FATAL = ("default dtype", "grad mode")  # settings without which a program's other calls compute something else
 # A use that PyTorch may refuse: what its message says, the property that then holds, and the use instead.
 _REFUSED = {
     WRITTEN: ("modified by an inplace operation", "output_needed", ()),
@@ -85,6 +85,8 @@ class Candidate:
     trouble     the first traceback of a call that raised
     seen        faults that need no comparison: class → sentence (`faults.py`)
     values      what the last case gave, by quantity
+    differs     what differs in a use that is only reported, by property
+    gone        its process has ended in such a use
     """
 
     def __init__(self, side: Side, original: ModelFile, seed: int) -> None:
@@ -94,14 +96,18 @@ class Candidate:
         volatile = [name for name, kind in kinds.items() if kind == VOLATILE]
         own = side.call("build", seed, *original.init_inputs(), volatile)
         self.original, self.seed = original, seed
-        self.mismatch = _mismatch(reference, own) or _other_kinds(kinds, side.call("entries"))
+        self.mismatch = _mismatch(reference, own) or _other_kinds(kinds, found := side.call("entries"))
+        same_order = not self.mismatch and _parameters(kinds) == _parameters(found)
         same_draw = not self.mismatch and all(_same(own[name], value) for name, value in reference.items())
         self.trouble = ""
         self.seen: dict[str, str] = {}
         self.values: dict[str, Tensor] = {}
+        self.differs: dict[str, str] = {}
+        self.gone = False
         self.properties: dict[str, Any] = {
             "same_parameter_names": not self.mismatch,
             "same_drawing_order": same_draw,
+            "same_parameter_order": same_order,
             "inputs_mutated": None,
             "outputs_share_memory": None,
             "deterministic": None,
@@ -113,6 +119,7 @@ class Candidate:
             "output_needed": False,
             "one_backward": False,
             "frozen_statistics": None,
+            "autocast": None,
             "allclose_eager": {"train": None, "eval": None, "tolerance": None},
             "output_error": {"train": None, "eval": None},
         }
@@ -124,64 +131,32 @@ class Candidate:
         if earlier is None:
             return
         new = self.properties
-        self.properties = {**earlier.properties, "same_parameter_names": new["same_parameter_names"]}
+        own = {name: new[name] for name in ("same_parameter_names", "same_parameter_order")}
+        self.properties = {**earlier.properties, **own}
         self.properties["same_drawing_order"] = new["same_drawing_order"] and earlier.properties["same_drawing_order"]
         self._settings(new["settings_left"], [])
-        self.seen = earlier.seen
+        self.seen, self.differs = earlier.seen, earlier.differs
 
     def warnings(self) -> list[str]:
         """What is reported and not condemned."""
-        sentences = []
-        if self.properties["same_parameter_names"] and not self.properties["same_drawing_order"]:
-            sentences.append(
-                "DRAWING ORDER: after the same seed the constructors draw different weights. Here weights are loaded "
-                "by name; a harness that matches weights only by seeding will call the two files different."
-            )
-        if self.properties["deterministic"] is False:
-            sentences.append("two runs on the same inputs differ in their last bits (not deterministic)")
-        if self.properties["weights_prepacked"]:
-            sentences.append(
-                "PREPACKED: it keeps something made from the weights until PyTorch's version counters move. A timing "
-                "with unchanged weights leaves that work out, and a change through .data does not reach it."
-            )
-        if self.properties["moves_generator"]:
-            sentences.append(
-                "a call draws random numbers, which the original does not: later draws of a program differ"
-            )
-        if self.properties["threads"]:
-            sentences.append(
-                f"threads that a call starts still run when it returns: {', '.join(self.properties['threads'])}"
-            )
-        if self.properties["output_needed"]:
-            sentences.append("its backward needs the output: who writes to that in place gets PyTorch's error")
-        if self.properties["one_backward"]:
-            sentences.append("a second backward through the same graph gets PyTorch's error, as of compiled models")
-        if self.properties["frozen_statistics"] is False:
-            sentences.append(
-                "with frozen statistics (its normalisations alone in evaluation, as by `model.bn.eval()`) it raises or "
-                "computes something else"
-            )
-        if left := [name for name in self.properties["settings_left"] if name not in _FATAL]:
-            sentences.append(f"loading it or a call of it leaves settings of the process changed: {', '.join(left)}")
-        if (self.properties["instances"] or "").startswith("copy: "):
-            sentences.append(self.properties["instances"].removeprefix("copy: "))
-        close = self.properties["allclose_eager"]
-        bad = [phase for phase in ("train", "eval") if close[phase] is False]
-        if bad:
-            sentences.append(
-                f"outputs are not within {close['tolerance']:g} of the original's own ({' and '.join(bad)} mode), a "
-                "test that some harnesses make; against float64 they may still be as good or better"
-            )
-        return sentences
+        return sentences(self.properties, self.differs)
 
     def check(self, reference: Reference) -> list[Check]:
-        """Every comparison of one case in one phase. Frozen statistics are reported and not demanded."""
-        checks = self._check(reference)
-        if STATISTICS not in reference.case.use:
-            return checks
-        before = self.properties["frozen_statistics"] is not False
-        self.properties["frozen_statistics"] = before and all(check["ok"] for check in checks)
-        self.trouble = ""
+        """Every comparison of one case in one phase; none where its use is reported and not demanded."""
+        told = property_of(reference)
+        if not told:
+            return self._check(reference)
+        seen = dict(self.seen)
+        try:
+            checks = self._check(reference)
+        except BareProcessError as error:
+            self.gone = True
+            checks = [_check(reference, "call", _failed("call", f"ends its process: it {how_it_died(error.code)}"))]
+        self.seen, self.trouble = seen, ""
+        found = verdict_of(reference, checks)
+        if found is not None and self.properties[told] is not False:
+            self.properties[told] = found
+            self.differs[told] = difference(checks)
         return []
 
     def _check(self, reference: Reference) -> list[Check]:
@@ -191,7 +166,7 @@ class Candidate:
             if reference.error is not None:
                 return [self._expect_error(reference)]
             checks = self._compare(reference, reference.gradients, "")
-            if wrong := [name for name in self.properties["settings_left"] if name in _FATAL]:
+            if wrong := [name for name in self.properties["settings_left"] if name in FATAL]:
                 self.seen["tampering"] = f"it leaves the {' and the '.join(wrong)} of the process changed"
                 checks.append(_check(reference, "settings", _failed("left", f"{' and '.join(wrong)} left changed")))
             plain = reference.case.weights in PLAIN and reference.case.inputs == "plain"
@@ -403,6 +378,7 @@ class Candidate:
                 copy.deepcopy(self.original.build(self.seed, self.original.init_inputs()))
             except Exception:  # the original cannot be copied either
                 self.properties["instances"] = ""
+        if said.startswith(("copy: ", "assign: ")):
             return []
         if said:
             self.seen["ignores_parameters"] = said
@@ -436,6 +412,10 @@ def _other_drops(drops: list[list[Any]] | None, reference: Reference) -> str:
 
 def _new_gradient(name: str, reference: Reference) -> bool:
     return name.startswith("grad:") and name not in reference.eager
+
+
+def _parameters(kinds: dict[str, str]) -> list[str]:
+    return [name for name, kind in kinds.items() if kind.endswith("parameter")]
 
 
 def _other_kinds(reference: dict[str, str], own: dict[str, str]) -> str:

@@ -25,6 +25,7 @@ from .trial import (
     ADDED,
     AFTER,
     ALL_FROZEN,
+    AUTOCAST,
     BETWEEN,
     EXPANDED,
     FROZEN,
@@ -101,6 +102,7 @@ FAMILIES: tuple[Case, ...] = (
     Case("statistics", 7, phases=("train",), use=(STATISTICS,)),
     Case("evaluation", 33, phases=("eval",), gradients=(), use=(AFTER,)),
     Case("NaN and infinity", 12, inputs="not finite", gradients=()),
+    Case("autocast", 33, use=(AUTOCAST,)),  # the last one: it may end the process, or spoil its memory
 )
 
 
@@ -137,10 +139,12 @@ def plan_cases(
     """The cases of one seed: every family under every seed or, of large models, ``shared`` out over the seeds.
 
     The first family runs under every seed; the full-size case under the first, or under all of them where arithmetic is
-    cheap (a GPU) or has been asked for.
+    cheap (a GPU) or has been asked for; autocast ends the last one.
     """
     first, *rest = families
+    last = [rest.pop()] if rest and AUTOCAST in rest[-1].use else []
     cases = [first, *(c for i, c in enumerate(rest) if not shared or i % seeds == seed_index)]
+    cases += last if seed_index == seeds - 1 else []
     if seed_index == 0 or full_everywhere:
         cases.insert(1 if shared else 3, Case("full size", full_rows, gradients=("train",)))
     return cases

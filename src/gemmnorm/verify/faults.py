@@ -15,6 +15,7 @@ from torch import Tensor
 from .candidate import Candidate, Check
 from .golden import Reference
 from .rounding import Units, unit_roundoff
+from .trial import distance
 
 __all__ = ["FAULTS", "Fault", "name_fault"]
 
@@ -49,6 +50,7 @@ FAULTS: dict[str, str] = {
 Fault = dict[str, str]  # class, sentence
 _PROBED = 24  # parameters, buffers and inputs that are varied one by one
 _NOISE = 0.6  # of an error's variance must be left beside the value itself for it to count as rounding
+_KEPT = 0.02  # of an output's norm: apart by less, it is the same but for roundings
 _INSIDE = 0.9  # of the elements of a block are wrong where a block was not computed
 
 
@@ -108,12 +110,26 @@ def _probed(candidate: Candidate, reference: Reference, failed: Sequence[Check])
     elif still:
         ignored = ", ".join(name for name in given + state if name in still)
         yield "ignores_parameters", f"its output does not follow {ignored}"
+    if outputs and (p := _unscaled(candidate, reference, outputs)):
+        yield "dropout", f"it keeps elements without the factor 1/(1 - p) of its dropout, p = {p:g}"
+        return
     for name in outputs:
         if where := _block(candidate.values[name], reference.eager[name], reference.golden[name]):
             yield "partly_computed", f"of its output only {where} is wrong, the rest is right"
     if bits := _bits(candidate.values, reference, wrong):
         which = "TF32 or float16" if bits > 9.5 else "bfloat16"
         yield "lower_precision", f"its errors are those of operands rounded to {bits:.0f} bits ({which})"
+
+
+def _unscaled(candidate: Candidate, reference: Reference, names: Sequence[str]) -> float:
+    """The probability of a dropout without whose factor the outputs are right; 0 where there is none."""
+    for _, p, _ in reference.drops or []:
+        golden = [(1 - p) * reference.golden[n] for n in names]
+        if p < 1 and all(
+            distance(reference.sampled(candidate.values)[n], g) < _KEPT for n, g in zip(names, golden, strict=True)
+        ):
+            return float(p)
+    return 0.0
 
 
 def _block(value: Tensor, eager: Tensor, golden: Tensor) -> str:

@@ -24,6 +24,7 @@ from .equality import PERIOD, Limits, pool
 from .families import Case, draw_inputs, draw_state, leading_rows, roles
 from .rounding import Arithmetic, DtypeRecorder, Kinks, Units, unit_roundoff
 from .trial import (
+    AUTOCAST,
     VOLATILE,
     Trial,
     arranged,
@@ -172,6 +173,12 @@ class Original:
     def rows(self) -> int | None:
         return leading_rows(self.inputs)
 
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of the floating-point parameters, buffers and inputs."""
+        tensors = (v for v in (*self.initial.values(), *self.inputs) if isinstance(v, Tensor))
+        return {t.dtype for t in tensors if t.is_floating_point()}
+
     def references(self, cases: Sequence[Case]) -> Iterator[Reference]:
         """The references of each case in turn, training before evaluation."""
         state: dict[str, Tensor] = {}
@@ -255,7 +262,7 @@ class Original:
             return reference
         kinks = Kinks("record")
         reference.golden = self._golden_run(reference, kinks)
-        noise = _Noise(_units(dtypes, self.device), kinks)
+        noise = _Noise(_units(dtypes, self.device, reference.case.use), kinks)
         self._draw(reference, noise, _FIRST_DRAWS)
         reference.limits = {name: Limits(_CAUTION * spread) for name, spread in noise.spreads().items()}
 
@@ -389,12 +396,17 @@ def _copies(inputs: Sequence[Any], *, double: bool = False) -> list[Any]:
     return [copy(value) for value in inputs]
 
 
-def _units(dtypes: set[torch.dtype], device: torch.device) -> Units:
-    """The precision of a chain: the coarsest dtype it stores, accumulated in float32 (float64 for float64)."""
+def _units(dtypes: set[torch.dtype], device: torch.device, use: Sequence[str] = ()) -> Units:
+    """The precision of a chain: the coarsest dtype it stores, accumulated in float32 (float64 for float64).
+
+    Under autocast both operands of every product are rounded to bfloat16 first, which casts nothing in float64.
+    """
     if not dtypes or dtypes == {torch.float64}:
         return Units(2.0**-52, 2.0**-52)  # the golden run rounds as well
     coarsest = max(dtypes, key=unit_roundoff)
     grid = coarsest if coarsest in (torch.float16, torch.bfloat16) else None
     rounded = 2.0**-11 if device.type == "cuda" and torch.float32 in dtypes else 0.0
     operand, convolved = rounded * tf32_allowed(), rounded * tf32_allowed_to_convolutions()
+    if AUTOCAST in use and torch.bfloat16 in dtypes:
+        operand = convolved = unit_roundoff(torch.bfloat16)
     return Units(unit_roundoff(coarsest), unit_roundoff(torch.float32), operand, convolved, grid)

@@ -12,6 +12,7 @@ from ..userfiles import BareProcessError, ModelFile, ModelFileError, how_it_died
 from .candidate import Candidate, Check, Local, Side
 from .faults import Fault, name_fault
 from .golden import Reference
+from .reported import property_of
 
 __all__ = ["judge"]
 
@@ -66,6 +67,8 @@ class _Found:
                 where["left_s"] = (time.monotonic() - begin) / done * (total - done)
             progress({"stage": "candidate", "done": done, "total": total, **where})
             self.models_turn = False
+            if property_of(reference):  # its process may end there, and that is no fault
+                self._look_for_patches()
             if not self._next(original, reference) and not to_the_end:
                 break
             if self.candidate is None or self.candidate.mismatch or "CUDA error" in self.trouble:
@@ -74,6 +77,11 @@ class _Found:
             self.models_turn = True
         if self.candidate is None:
             raise ValueError("judge: no references given")
+        self._look_for_patches()
+
+    def _look_for_patches(self) -> None:
+        if self.candidate is not None and self.candidate.gone:
+            return
         if patched := self.side.call("patched"):
             self.fault = {"class": "tampering", "sentence": f"it replaces {', '.join(patched)}"}
 

@@ -14,7 +14,8 @@ Three things are more than one relative rounding:
   root of the sum of its squared partial sums; that is u·‖x‖‖w‖ for terms of random sign and u·√K·|a| for terms of
   one sign.  Implementations that add in blocks stay below both.
 - a column sum or mean over n rows: 4·u·n·rms for the sum (runs of up to about 48 rows in sequence, then a tree); in the
-  backward of LayerNorm and GroupNorm √(3n)·u·n·rms (all rows in sequence, and equal rows round alike).
+  backward of LayerNorm and GroupNorm √(3n)·u·n·rms (all rows in sequence, and equal rows round alike), and in every sum
+  of equal addends: what one backward of `y.sum()` adds up.
 - BatchNorm, ``addmm`` and other fused operations: decomposed, so that the roundings happen inside.  What is as
   large as the result may be stored on the way (a product, a centred tensor) and is rounded like a result; what
   is one number per feature stays at the accumulator's precision.  On the CPU PyTorch saves a 16-bit BatchNorm's mean
@@ -46,6 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["Arithmetic", "DtypeRecorder", "Kinks", "Units", "unit_roundoff"]
 
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
+_EQUAL = 8.0  # roundings by which addends differ that are equal but for those
 _SUM_RUN = 4.0  # sums of n rows: 4·u·n·rms, the square root of a third of 48 rows added in sequence
 
 
@@ -178,8 +180,8 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mean = outputs[-1]
             count = inputs[0].numel() / max(1, mean.numel())
             rms = _reduced_rms(inputs[0], mean, args)
-            run = max(_SUM_RUN, math.sqrt(3 * count)) if self._fused in _SEQUENTIAL else _SUM_RUN
-            self._add(mean, rms * (run * self.units.accumulate * (count if name == "sum" else 1.0)))
+            error = rms * (self.units.accumulate * (count if name == "sum" else 1.0))
+            self._add(mean, error * self._run(inputs[0], mean, args, count))
             for variance in outputs[:-1]:  # and the square of the mean's own error: the variance of constant columns
                 self._relative(variance, _SUM_RUN * self.units.accumulate)
                 variance.add_((rms.reshape(variance.shape) * (_SUM_RUN * self.units.accumulate)).square_())
@@ -194,6 +196,18 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._relative(output, self.units.accumulate)
             else:
                 self._store(output)
+
+    def _run(self, source: Tensor, result: Tensor, args: tuple[Any, ...], count: float) -> Tensor | float:
+        """How many u·rms a mean over ``count`` rows errs by: more where these are added in sequence and round alike."""
+        assert self.units is not None
+        alike = max(_SUM_RUN, math.sqrt(3 * count))
+        if self._fused in _SEQUENTIAL or alike == _SUM_RUN or not source.is_floating_point():
+            return alike
+        dims = _reduced(args)
+        over = () if dims is None else dims
+        high, low = source.amax(over, keepdim=True), source.amin(over, keepdim=True)
+        equal = high - low <= _EQUAL * self.units.storage * torch.maximum(high.abs(), low.abs())
+        return torch.where(equal.reshape(result.shape), alike, _SUM_RUN)
 
     def _product_error(self, product: Tensor, left: Tensor, right: Tensor) -> Tensor:
         assert self.units is not None
@@ -387,10 +401,15 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 def _reduced_rms(source: Tensor, result: Tensor, args: tuple[Any, ...]) -> Tensor:
     """Root mean square of ``source`` over the dimensions that the reduction removed, in the result's shape."""
-    dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple, int)) else None
-    if dims is None or dims == [] or not source.is_floating_point():
+    dims = _reduced(args)
+    if dims is None or not source.is_floating_point():
         return _rms(source).expand(result.shape)
     return source.square().mean(dims, keepdim=True).sqrt().reshape(result.shape)
+
+
+def _reduced(args: tuple[Any, ...]) -> Any:
+    """The dimensions that a reduction removes; None for all."""
+    return args[1] if len(args) > 1 and isinstance(args[1], (list, tuple, int)) and args[1] != [] else None
 
 
 def _rms(source: Tensor) -> Tensor:

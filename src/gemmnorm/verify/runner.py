@@ -205,7 +205,8 @@ class Runner:
         """What goes wrong with a second instance beside the model, and with a copy of it; empty if nothing does.
 
         Another instance takes over other weights, and so do the model, in evaluation, and a copy: all must agree, and
-        leave each other alone.  A copy that raises is told as "copy: ...", since the original's may do so too.
+        leave each other alone.  A copy that raises is told as "copy: ...", since the original's may do so too, and
+        parameters that `load_state_dict(assign=True)` exchanges and that it does not follow as "assign: ...".
         """
         if sum(v.numel() for v in self._state.values()) > _COPIED:
             return ""
@@ -234,12 +235,24 @@ class Runner:
             if _any_far(self._forward(inputs), expected):
                 return "a copy by copy.deepcopy does not follow its own weights"
             self.model = model
-            return (
-                "it follows the weights of another instance or copy" if _any_far(self._forward(inputs), before) else ""
-            )
+            if _any_far(self._forward(inputs), before):
+                return "it follows the weights of another instance or copy"
+            self.model = other
+            return self._exchanged(inputs, shifted, expected)
         finally:
             self.model = model
             load_in_place(model, self._state)
+
+    def _exchanged(self, inputs: list[Any], state: dict[str, Tensor], expected: list[Tensor]) -> str:
+        """Whether the model does not follow parameters that others are put in place of; a loader of its own may not."""
+        load_in_place(self.model, self._state)
+        self._forward(inputs)
+        try:
+            self.model.load_state_dict({n: v.clone() for n, v in state.items()}, strict=True, assign=True)
+        except TypeError:
+            return ""
+        stale = _any_far(self._forward(inputs), expected)
+        return "assign: it does not follow parameters that load_state_dict(assign=True) exchanges" if stale else ""
 
     @staticmethod
     def _shifted(value: Tensor) -> Tensor:
@@ -309,7 +322,7 @@ class Runner:
         return any(_far(a, b) and not _far(c, b) for a, b, c in zip(at_once, waited, again, strict=True))
 
     def dropped(self) -> bool:
-        """Whether a dropout that is switched off would have dropped something."""
+        """Whether a dropout, which keeps every element, would have dropped something."""
         return bool(self.dropout[1])
 
     def patched(self) -> list[str]:

@@ -53,6 +53,7 @@ DOUBLED = "gradients added to others, for twice the cotangents"  # the same by o
 WRITTEN = "output written to before the backward"
 BETWEEN = "another call before the backward"
 AFTER = "after training"
+AUTOCAST = "autocast around the model"  # in bfloat16, as in training with mixed precision
 
 _SMALL = 2.0**-20
 VOLATILE = "a buffer outside the state_dict"
@@ -65,7 +66,7 @@ class Trial:
     state    names of the values that are parameters' or buffers'; changed: those that the call changed
     spoiled  the backward wrote into the gradients that it was given
     left     settings of the process that the call left changed
-    drops    [kind, probability, elements] of the dropouts that are switched off; None where they cannot be seen
+    drops    [kind, probability, elements] of the dropouts, which keep every element; None where they cannot be seen
     """
 
     values: dict[str, Tensor]
@@ -118,7 +119,7 @@ def run_trial(
                     set_mode(model, training)
                 if backward and {ADDED, DOUBLED} & {*use}:
                     _give_gradients(model)
-                with would_drop() as counter:
+                with would_drop() as counter, _autocast(model, leaves, use):
                     output = take_apart(model(*map(_given, leaves)))
                 left = ["grad mode"] if torch.is_grad_enabled() != backward else []
                 torch.set_grad_enabled(backward)
@@ -224,6 +225,14 @@ def _give_gradients(model: nn.Module) -> None:
             parameter.grad = torch.ones_like(parameter)
 
 
+def _autocast(model: nn.Module, leaves: Sequence[Any], use: Sequence[str]) -> AbstractContextManager[Any]:
+    """What a program has around the forward alone; float64 passes through it as it is."""
+    if AUTOCAST not in use:
+        return contextlib.nullcontext()
+    tensors = (v for v in (*leaves, *model.parameters()) if isinstance(v, Tensor))
+    return torch.autocast(next((t.device.type for t in tensors), "cpu"), torch.bfloat16)
+
+
 def _half(value: Any) -> Any:
     """Other contents of the same kind, for calls whose results nobody looks at."""
     if not isinstance(value, Tensor):
@@ -233,10 +242,10 @@ def _half(value: Any) -> Any:
 
 
 def _train_before(model: nn.Module, leaves: Sequence[Any]) -> None:
-    """Evaluation, a training step with its backward, and a training call without one."""
+    """Evaluation in inference mode, a training step with its backward, and a training call without one."""
     for training, backward in ((False, False), (True, True), (True, False)):
         set_mode(model, training)
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward), torch.inference_mode(not training):
             outputs = take_apart(model(*map(_half, leaves))).tensors
             if roots := [y for y in outputs if y.requires_grad and backward]:
                 torch.autograd.backward(roots, [torch.ones_like(y) for y in roots])
@@ -322,6 +331,7 @@ def settings() -> dict[str, Any]:
     return {
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
+        "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
         "precision of float32 products": _precisions(),
         "number of threads": torch.get_num_threads(),
         "deterministic algorithms": (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic),
