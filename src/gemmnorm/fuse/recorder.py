@@ -6,6 +6,7 @@ import copy
 import enum
 import functools
 import inspect
+import operator
 import re
 import sys
 import threading
@@ -34,8 +35,8 @@ from .outside import (
 from .scanning import CONTAINERS, Scan, Untraceable, content, is_bound, is_own
 from .scanning import is_of_users as is_of_user
 from .structure import as_written, forward_of, original_class
-from .values import Method, counted, is_a_value, is_known, is_named, may_change, plain_of
-from .watching import by_us, function_of
+from .values import Method, counted, is_a_value, is_known, is_named, may_change, names_asked, plain_of
+from .watching import by_us, by_way_of_python, function_of
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 _FEW = 16  # values, to be written down
@@ -55,9 +56,12 @@ class Recorder:
     Both work by replacing methods of `nn.Module`, as `torch.fx` itself does while it traces.
     """
 
-    def __init__(self, owner: nn.Module, tracer: Any, whole: Container[str], scan: Scan) -> None:
-        """`whole`: methods of `owner` that stay calls; `scan` reads what `forward` turns out to call."""
-        self.owner, self.tracer, self.whole, self.scan = owner, tracer, whole, scan
+    def __init__(self, owner: nn.Module, training: bool, tracer: Any, whole: Container[str], scan: Scan) -> None:
+        """`training`: the mode that the owner says it is in.
+
+        `whole`: methods of `owner` that stay calls; `scan` reads what `forward` turns out to call.
+        """
+        self.owner, self.training, self.tracer, self.whole, self.scan = owner, training, tracer, whole, scan
         self.paths = {id(module): path for path, module in owner.named_modules()}
         self.attributes: list[tuple[str, str, Any]] = []
         held: tuple[Any, ...] = (vars(owner), owner._buffers, owner._parameters, owner._modules)
@@ -82,6 +86,8 @@ class Recorder:
         def getattribute(module: nn.Module, name: str) -> Any:
             if module is recorder.owner and name in recorder.whole and recorder.watches(module):
                 return recorder.call_of(name)
+            if name == "training" and module is recorder.owner and recorder.watches(module):
+                return recorder.training  # other threads run the model in its own mode meanwhile
             try:
                 value = object.__getattribute__(module, name)
             except AttributeError:
@@ -90,6 +96,8 @@ class Recorder:
                 raise
             if name == "__class__" and recorder.watches(module) and by_a_user(sys._getframe(1)):
                 recorder.relate_class(module)
+            if name == "__dict__" and recorder.watches(module) and by_way_of_python(sys._getframe(1)):
+                raise Untraceable("reads attributes of a module from its __dict__")
             if name.startswith("__"):
                 return value
             if not recorder.watches(module):
@@ -368,6 +376,8 @@ class Recorder:
         self, text: str, value: Any, inside: tuple[int, ...], defined: bool
     ) -> Iterator[tuple[str, Any]]:
         """Those of a function by its identity; of what a copy of the owner has a copy of, by what it consists of."""
+        if isinstance(value, (operator.attrgetter, operator.methodcaller)):
+            self.scan.names.update(names_asked(value))
         names: tuple[str, ...] = ()
         if is_bound(value):
             function = "__func__" if isinstance(value, types.MethodType) else "__name__"
