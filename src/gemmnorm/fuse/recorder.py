@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from . import effects, guards
-from .comparing import Absent, Equal, IsInstance, Kept, Keys, Length, Names, OfClass, Same, Without
+from .comparing import Absent, Compared, Equal, IsInstance, Kept, Keys, Length, Names, OfClass, Same, Without
 from .guards import IN_PLACE
 from .keeping import Keeper, items_of
 from .outside import (
@@ -34,20 +34,15 @@ from .outside import (
 )
 from .scanning import CONTAINERS, Scan, Untraceable, content, is_bound, is_own
 from .scanning import is_of_users as is_of_user
-from .structure import as_written, forward_of, original_class
+from .structure import compared_attributes, is_in_a_list, original_class
 from .values import Method, counted, is_a_value, is_known, is_named, may_change, names_asked, plain_of
-from .watching import by_us, by_way_of_python, function_of
+from .watching import by_a_user, by_us, by_way_of_python, function_of
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 _FEW = 16  # values, to be written down
 _DEEP = 16  # configurations inside of each other
 _HANDED = "hands a list, a dictionary or an object to what may change it, and needs it again"
 _MANY, _FAR = 400, 20_000  # conditions, values to look at for them
-
-
-def by_a_user(frame: types.FrameType) -> bool:
-    """Code of a user's runs in `frame`."""
-    return is_of_user(frame.f_code.co_filename)
 
 
 class Recorder:
@@ -129,14 +124,26 @@ class Recorder:
                 recorder.tracer.made[id(module)] = module
             plain_init(module, *args, **kwargs)
 
+        def equal(module: nn.Module, other: object) -> Any:
+            if isinstance(other, nn.Module) and recorder.is_asked(sys._getframe(1)):
+                recorder.relate_identity(module, other)
+            return object.__eq__(module, other)
+
+        def hashed(module: nn.Module) -> int:
+            if recorder.watches(module) and by_way_of_python(sys._getframe(1)):
+                raise Untraceable("looks a module up in a set or dictionary")
+            return object.__hash__(module)
+
         self.plain_setattr, self.plain_init = plain_setattr, plain_init
         nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
+        nn.Module.__eq__ = equal  # type: ignore[method-assign, assignment]
+        nn.Module.__hash__ = hashed  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = setattribute  # type: ignore[method-assign, assignment]
         nn.Module.__init__ = initialise  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        del nn.Module.__getattribute__
+        del nn.Module.__getattribute__, nn.Module.__eq__, nn.Module.__hash__
         nn.Module.__setattr__ = self.plain_setattr  # type: ignore[method-assign]
         nn.Module.__init__ = self.plain_init  # type: ignore[method-assign]
 
@@ -156,7 +163,7 @@ class Recorder:
         path, names = self.paths[id(module)], tuple(name for name, value in held.items() if value is not None)
         self.keeper.watch(held)
         if kind == "_modules":
-            if not self.is_in_a_list(path):
+            if not is_in_a_list(self.owner, path):
                 positions = tuple(map(str, range(len(held))))
                 listed = isinstance(module, (nn.Sequential, nn.ModuleList)) and names == positions
                 self.relate(path, Length(len(names))) if listed else self.note_value(path, kind, Names(names))
@@ -166,17 +173,21 @@ class Recorder:
         self.keeper.watch(given)
         return given
 
-    def is_in_a_list(self, path: str) -> bool:
-        """Its children are among what `analysis.child_names` has of the owner."""
-        above = path.split(".") if path else []
-        modules = [self.owner.get_submodule(".".join(above[: i + 1])) for i in range(len(above))]
-        return all(isinstance(m, (nn.ModuleList, nn.ModuleDict)) for m in modules)
-
     def relate(self, path: str, value: Any) -> None:
         if (path, value) not in self.relations:
             self.relations.append((path, value))
-            self.hold(*(value.classes if isinstance(value, IsInstance) else ()))
-            self.hold(*((value.cls,) if isinstance(value, OfClass) else ()))
+            of_one = (value.cls,) if isinstance(value, OfClass) else ()
+            self.hold(*(value.classes if isinstance(value, IsInstance) else of_one))
+
+    def is_asked(self, frame: types.FrameType) -> bool:
+        return threading.get_ident() == self.thread and by_way_of_python(frame)
+
+    def relate_identity(self, module: nn.Module, other: nn.Module) -> None:
+        """A user's code has asked whether two modules are the same."""
+        path, other_path = (self.paths.get(id(m)) for m in (module, other))
+        if path is None or other_path is None:
+            raise Untraceable("compares a module with one that is none of its own")
+        self.relate(path, Compared((), "is", other_path, (), module is other))
 
     def relate_class(self, module: nn.Module) -> None:
         """What was asked of a descendant its class decides: it may be of another later."""
@@ -437,6 +448,8 @@ class Recorder:
         for definition in (*filter(is_of_users, self.scan.classes), *self.scan.functions):
             self.keeper.watch_definition(definition)
         self.note_globals()
+        for found in compared_attributes(self.owner, self.scan.compared):
+            self.relate("", found)
 
     def note_globals(self) -> None:
         """What `forward`, and what it calls, may read of modules' globals, closures and the owner's class."""
@@ -483,14 +496,3 @@ class Recorder:
         plain = [v.value if isinstance(v, Equal) else v for v in values if callable(v) or isinstance(v, Equal)]
         self.namespaces |= {known_as(v): v for v in plain if v is not Absent and path_of(v) is None}
         self.namespaces |= {v.name: v.value for v in values if isinstance(v, Kept)}
-
-    def defined(self) -> tuple[tuple[Any, str, Any], ...]:
-        """(module or class, name, function) of the functions that were read and are found there by that name."""
-        found = [(as_written(self.scan.owner), "forward", forward_of(self.scan.owner))]
-        found += self.helpers
-        for holder, name in self.scan.globals:
-            if isinstance(holder, dict) and "-packages" not in str(holder.get("__file__")):
-                function = holder.get(name)
-                if isinstance(function, types.FunctionType) and function in self.scan.functions:
-                    found.append((namespace_of(holder)[1], name, function))
-        return tuple(dict.fromkeys(found))

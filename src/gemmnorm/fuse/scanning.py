@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import os
+import re
 import sys
 import sysconfig
 import textwrap
@@ -39,6 +40,7 @@ _CONTEXTS |= {"record_function", "nullcontext", "catch_warnings", "save_on_cpu"}
 _CATCHES = {"CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"}
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _OF_TENSORS = (torch.dtype, torch.layout, torch.memory_format)
+_SIGNS = {"COMPARE_OP": ("", ""), "IS_OP": ("is", "is not"), "CONTAINS_OP": ("in", "not in")}
 _INTROSPECTION = {
     "type": "asks for the type of a value",
     "globals": "reads variables by globals()",
@@ -89,6 +91,7 @@ class Scan:
         methods: those of the owner whose names occur.
         loads: the line where something of that name is read.
         stores: the line where an attribute of that name is assigned.
+        compared: (names, sign, names) where two attributes of the owner, or attributes of those, are compared.
         bypassing: the byte code that reads attributes by `object.__getattribute__`.
         own: the byte code of the owner's methods, whose first parameter is the owner.
     """
@@ -117,6 +120,7 @@ class Scan:
         self.methods: dict[str, Any] = {}
         self.loads: dict[str, int] = {}
         self.stores: dict[str, int] = {}
+        self.compared: set[tuple[tuple[str, ...], str, tuple[str, ...]]] = set()
         self.bypassing: set[types.CodeType] = set()
         self.own = {self.forward, *(f.__code__ for f in methods_of(owner))}
         self.follow(forward)
@@ -199,6 +203,8 @@ class Scan:
                 self._refuse_identity(code, [*before, instruction], cells, line)
             elif "JUMP" in name and "NONE" in name:
                 self._note_test(code, before, passed)
+            if name in _SIGNS:
+                self._note_comparison(code, instruction, before)
             if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
                 if value in _INTROSPECTION and not self.lenient:
                     raise Untraceable(_INTROSPECTION[value])
@@ -314,6 +320,20 @@ class Scan:
             rest = rest[:start]
             if of_torch or not known or any(i.is_jump_target for i in before[start + 1 :]):
                 raise Untraceable(f"compares by identity (line {line}); == can be recorded")
+
+    def _note_comparison(self, code: types.CodeType, how: dis.Instruction, before: list[dis.Instruction]) -> None:
+        """Two attributes of the owner, or what they have, are compared: `self.a == self.b`, `self.a is self.b`."""
+        sides: list[tuple[str, ...]] = []
+        for _ in range(2):
+            start = before.index(_base(before)) if any(i.opname not in _ATTRIBUTES for i in before) else 0
+            if not before or not self._is_of_owner(code, before):
+                return
+            sides.append(tuple(str(i.argval) for i in before[start + 1 :]))
+            before = before[:start]
+        text = how.argrepr if how.opname == "COMPARE_OP" else _SIGNS[how.opname][bool(how.argval)]
+        sign = re.sub(r"bool\((.*)\)", r"\1", text)
+        if sign in ("==", "!=", "is", "is not", "in", "not in"):
+            self.compared.add((sides[1], sign, sides[0]))
 
     def _is_of_owner(self, code: types.CodeType, before: list[dis.Instruction]) -> bool:
         """`before` ends with `self.…`, in a method of the owner or in a function inside of one."""

@@ -272,6 +272,8 @@ def _only_of_values(name: str, reason: str) -> Callable[..., Any]:
         if _asked(value):
             raise Raised(reason)
         if issubclass(type(value), nn.Module) and not _inside(2):
+            if name == "id":
+                raise Untraceable("asks for the identity of a module")
             _here.tracer.recorder.relate_class(value)
         return plain(value, *rest)
 

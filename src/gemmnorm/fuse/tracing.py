@@ -32,7 +32,7 @@ from .parameters import VARIADIC, by_position, is_input, is_mapping, parameters_
 from .recorder import Recorder
 from .scanning import ANY, Raised, Scan, Untraceable, finds_itself, in_a_line, is_of_users
 from .stand_ins import MAPPING, StandIn, honest
-from .structure import aliases, forward_of, original_class
+from .structure import aliases, defined, forward_of, original_class
 from .watching import Watch, forget_frames, take_back
 
 _NUMBERS = (int, float)
@@ -209,7 +209,7 @@ def _record(
         namespaces=recorder.namespaces,
         tests_values=scan.tests_values,
         booleans=frozenset(scan.booleans),
-        definitions=recorder.defined(),
+        definitions=defined(scan, recorder.helpers),
         functions=tuple(scan.functions),
         methods=tuple((name, f) for name, f in scan.methods.items() if name not in owner.__dict__),
         tested_attributes=frozenset(scan.tested_attributes),

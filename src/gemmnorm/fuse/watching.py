@@ -276,6 +276,11 @@ def by_us(frame: types.FrameType | None) -> bool:
     return frame is None or frame.f_code.co_filename.startswith(_OURS)
 
 
+def by_a_user(frame: types.FrameType) -> bool:
+    """Code of a user's runs in `frame`."""
+    return is_of_users(frame.f_code.co_filename)
+
+
 def by_way_of_python(frame: types.FrameType | None) -> bool:
     """Who asks, by way of Python's library or not, is code of a user's."""
     while frame is not None:
