@@ -94,6 +94,22 @@ def test_an_attribute_in_another_way(forward: Callable[..., Any]) -> None:
     test_an_attribute_by_a_computed_name(forward)
 
 
+def how_many(self: Any, x: Tensor) -> Tensor:
+    return h(self, x) * len(vars(self.settings))
+
+
+def whether(self: Any, x: Tensor) -> Tensor:
+    return h(self, x) * (2 if "late" in dir(self.settings) else 1)
+
+
+@pytest.mark.parametrize("forward", [how_many, whether])
+def test_an_attribute_that_comes_later(forward: Callable[..., Any]) -> None:
+    fused = gemmnorm.fuse(Written(forward, settings=Settings()).double())
+    before = fused(X)
+    fused.settings.late = 1
+    assert torch.equal(fused(X), 2 * before)
+
+
 @pytest.mark.parametrize("forward", UNSEEN.values(), ids=UNSEEN)
 def test_an_attribute_of_a_module_in_a_way_that_nobody_sees(forward: Callable[..., Any]) -> None:
     model = Written(forward).eval()

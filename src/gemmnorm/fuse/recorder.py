@@ -39,8 +39,7 @@ from .values import Method, counted, is_a_value, is_known, is_named, may_change,
 from .watching import by_a_user, by_us, by_way_of_python, function_of
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
-_FEW = 16  # values, to be written down
-_DEEP = 16  # configurations inside of each other
+_FEW, _DEEP = 16, 16  # values to be written down, configurations inside of each other
 _HANDED = "hands a list, a dictionary or an object to what may change it, and needs it again"
 _MANY, _FAR = 400, 20_000  # conditions, values to look at for them
 
@@ -406,6 +405,8 @@ class Recorder:
         of_its_own = not isinstance(value, (type, types.FunctionType))
         if of_its_own:
             self.keeper.watch_attributes(value)
+            if hasattr(value, "__dict__") and self.scan.names & {"vars", "dir", "__dict__"}:
+                yield f"{text}.__dict__", Keys(tuple(vars(value)))
         there = {name for name in names_of(value) if not name.startswith("__") or name == "__class__"}
         names = self.scan.names & there
         if self.scan.computes_names and of_its_own:
