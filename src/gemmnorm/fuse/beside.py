@@ -116,7 +116,7 @@ def compiled_calls_wait() -> Iterator[None]:
 @functools.cache
 def _have_skipped(skip: Callable[[types.CodeType], None]) -> None:
     """Dynamo leaves alone what takes the place of others' functions: in another thread it would compile that."""
-    for name in ("recorder", "stand_ins", "functions", "scanning", "tracing"):
+    for name in ("recorder", "stand_ins", "functions", "scanning", "tracing", "watching"):
         held = vars(sys.modules[f"{__package__}.{name}"]).values()
         classes = (value for value in held if isinstance(value, type) and value.__module__.startswith(str(__package__)))
         found = itertools.chain(held, *(vars(cls).values() for cls in classes))

@@ -36,7 +36,7 @@ from .scanning import CONTAINERS, Scan, Untraceable, content, is_bound, is_own
 from .scanning import is_of_users as is_of_user
 from .structure import compared_attributes, is_in_a_list, original_class
 from .values import Method, counted, is_a_value, is_known, is_named, may_change, names_asked, plain_of
-from .watching import by_a_user, by_us, by_way_of_python, function_of
+from .watching import by_a_user, by_us, by_way_of_python, comparisons_of, function_of
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 _FEW, _DEEP = 16, 16  # values to be written down, configurations inside of each other
@@ -123,20 +123,9 @@ class Recorder:
                 recorder.tracer.made[id(module)] = module
             plain_init(module, *args, **kwargs)
 
-        def equal(module: nn.Module, other: object) -> Any:
-            if isinstance(other, nn.Module) and recorder.is_asked(sys._getframe(1)):
-                recorder.relate_identity(module, other)
-            return object.__eq__(module, other)
-
-        def hashed(module: nn.Module) -> int:
-            if recorder.watches(module) and by_way_of_python(sys._getframe(1)):
-                raise Untraceable("looks a module up in a set or dictionary")
-            return object.__hash__(module)
-
         self.plain_setattr, self.plain_init = plain_setattr, plain_init
         nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
-        nn.Module.__eq__ = equal  # type: ignore[method-assign, assignment]
-        nn.Module.__hash__ = hashed  # type: ignore[method-assign, assignment]
+        nn.Module.__eq__, nn.Module.__hash__ = comparisons_of(self)  # type: ignore[method-assign]
         nn.Module.__setattr__ = setattribute  # type: ignore[method-assign, assignment]
         nn.Module.__init__ = initialise  # type: ignore[method-assign, assignment]
         return self

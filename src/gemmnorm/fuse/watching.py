@@ -291,6 +291,22 @@ def by_way_of_python(frame: types.FrameType | None) -> bool:
     return False
 
 
+def comparisons_of(recorder: Any) -> tuple[Any, Any]:
+    """`__eq__` and `__hash__` of modules, of which `recorder` hears."""
+
+    def equal(module: nn.Module, other: object) -> Any:
+        if isinstance(other, nn.Module) and recorder.is_asked(sys._getframe(1)):
+            recorder.relate_identity(module, other)
+        return object.__eq__(module, other)
+
+    def hashed(module: nn.Module) -> int:
+        if recorder.watches(module) and by_way_of_python(sys._getframe(1)):
+            raise Untraceable("looks a module up in a set or dictionary")
+        return object.__hash__(module)
+
+    return equal, hashed
+
+
 def _first(frame: types.FrameType) -> Any:
     """The first argument of what runs in `frame`, such as `self`."""
     code = frame.f_code
