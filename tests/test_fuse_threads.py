@@ -16,7 +16,8 @@ from support import twin
 from torch import Tensor, fx, nn
 
 import gemmnorm
-from gemmnorm.fuse import held, stand_ins
+from gemmnorm.fuse import stand_ins
+from gemmnorm.fuse.beside import LOCK
 
 X = torch.randn(5, FEATURES)
 
@@ -167,10 +168,107 @@ def test_an_import_of_dynamo_in_another_thread_waits() -> None:
         seen.append(type(builtins.len) is type(builtins.abs))
 
     thread = threading.Thread(target=look_up)
-    with held.LOCK, stand_ins.honest(fx.Tracer()):
+    with LOCK, stand_ins.honest(fx.Tracer()):
         thread.start()
         assert began.wait(10)
         thread.join(0.1)
         assert not seen
     thread.join()
     assert seen == [True]
+
+
+# --- models that run, or are compiled, in another thread -------------------------------------------------------------
+
+
+def test_other_threads_compile() -> None:
+    def compile_anew() -> None:
+        torch._dynamo.reset()
+        model = Residual().eval()
+        torch.testing.assert_close(torch.compile(model, backend="eager")(X), model(X))
+
+    beside(compile_anew, lambda: torch.compile(Residual().eval(), backend="eager")(X))
+
+
+def measured(self: Any, x: Tensor) -> Tensor:
+    return self.bn(self.gemm(x)) * len(x.shape) if isinstance(x, Tensor) else x  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fuse", [lambda m: m, gemmnorm.fuse], ids=["plain", "fused"])
+def test_what_another_thread_has_compiled_runs_as_it_is(fuse: Callable[[Any], Any]) -> None:
+    """Neither does it raise, nor is it compiled again: `len` and others are replaced only while it waits."""
+    torch._dynamo.reset()
+    graphs: list[fx.GraphModule] = []
+
+    def keep(graph: fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = fuse(Written(measured).eval())
+    compiled, begun = torch.compile(model, backend=keep, fullgraph=True), threading.Event()
+    compiled(X)
+
+    def call() -> None:
+        torch.testing.assert_close(compiled(X), model(X))
+        begun.set()
+
+    def record() -> None:
+        assert begun.wait(60)
+        for _ in range(3):
+            assert gemmnorm.fuse_report(Written(plain)).matches
+
+    sys.setswitchinterval(5e-3)  # a call that has begun when a recording begins is compiled again
+    done = threading.Event()
+    found = at_once(lambda: (record(), done.set()), lambda: until(done, call))
+    assert found[0] == (None, None) and isinstance(found[1], int), found
+    assert len(graphs) <= 3
+
+
+def test_a_model_that_another_thread_runs_stays_in_its_mode() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.bn(self.gemm(x))
+        return y + 1 if self.training else y - 1  # type: ignore[no-any-return]
+
+    model, done, seen = Written(forward).eval(), threading.Event(), set()
+    expected = model(X)
+
+    def call() -> None:
+        seen.add(model.training)
+        assert torch.equal(model(X), expected)
+
+    def record() -> None:
+        try:
+            for _ in range(10):
+                (match,) = gemmnorm.fuse_report(model).matches
+                assert not match.fused
+        finally:
+            done.set()
+
+    found = at_once(record, lambda: until(done, call))
+    assert found[0] is None and isinstance(found[1], int), found
+    assert seen == {False}
+
+
+def test_another_thread_assigns_methods_of_an_autograd_function() -> None:
+    """As PyTorch does where it imports `torch.distributed.tensor`."""
+
+    def define() -> None:
+        cls: Any = type("Doubled", (torch.autograd.Function,), {})
+        cls.forward = staticmethod(lambda ctx, x: x * 2)
+        assert torch.equal(cls.apply(X), X * 2)
+
+    beside(define)
+
+
+def test_one_that_is_recorded_is_refused() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        Doubled.forward = staticmethod(lambda ctx, x: x * 3)
+        return self.bn(self.gemm(Doubled.apply(x)))  # type: ignore[no-any-return]
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+    (refusal,) = gemmnorm.fuse_report(Written(forward)).refusals
+    assert "assigns forward of an autograd.Function" in refusal.reason
+    assert torch.equal(Doubled.apply(X), X * 2)

@@ -4,6 +4,7 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 
 - `tracing.py`   records the `forward` of one owner, and refuses what a recording would get wrong
 - `scanning.py`  what misleads a recording, in the byte code
+- `instructions.py` what single instructions of that do
 - `watching.py`  the same for what is found only when it is called; questions, tensors, what is left behind
 - `observing.py` which values are compared with None meanwhile
 - `stand_ins.py` what takes the place of tensors meanwhile, and answers what code asks of it
@@ -15,7 +16,8 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 - `values.py`    kinds of values that it tells apart
 - `comparing.py` what it has read, as conditions
 - `structure.py` what the modules below the owner are like, likewise
-- `held.py`      what stays as it is meanwhile: a mode, random states
+- `held.py`      what stays as it is meanwhile: random states
+- `beside.py`    other threads meanwhile
 - `guards.py`    decisions by what inputs are, as conditions under which a recording holds
 - `outside.py`   globals, closures, functions, configurations that a `forward` reads
 - `optional.py`  comparisons with None, likewise

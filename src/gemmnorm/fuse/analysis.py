@@ -15,7 +15,8 @@ from torch import fx, nn
 
 from .. import children
 from ..errors import GemmNormTypeError
-from . import comparing, giving, guards, held, lines, matching, optional, outside, spanning, structure, tracing, writing
+from . import comparing, giving, guards, lines, matching, optional, outside, spanning, structure, tracing, writing
+from .beside import recording_alone
 from .matching import Chain, Refusal
 from .scanning import Untraceable, in_a_line
 from .structure import Assumed, assume, assume_between, child_names, is_owner, original_class
@@ -126,7 +127,7 @@ class OwnerPlan:
         return replace(self, forms=forms)
 
 
-@held.one_at_a_time
+@recording_alone
 def analyse(model: nn.Module, only_plain: bool = False) -> list[OwnerPlan]:
     """A plan for each module of `model` that has a chain or a refusal, outermost first. Changes nothing.
 
@@ -214,7 +215,7 @@ class Records:
         return id(owner) not in self.called and any(id(module) in self.called for module in inner)
 
 
-@held.one_at_a_time
+@recording_alone
 def plan_of(owner: nn.Module, path: str = "", records: Records | None = None) -> OwnerPlan:
     """The plan of one module alone, with neither chains nor refusals where there is nothing to say."""
     original = original_class(owner)

@@ -33,8 +33,8 @@ from ..chain import ChainCall
 from ..errors import GemmNormRuntimeError, GemmNormWarning
 from ..runtime.traced import traced_as_constant
 from .analysis import OwnerPlan, analyse, check_is_module, plan_of
+from .beside import one_at_a_time
 from .comparing import KEPT
-from .held import one_at_a_time
 from .structure import forward_of, is_as_recorded, is_as_written, original_class
 from .tracing import is_replaced
 from .writing import forwarded, signature

@@ -80,6 +80,17 @@ class Same:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """How an attribute of a module, or the module, compares with one of the module at `path`."""
+
+    names: tuple[str, ...]
+    sign: str
+    path: str
+    others: tuple[str, ...]
+    answer: bool
+
+
+@dataclass(frozen=True)
 class IsInstance:
     """Whether it is one of a class, or of one out of several."""
 
@@ -124,6 +135,9 @@ def differs(expression: str, value: Any, render: Render) -> str:
         return f"{held} != {literal([*value.names])}"
     if isinstance(value, Same):
         return f"{expression} is not {render(value.path)}"
+    if isinstance(value, Compared):
+        left, right = ".".join((expression, *value.names)), ".".join((render(value.path), *value.others))
+        return f"({left} {value.sign} {right}) is not {value.answer}"
     if isinstance(value, OfClass):
         return f'getattr({expression}, "_gemmnorm_original", {expression}.__class__) is not {literal(value.cls)}'
     if isinstance(value, IsInstance):
@@ -189,7 +203,7 @@ def questions(conditions: Sequence[str], catches: bool) -> tuple[list[str], str,
 
 def below(prefix: str, value: Any) -> Any:
     """The same where the owner is itself a descendant, at `prefix`."""
-    return replace(value, path=f"{prefix}.{value.path}".rstrip(".")) if isinstance(value, Same) else value
+    return replace(value, path=f"{prefix}.{value.path}".rstrip(".")) if isinstance(value, (Same, Compared)) else value
 
 
 def literal(value: Any) -> str:

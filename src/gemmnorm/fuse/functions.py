@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from .beside import LOCK, PATIENCE
+from .scanning import Untraceable
+
 
 def _of_class(cls: Any, name: str) -> Any:
     """A static method that `cls` has or inherits, whatever its metaclass says."""
@@ -49,4 +52,20 @@ def looked_up(records: Callable[[], bool]) -> dict[str, property]:
 
         return record if records() else plain
 
-    return {"setup_context": property(setup_context), "forward": property(forward)}
+    def setter(name: str) -> Callable[[Any, Any], None]:
+        """A property of a metaclass stands before what its classes have: another thread, as in an import, waits."""
+
+        def assign(cls: Any, value: Any) -> None:
+            if records():
+                raise Untraceable(f"assigns {name} of an autograd.Function")
+            if not LOCK.acquire(timeout=PATIENCE):
+                raise AttributeError(f"{name} of {cls.__name__} cannot be assigned while a model is fused")
+            try:
+                setattr(cls, name, value)
+            finally:
+                LOCK.release()
+
+        return assign
+
+    looks = {"setup_context": setup_context, "forward": forward}
+    return {name: property(look, setter(name)) for name, look in looks.items()}

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .scanning import CONSTANTS, is_none
+from .instructions import CONSTANTS, is_none
 from .structure import forward_of
 from .values import PLAIN
 

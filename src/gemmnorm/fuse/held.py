@@ -1,48 +1,17 @@
-"""What stays as it is while a `forward` is recorded or tried: its mode, random states.
-
-What is replaced meanwhile is replaced for the whole process, so only one thread does so at a time.
-"""
+"""What stays as it is while a `forward` is recorded or tried: random states."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import random
 import sys
-import threading
 from collections.abc import Callable, Container, Iterator
-from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-P = ParamSpec("P")
-T = TypeVar("T")
-LOCK = threading.RLock()
 GENERATORS = ("torch", "random", "numpy")
-
-
-def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
-    """Other threads wait; a call inside of one does not."""
-
-    @functools.wraps(function)
-    def alone(*args: P.args, **kwargs: P.kwargs) -> T:
-        with LOCK:
-            return function(*args, **kwargs)
-
-    return alone
-
-
-@contextlib.contextmanager
-def mode(owner: nn.Module, training: bool) -> Iterator[None]:
-    """`owner.training`, and nobody else's, for a while."""
-    before = owner.training
-    owner.__dict__["training"] = training
-    try:
-        yield
-    finally:
-        owner.__dict__["training"] = before
 
 
 def _bytes(state: Tensor) -> bytes:

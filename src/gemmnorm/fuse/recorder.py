@@ -6,6 +6,7 @@ import copy
 import enum
 import functools
 import inspect
+import operator
 import re
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from . import effects, guards
-from .comparing import Absent, Equal, IsInstance, Kept, Keys, Length, Names, OfClass, Same, Without
+from .comparing import Absent, Compared, Equal, IsInstance, Kept, Keys, Length, Names, OfClass, Same, Without
 from .guards import IN_PLACE
 from .keeping import Keeper, items_of
 from .outside import (
@@ -33,20 +34,14 @@ from .outside import (
 )
 from .scanning import CONTAINERS, Scan, Untraceable, content, is_bound, is_own
 from .scanning import is_of_users as is_of_user
-from .structure import as_written, forward_of, original_class
-from .values import Method, counted, is_a_value, is_known, is_named, may_change, plain_of
-from .watching import by_us, function_of
+from .structure import compared_attributes, is_in_a_list, original_class
+from .values import Method, counted, is_a_value, is_known, is_named, may_change, names_asked, plain_of
+from .watching import by_a_user, by_us, by_way_of_python, comparisons_of, function_of
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
-_FEW = 16  # values, to be written down
-_DEEP = 16  # configurations inside of each other
+_FEW, _DEEP = 16, 16  # values to be written down, configurations inside of each other
 _HANDED = "hands a list, a dictionary or an object to what may change it, and needs it again"
 _MANY, _FAR = 400, 20_000  # conditions, values to look at for them
-
-
-def by_a_user(frame: types.FrameType) -> bool:
-    """Code of a user's runs in `frame`."""
-    return is_of_user(frame.f_code.co_filename)
 
 
 class Recorder:
@@ -55,9 +50,12 @@ class Recorder:
     Both work by replacing methods of `nn.Module`, as `torch.fx` itself does while it traces.
     """
 
-    def __init__(self, owner: nn.Module, tracer: Any, whole: Container[str], scan: Scan) -> None:
-        """`whole`: methods of `owner` that stay calls; `scan` reads what `forward` turns out to call."""
-        self.owner, self.tracer, self.whole, self.scan = owner, tracer, whole, scan
+    def __init__(self, owner: nn.Module, training: bool, tracer: Any, whole: Container[str], scan: Scan) -> None:
+        """`training`: the mode that the owner says it is in.
+
+        `whole`: methods of `owner` that stay calls; `scan` reads what `forward` turns out to call.
+        """
+        self.owner, self.training, self.tracer, self.whole, self.scan = owner, training, tracer, whole, scan
         self.paths = {id(module): path for path, module in owner.named_modules()}
         self.attributes: list[tuple[str, str, Any]] = []
         held: tuple[Any, ...] = (vars(owner), owner._buffers, owner._parameters, owner._modules)
@@ -82,6 +80,8 @@ class Recorder:
         def getattribute(module: nn.Module, name: str) -> Any:
             if module is recorder.owner and name in recorder.whole and recorder.watches(module):
                 return recorder.call_of(name)
+            if name == "training" and module is recorder.owner and recorder.watches(module):
+                return recorder.training  # other threads run the model in its own mode meanwhile
             try:
                 value = object.__getattribute__(module, name)
             except AttributeError:
@@ -90,6 +90,8 @@ class Recorder:
                 raise
             if name == "__class__" and recorder.watches(module) and by_a_user(sys._getframe(1)):
                 recorder.relate_class(module)
+            if name == "__dict__" and recorder.watches(module) and by_way_of_python(sys._getframe(1)):
+                raise Untraceable("reads attributes of a module from its __dict__")
             if name.startswith("__"):
                 return value
             if not recorder.watches(module):
@@ -123,12 +125,13 @@ class Recorder:
 
         self.plain_setattr, self.plain_init = plain_setattr, plain_init
         nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
+        nn.Module.__eq__, nn.Module.__hash__ = comparisons_of(self)  # type: ignore[method-assign]
         nn.Module.__setattr__ = setattribute  # type: ignore[method-assign, assignment]
         nn.Module.__init__ = initialise  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        del nn.Module.__getattribute__
+        del nn.Module.__getattribute__, nn.Module.__eq__, nn.Module.__hash__
         nn.Module.__setattr__ = self.plain_setattr  # type: ignore[method-assign]
         nn.Module.__init__ = self.plain_init  # type: ignore[method-assign]
 
@@ -148,7 +151,7 @@ class Recorder:
         path, names = self.paths[id(module)], tuple(name for name, value in held.items() if value is not None)
         self.keeper.watch(held)
         if kind == "_modules":
-            if not self.is_in_a_list(path):
+            if not is_in_a_list(self.owner, path):
                 positions = tuple(map(str, range(len(held))))
                 listed = isinstance(module, (nn.Sequential, nn.ModuleList)) and names == positions
                 self.relate(path, Length(len(names))) if listed else self.note_value(path, kind, Names(names))
@@ -158,17 +161,21 @@ class Recorder:
         self.keeper.watch(given)
         return given
 
-    def is_in_a_list(self, path: str) -> bool:
-        """Its children are among what `analysis.child_names` has of the owner."""
-        above = path.split(".") if path else []
-        modules = [self.owner.get_submodule(".".join(above[: i + 1])) for i in range(len(above))]
-        return all(isinstance(m, (nn.ModuleList, nn.ModuleDict)) for m in modules)
-
     def relate(self, path: str, value: Any) -> None:
         if (path, value) not in self.relations:
             self.relations.append((path, value))
-            self.hold(*(value.classes if isinstance(value, IsInstance) else ()))
-            self.hold(*((value.cls,) if isinstance(value, OfClass) else ()))
+            of_one = (value.cls,) if isinstance(value, OfClass) else ()
+            self.hold(*(value.classes if isinstance(value, IsInstance) else of_one))
+
+    def is_asked(self, frame: types.FrameType) -> bool:
+        return threading.get_ident() == self.thread and by_way_of_python(frame)
+
+    def relate_identity(self, module: nn.Module, other: nn.Module) -> None:
+        """A user's code has asked whether two modules are the same."""
+        path, other_path = (self.paths.get(id(m)) for m in (module, other))
+        if path is None or other_path is None:
+            raise Untraceable("compares a module with one that is none of its own")
+        self.relate(path, Compared((), "is", other_path, (), module is other))
 
     def relate_class(self, module: nn.Module) -> None:
         """What was asked of a descendant its class decides: it may be of another later."""
@@ -368,6 +375,8 @@ class Recorder:
         self, text: str, value: Any, inside: tuple[int, ...], defined: bool
     ) -> Iterator[tuple[str, Any]]:
         """Those of a function by its identity; of what a copy of the owner has a copy of, by what it consists of."""
+        if isinstance(value, (operator.attrgetter, operator.methodcaller)):
+            self.scan.names.update(names_asked(value))
         names: tuple[str, ...] = ()
         if is_bound(value):
             function = "__func__" if isinstance(value, types.MethodType) else "__name__"
@@ -385,6 +394,8 @@ class Recorder:
         of_its_own = not isinstance(value, (type, types.FunctionType))
         if of_its_own:
             self.keeper.watch_attributes(value)
+            if hasattr(value, "__dict__") and self.scan.names & {"vars", "dir", "__dict__"}:
+                yield f"{text}.__dict__", Keys(tuple(vars(value)))
         there = {name for name in names_of(value) if not name.startswith("__") or name == "__class__"}
         names = self.scan.names & there
         if self.scan.computes_names and of_its_own:
@@ -427,6 +438,8 @@ class Recorder:
         for definition in (*filter(is_of_users, self.scan.classes), *self.scan.functions):
             self.keeper.watch_definition(definition)
         self.note_globals()
+        for found in compared_attributes(self.owner, self.scan.compared):
+            self.relate("", found)
 
     def note_globals(self) -> None:
         """What `forward`, and what it calls, may read of modules' globals, closures and the owner's class."""
@@ -473,14 +486,3 @@ class Recorder:
         plain = [v.value if isinstance(v, Equal) else v for v in values if callable(v) or isinstance(v, Equal)]
         self.namespaces |= {known_as(v): v for v in plain if v is not Absent and path_of(v) is None}
         self.namespaces |= {v.name: v.value for v in values if isinstance(v, Kept)}
-
-    def defined(self) -> tuple[tuple[Any, str, Any], ...]:
-        """(module or class, name, function) of the functions that were read and are found there by that name."""
-        found = [(as_written(self.scan.owner), "forward", forward_of(self.scan.owner))]
-        found += self.helpers
-        for holder, name in self.scan.globals:
-            if isinstance(holder, dict) and "-packages" not in str(holder.get("__file__")):
-                function = holder.get(name)
-                if isinstance(function, types.FunctionType) and function in self.scan.functions:
-                    found.append((namespace_of(holder)[1], name, function))
-        return tuple(dict.fromkeys(found))

@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .instructions import CONSTANTS, is_none, one_by_one, raising, with_lines
+
 T = TypeVar("T")
 ANY = "*"  # among the tested parameters: any of them may be
 TORCH = os.path.join(torch.__path__[0], "")  # and not torchvision or torch_geometric
@@ -36,10 +38,9 @@ _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _CONTEXTS = {"no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "saved_tensors_hooks"}
 _CONTEXTS |= {"record_function", "nullcontext", "catch_warnings", "save_on_cpu"}
 _CATCHES = {"CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"}
-CONSTANTS = ("LOAD_CONST", "LOAD_COMMON_CONSTANT")  # what loads None: the second from Python 3.15 on
-_JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _OF_TENSORS = (torch.dtype, torch.layout, torch.memory_format)
+_SIGNS = {"COMPARE_OP": ("", ""), "IS_OP": ("is", "is not"), "CONTAINS_OP": ("in", "not in")}
 _INTROSPECTION = {
     "type": "asks for the type of a value",
     "globals": "reads variables by globals()",
@@ -90,6 +91,8 @@ class Scan:
         methods: those of the owner whose names occur.
         loads: the line where something of that name is read.
         stores: the line where an attribute of that name is assigned.
+        compared: (names, sign, names) where two attributes of the owner, or attributes of those, are compared.
+        bypassing: the byte code that reads attributes by `object.__getattribute__`.
         own: the byte code of the owner's methods, whose first parameter is the owner.
     """
 
@@ -102,7 +105,7 @@ class Scan:
         self.lenient = False
         self.optional: set[str] = set()
         self.computes_names = False
-        stores = itertools.chain.from_iterable(map(_one_by_one, dis.get_instructions(self.forward)))
+        stores = itertools.chain.from_iterable(map(one_by_one, dis.get_instructions(self.forward)))
         self.assigned = {i.argval for i in stores if i.opname.startswith("STORE_FAST")}
         self.tested: set[str] = set()
         self.booleans: set[str] = set()
@@ -117,6 +120,8 @@ class Scan:
         self.methods: dict[str, Any] = {}
         self.loads: dict[str, int] = {}
         self.stores: dict[str, int] = {}
+        self.compared: set[tuple[tuple[str, ...], str, tuple[str, ...]]] = set()
+        self.bypassing: set[types.CodeType] = set()
         self.own = {self.forward, *(f.__code__ for f in methods_of(owner))}
         self.follow(forward)
 
@@ -180,15 +185,15 @@ class Scan:
     def _read_instructions(
         self, code: types.CodeType, namespace: dict[str, Any], cells: dict[str, types.CellType]
     ) -> None:
-        lenient, raising = self.lenient, _raising(code)
+        lenient, writes_a_message = self.lenient, raising(code)
         imported: dict[str, Any] = {}  # variables that have a module, or what was taken from one
         passed: list[dis.Instruction] = []  # what has run
         before: list[dis.Instruction] = []  # the same without what has no part in an expression
         place: Any = None  # a module that names are taken from
         found: Any = None  # what a name outside of the function, with attributes behind it, stands for
-        for instruction, line in _with_lines(code):
+        for instruction, line in with_lines(code):
             name, value = instruction.opname, instruction.argval
-            self.lenient = lenient or instruction.offset in raising
+            self.lenient = lenient or instruction.offset in writes_a_message
             passed.append(instruction)
             if "LOAD" in name and isinstance(value, str):
                 self.loads.setdefault(value, line)
@@ -198,11 +203,15 @@ class Scan:
                 self._refuse_identity(code, [*before, instruction], cells, line)
             elif "JUMP" in name and "NONE" in name:
                 self._note_test(code, before, passed)
+            if name in _SIGNS:
+                self._note_comparison(code, instruction, before)
             if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
                 if value in _INTROSPECTION and not self.lenient:
                     raise Untraceable(_INTROSPECTION[value])
                 cell = cells.get(value) if name == "LOAD_DEREF" else None
                 found = namespace.get(value) if cell is None else content(cell)
+                if found is object.__getattribute__:
+                    self.bypassing.add(code)
                 self._note_global(found, namespace if cell is None else cell, value)
             elif name == "IMPORT_NAME":
                 place = found = sys.modules.get(value)
@@ -219,10 +228,12 @@ class Scan:
                 if found is not None:
                     self._note_global(found, vars(place), value)
                 self._follow_method(code, str(value))
+                if value == "__getattribute__" and (before[-1].opname, before[-1].argval) == ("LOAD_GLOBAL", "object"):
+                    self.bypassing.add(code)
                 if value == "__dict__" and before[-1].opname not in _ATTRIBUTES and self._is_of_owner(code, before):
                     raise Untraceable(f"reads attributes from self.__dict__ (line {line})")
             if name not in ("COPY", "NOT_TAKEN", "CACHE", "NOP", "EXTENDED_ARG"):
-                before += _one_by_one(instruction)
+                before += one_by_one(instruction)
 
     def _note_global(self, value: Any, namespace: Any, name: str) -> None:
         if not _is_empty(namespace) if isinstance(namespace, types.CellType) else name in namespace:
@@ -237,7 +248,7 @@ class Scan:
         """`try`, `with` and others that decide what runs, or how, where no stand-in is asked."""
         before, handlers = "", set[int]()
         names: dict[int, set[str]] = {}
-        for instruction, line in _with_lines(code):
+        for instruction, line in with_lines(code):
             name = instruction.opname
             names.setdefault(line, set()).add(str(instruction.argval))
             if name == "SETUP_FINALLY":
@@ -310,6 +321,20 @@ class Scan:
             if of_torch or not known or any(i.is_jump_target for i in before[start + 1 :]):
                 raise Untraceable(f"compares by identity (line {line}); == can be recorded")
 
+    def _note_comparison(self, code: types.CodeType, how: dis.Instruction, before: list[dis.Instruction]) -> None:
+        """Two attributes of the owner, or what they have, are compared: `self.a == self.b`, `self.a is self.b`."""
+        sides: list[tuple[str, ...]] = []
+        for _ in range(2):
+            start = before.index(_base(before)) if any(i.opname not in _ATTRIBUTES for i in before) else 0
+            if not before or not self._is_of_owner(code, before):
+                return
+            sides.append(tuple(str(i.argval) for i in before[start + 1 :]))
+            before = before[:start]
+        text = how.argrepr if how.opname == "COMPARE_OP" else _SIGNS[how.opname][bool(how.argval)]
+        sign = re.sub(r"bool\((.*)\)", r"\1", text)
+        if sign in ("==", "!=", "is", "is not", "in", "not in"):
+            self.compared.add((sides[1], sign, sides[0]))
+
     def _is_of_owner(self, code: types.CodeType, before: list[dis.Instruction]) -> bool:
         """`before` ends with `self.…`, in a method of the owner or in a function inside of one."""
         base = _base(before)
@@ -334,35 +359,6 @@ class Scan:
             raise
 
 
-def unpacked(frame: types.FrameType) -> list[str] | None:
-    """The variables that take what is unpacked in `frame` (`a, b = …`), "" for what is none; None where nothing is."""
-    found = [*dis.get_instructions(frame.f_code)]
-    at = next(k for k, i in enumerate(found) if i.offset == frame.f_lasti)
-    if found[at].opname != "UNPACK_SEQUENCE":
-        return None
-    names: list[str] = []
-    for i in found[at + 1 :]:
-        if not i.opname.startswith("STORE_FAST"):
-            break
-        names += i.argval if isinstance(i.argval, tuple) else (i.argval,)
-    return [*names, *[""] * found[at].argval][: found[at].argval]
-
-
-def reads_attribute(frame: types.FrameType) -> bool:
-    """What runs in `frame` is about to get an attribute by its name."""
-    return frame.f_lasti in _attribute_loads(frame.f_code)
-
-
-@functools.lru_cache(maxsize=64)
-def _attribute_loads(code: types.CodeType) -> frozenset[int]:
-    return frozenset(i.offset for i in dis.get_instructions(code) if i.opname == "LOAD_ATTR")
-
-
-def is_none(instruction: dis.Instruction) -> bool:
-    """It loads or returns None."""
-    return instruction.opname in (*CONSTANTS, "RETURN_CONST") and instruction.argval is None
-
-
 _BY_NAME = {"vars", "__dict__", "attrgetter", "asdict", "astuple", "fields", "__getattribute__"}
 
 
@@ -384,16 +380,6 @@ def _base(before: list[dis.Instruction]) -> dis.Instruction:
     return next(i for i in reversed(before) if i.opname not in _ATTRIBUTES)
 
 
-def _one_by_one(instruction: dis.Instruction) -> Iterator[dis.Instruction]:
-    """Newer interpreters load and store two variables by one instruction."""
-    names = instruction.argval if isinstance(instruction.argval, tuple) else ()
-    if not re.fullmatch("(LOAD|STORE)_FAST(_BORROW)?_(LOAD|STORE)_FAST(_BORROW)?", instruction.opname):
-        yield instruction
-        return
-    for kind, name in zip(re.findall("LOAD|STORE", instruction.opname), names, strict=True):
-        yield instruction._replace(opname=f"{kind}_FAST", argval=name)
-
-
 def _is_variable(code: types.CodeType, load: dis.Instruction) -> bool:
     """It loads a variable of a function, or one of its closure, that a frame of `code` has by that name.
 
@@ -407,29 +393,6 @@ def is_own(module: Any) -> bool:
     """A module of the user's project, and not one that is installed, of which a branch not taken may speak."""
     file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
     return bool(file) and is_of_users(str(file)) and "-packages" not in str(file)
-
-
-def _raising(code: types.CodeType) -> set[int]:
-    """Offsets of what stands before a `raise` without a jump between, as the call that writes its message.
-
-    No recording comes to an end that has run it, and what is called there may do what it likes.
-    """
-    found, stretch = set[int](), list[int]()
-    for instruction in dis.get_instructions(code):
-        stretch = [*([] if instruction.is_jump_target else stretch), instruction.offset]
-        if instruction.opname == "RAISE_VARARGS":
-            found.update(stretch)
-        if instruction.opcode in _JUMPS:
-            stretch = []
-    return found
-
-
-def _with_lines(code: types.CodeType) -> Iterator[tuple[dis.Instruction, int]]:
-    line = code.co_firstlineno
-    for instruction in dis.get_instructions(code):
-        positions = getattr(instruction, "positions", None)  # Python 3.10 has none
-        line = (positions.lineno if positions else instruction.starts_line) or line
-        yield instruction, line
 
 
 def is_of_users(filename: str) -> bool:

@@ -24,16 +24,16 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from . import guards
+from .beside import LOCK, PATIENCE
 from .functions import looked_up
-from .held import LOCK
-from .scanning import HERE, TORCH, Raised, Untraceable, is_of_python, reads_attribute, unpacked
+from .instructions import reads_attribute, unpacked
+from .scanning import HERE, TORCH, Raised, Untraceable, is_of_python
 
 MAPPING = "mapping"  # the key under which a node says that it stands for the keyword arguments of a call
 _INSIDE = (TORCH, HERE)  # code that knows stand-ins
 _GRAD_MODE = os.path.join(TORCH, "autograd", "grad_mode.py")
 _FX = os.path.join(TORCH, "fx", "")
 _here = threading.local()  # `records`: this thread does
-_PATIENCE = 60.0  # seconds
 _TYPE = "asks for the type of a value"
 _HAS = "asks what a value has"
 _TEXT = "writes a value into a text"
@@ -272,6 +272,8 @@ def _only_of_values(name: str, reason: str) -> Callable[..., Any]:
         if _asked(value):
             raise Raised(reason)
         if issubclass(type(value), nn.Module) and not _inside(2):
+            if name == "id":
+                raise Untraceable("asks for the identity of a module")
             _here.tracer.recorder.relate_class(value)
         return plain(value, *rest)
 
@@ -300,6 +302,14 @@ def _vars(*values: Any, plain: Callable[..., dict[str, Any]] = vars) -> dict[str
     return plain(*values)
 
 
+def _dir(*values: Any, plain: Callable[..., list[str]] = dir) -> list[str]:
+    if not values:
+        return sorted(sys._getframe(1).f_locals)
+    if issubclass(type(values[0]), nn.Module) and not _inside(2):
+        raise Untraceable("lists the attributes of a module")
+    return plain(*values)
+
+
 def _node_type(value: Any) -> Any:
     """What `tree_map` and the like ask of each part of a tree; torch.fx asks stand-ins too."""
     frame: types.FrameType | None = sys._getframe(1)
@@ -325,6 +335,7 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
     "callable": _only_of_values("callable", "asks what a value is"),
     "id": _only_of_values("id", "asks for the identity of a value"),
     "vars": _vars,
+    "dir": _dir,
 }
 
 
@@ -449,11 +460,11 @@ def _replaced(place: Any, name: str, value: Any) -> Iterator[None]:
 def _no_first_import_of_dynamo() -> Iterator[None]:
     """Dynamo knows built-in functions by identity, from its import on; checkpointing is what imports it in a call."""
     finder: Any = types.SimpleNamespace(find_spec=_refuse_dynamo)
-    sys.meta_path.insert(0, finder)
+    sys.meta_path = [finder, *sys.meta_path]  # another list: an import in another thread goes through the one of before
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        sys.meta_path = [other for other in sys.meta_path if other is not finder]
 
 
 def _refuse_dynamo(name: str, *_: Any) -> None:
@@ -461,5 +472,5 @@ def _refuse_dynamo(name: str, *_: Any) -> None:
         return
     if getattr(_here, "records", False):
         raise Untraceable(_SAVED)
-    if LOCK.acquire(timeout=_PATIENCE):  # another thread's import waits, but not for ever: both may import something
+    if LOCK.acquire(timeout=PATIENCE):  # another thread's import waits, but not for ever: both may import something
         LOCK.release()

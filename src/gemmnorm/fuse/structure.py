@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
 from .. import children
 from ..module import LinearScaleBatchNorm1d
-from .comparing import Length, OfClass, Render, Same, differs, literal
-from .outside import known_as, path_of
-from .scanning import Untraceable
+from .comparing import Absent, Compared, Length, OfClass, Render, Same, differs, literal
+from .outside import attribute_of, known_as, namespace_of, path_of
+from .scanning import Scan, Untraceable
+from .values import PLAIN, is_known
 
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq, "!=": operator.ne, "is": operator.is_, "is not": operator.is_not,
+    "in": lambda a, b: a in b, "not in": lambda a, b: a not in b,
+}  # fmt: skip
 if TYPE_CHECKING:
     from .analysis import OwnerPlan
     from .giving import Asked
@@ -129,6 +136,24 @@ def forwards(owner: nn.Module, paths: Iterable[str]) -> Iterator[tuple[Any, str,
         yield cls, "forward", cls.forward
 
 
+def is_in_a_list(owner: nn.Module, path: str) -> bool:
+    """The children of the descendant at `path` are among what `child_names` has of the owner."""
+    above = path.split(".") if path else []
+    modules = [owner.get_submodule(".".join(above[: i + 1])) for i in range(len(above))]
+    return all(isinstance(m, (nn.ModuleList, nn.ModuleDict)) for m in modules)
+
+
+def defined(scan: Scan, helpers: Iterable[tuple[Any, str, Any]]) -> tuple[tuple[Any, str, Any], ...]:
+    """(module or class, name, function) of the functions that were read and are found there by that name."""
+    found = [(as_written(scan.owner), "forward", forward_of(scan.owner)), *helpers]
+    for holder, name in scan.globals:
+        if isinstance(holder, dict) and "-packages" not in str(holder.get("__file__")):
+            function = holder.get(name)
+            if isinstance(function, types.FunctionType) and function in scan.functions:
+                found.append((namespace_of(holder)[1], name, function))
+    return tuple(dict.fromkeys(found))
+
+
 def forward_of(cls: type[nn.Module]) -> Any:
     """The `forward` that the owner's author wrote, also of a class that `fuse` made; None for TorchScript's."""
     return getattr(as_written(cls), "forward", None)
@@ -212,6 +237,32 @@ def _everything(module: nn.Module, prefix: str, above: tuple[int, ...]) -> Itera
         if child is not None and id(child) not in above:
             yield prefix + name, child
             yield from _everything(child, f"{prefix}{name}.", (*above, id(child)))
+
+
+def compared_attributes(
+    owner: nn.Module, found: Iterable[tuple[tuple[str, ...], str, tuple[str, ...]]]
+) -> Iterator[Compared]:
+    """How attributes of `owner` compare that its code compares; of plain ones it is known what they are."""
+    for names, sign, others in found:
+        left: Any = functools.reduce(_held_as, names, owner)
+        right: Any = functools.reduce(_held_as, others, owner)
+        plain = is_known(left) and is_known(right) and (type(left) in PLAIN or sign[:2] != "is")
+        if plain or left is Absent or right is Absent:
+            continue
+        with contextlib.suppress(Exception):  # where it is asked it raises too
+            answer = _COMPARISONS[sign](left, right)
+            if isinstance(answer, bool):
+                yield Compared(names, sign, "", others, answer)
+
+
+def _held_as(value: Any, name: str) -> Any:
+    """What `value.name` is, without asking a module by `getattr`, which is recorded."""
+    if not isinstance(value, nn.Module):
+        return attribute_of(value, name)
+    with contextlib.suppress(AttributeError):
+        return object.__getattribute__(value, name)
+    places: tuple[Any, ...] = (value._parameters, value._buffers, value._modules)
+    return next((held[name] for held in places if name in held), Absent)
 
 
 def is_owner(module: nn.Module) -> bool:

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..children import is_untouched
-from . import guards, held
+from . import beside, guards, held
 from .comparing import differs
 from .parameters import VARIADIC, by_position, is_input, is_mapping, parameters_of
 from .recorder import Recorder
 from .scanning import ANY, Raised, Scan, Untraceable, finds_itself, in_a_line, is_of_users
 from .stand_ins import MAPPING, StandIn, honest
-from .structure import aliases, forward_of, original_class
+from .structure import aliases, defined, forward_of, original_class
 from .watching import Watch, forget_frames, take_back
 
 _NUMBERS = (int, float)
@@ -174,9 +174,9 @@ def _record(
     scan = Scan(type(owner), forward, whole)
     failed: Untraceable | None = None
     used = {"numpy"}  # whose functions do not show who calls them
-    with held.LOCK, held.mode(owner, training), torch.enable_grad(), held.random_state(used) as drew:
+    with beside.alone(), beside.compiled_calls_wait(), torch.enable_grad(), held.random_state(used) as drew:
         tracer = _OwnerTracer(owner, parameters, given, variable, scan.tested_attributes)
-        recorder = Recorder(owner, tracer, whole, scan)
+        recorder = Recorder(owner, training, tracer, whole, scan)
         try:
             with recorder, honest(tracer) as answers:
                 tracer.watch = Watch(recorder, answers, inspect.unwrap(forward).__code__, used)
@@ -209,7 +209,7 @@ def _record(
         namespaces=recorder.namespaces,
         tests_values=scan.tests_values,
         booleans=frozenset(scan.booleans),
-        definitions=recorder.defined(),
+        definitions=defined(scan, recorder.helpers),
         functions=tuple(scan.functions),
         methods=tuple((name, f) for name, f in scan.methods.items() if name not in owner.__dict__),
         tested_attributes=frozenset(scan.tested_attributes),
@@ -264,7 +264,7 @@ def _attempt(tracer: _OwnerTracer, owner: nn.Module) -> fx.Graph:
     raised: list[Untraceable] = []
     Untraceable.raised = raised
     try:
-        graph = tracer.trace(owner)
+        graph = beside.trace(tracer, owner)
         if raised:  # `forward` has caught it
             raise raised[-1]
         return graph

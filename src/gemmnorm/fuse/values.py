@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,6 +73,15 @@ def is_a_value(value: Any) -> bool:
     cls: Any = type(value)
     compares = cls.__eq__ is not object.__eq__ and cls.__hash__ not in (None, object.__hash__)
     return compares and not is_of_users(cls) and not isinstance(value, (tuple, frozenset, Mapping))
+
+
+def names_asked(getter: Any) -> set[str]:
+    """Of an `operator.attrgetter` or `methodcaller`: the attributes that it asks for."""
+    made, arguments = getter.__reduce__()
+    while isinstance(made, functools.partial):  # of a methodcaller with keywords
+        arguments = (*made.args, *arguments)
+        made = made.func
+    return {name for text in arguments if isinstance(text, str) for name in text.split(".")}
 
 
 def may_change(value: Any) -> bool:

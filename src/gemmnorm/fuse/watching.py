@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import datetime
 import gc
+import inspect
 import operator
 import os
 import pathlib
@@ -67,6 +68,7 @@ _OF_TORCH = {"is_tensor", "is_storage", "typename", "is_available", "is_built", 
 _OF_TORCH |= {"get_device_capability", "get_device_name", "get_device_properties"}
 _STATES = tuple(os.path.join(TORCH, *name) for name in (("__init__.py",), ("random.py",), ("cuda", ""), ("onnx", "")))
 _TAKE_ARGUMENTS = ("is_autocast_enabled", "get_autocast_dtype")
+_STATIC = inspect.getattr_static.__code__
 _NOW = ("now", "today", "utcnow")
 _OF_THREADS = ("_thread", "_queue")  # compiled, by which other threads are handed something; the rest is `threading`'s
 
@@ -154,6 +156,9 @@ class Watch:
         if code is self.forward:  # where it calls itself, its parameters are other values
             self.observer.missed |= self.began
             self.began = True
+        bypasses = code in self.recorder.scan.bypassing or (code is _STATIC and not by_us(caller))
+        if bypasses and any(isinstance(value, nn.Module) for value in frame.f_locals.values()):
+            raise Untraceable("reads attributes of a module past its __getattribute__")
         if code in self.known:
             return
         self.observer.missed |= code.co_filename == threading.__file__  # another thread may be handed something
@@ -269,6 +274,37 @@ def by_us(frame: types.FrameType | None) -> bool:
             break
         frame = frame.f_back
     return frame is None or frame.f_code.co_filename.startswith(_OURS)
+
+
+def by_a_user(frame: types.FrameType) -> bool:
+    """Code of a user's runs in `frame`."""
+    return is_of_users(frame.f_code.co_filename)
+
+
+def by_way_of_python(frame: types.FrameType | None) -> bool:
+    """Who asks, by way of Python's library or not, is code of a user's."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (file == stand_ins.__file__ or is_of_python(file)):
+            return is_of_users(file)
+        frame = frame.f_back
+    return False
+
+
+def comparisons_of(recorder: Any) -> tuple[Any, Any]:
+    """`__eq__` and `__hash__` of modules, of which `recorder` hears."""
+
+    def equal(module: nn.Module, other: object) -> Any:
+        if isinstance(other, nn.Module) and recorder.is_asked(sys._getframe(1)):
+            recorder.relate_identity(module, other)
+        return object.__eq__(module, other)
+
+    def hashed(module: nn.Module) -> int:
+        if recorder.watches(module) and by_way_of_python(sys._getframe(1)):
+            raise Untraceable("looks a module up in a set or dictionary")
+        return object.__hash__(module)
+
+    return equal, hashed
 
 
 def _first(frame: types.FrameType) -> Any:
