@@ -305,6 +305,8 @@ def _vars(*values: Any, plain: Callable[..., dict[str, Any]] = vars) -> dict[str
 def _dir(*values: Any, plain: Callable[..., list[str]] = dir) -> list[str]:
     if not values:
         return sorted(sys._getframe(1).f_locals)
+    if _asked(values[0]):
+        raise Raised(_HAS)
     if issubclass(type(values[0]), nn.Module) and not _inside(2):
         raise Untraceable("lists the attributes of a module")
     return plain(*values)
