@@ -39,7 +39,8 @@ from .values import Method, counted, is_a_value, is_known, is_named, may_change,
 from .watching import by_a_user, by_us, by_way_of_python, comparisons_of, function_of
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
-_FEW, _DEEP = 16, 16  # values to be written down, configurations inside of each other
+_FEW = 16  # values, to be written down
+_DEEP = 16  # configurations inside of each other
 _HANDED = "hands a list, a dictionary or an object to what may change it, and needs it again"
 _MANY, _FAR = 400, 20_000  # conditions, values to look at for them
 

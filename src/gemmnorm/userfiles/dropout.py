@@ -56,9 +56,8 @@ def would_drop() -> Iterator[Counter[tuple[str, float]]]:
 def without_dropout() -> Iterator[list[str]]:
     """While active, the dropouts of `torch`, `torch.nn` and `torch.nn.functional` draw nothing, and keep every element.
 
-    They scale it as they scale what they keep. Those of attention are among them, and those of recurrent modules, which
-    leave everything as it is. Yields a list of the functions that would have dropped
-    something; it is empty where there were none.
+    They scale it as they scale what they keep; attention's too. Those of recurrent modules leave everything as it is.
+    Yields a list of the functions that would have dropped something; it is empty where there were none.
     """
     used: list[str] = []
     _compiled.clear()
