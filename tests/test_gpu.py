@@ -95,7 +95,7 @@ def test_rows_that_tma_would_refuse(strategy, name):
 
 
 @pytest.mark.parametrize(
-    "one_tile", [(256, 128), (128, 128), (64, 128), (256, 64), (128, 64), (128, 32)], indirect=True
+    "one_tile", [(256, 128), (192, 128), (128, 128), (64, 128), (256, 64), (128, 64), (128, 32)], indirect=True
 )
 @pytest.mark.parametrize("name", ["bf16", "tf32", "fp32"])
 def test_every_tile_in_every_way_to_finish(one_tile, name, monkeypatch):
@@ -103,7 +103,7 @@ def test_every_tile_in_every_way_to_finish(one_tile, name, monkeypatch):
     gpu = runtime.chip(torch.device("cuda", 0))
     if gpu.arch != 90:
         pytest.skip("not Hopper")
-    if name == "fp32" and one_tile[0] == 256:
+    if name == "fp32" and one_tile[0] > 128:
         pytest.skip("of split operands there is no such tile")
     seen = set()
     one = ((132, 60), (132, 100), (132, 200)) if one_tile != (256, 64) else ()  # whose consumers share out the rows

@@ -88,7 +88,7 @@ def test_gradients_without_a_kept_product(again_by, name, strategy, sizes, optio
 
 
 @needs_compiler
-@pytest.mark.parametrize("again_by", [(256, 128), (256, 64), (64, 128)], indirect=True)
+@pytest.mark.parametrize("again_by", [(256, 128), (192, 128), (256, 64), (64, 128)], indirect=True)
 def test_under_autocast_where_y_is_float32(again_by):
     """da is half as large as y's gradient, whose place it takes in shared memory."""
     module = stir(Chain(72, 264, scale_shape=(264,), activation="silu"))
@@ -257,7 +257,7 @@ def test_forward_and_backward_agree_and_the_bytes_are_said():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bf16", "fp16", "tf32"])
-@pytest.mark.parametrize("again_by", [(256, 128), (128, 128), (64, 128), (128, 64)], indirect=True)
+@pytest.mark.parametrize("again_by", [(256, 128), (192, 128), (128, 128), (64, 128), (128, 64)], indirect=True)
 @pytest.mark.parametrize("options", [{"activation": "silu", "scale_shape": (1160,)}, {"bias": False}])
 def test_on_a_gpu(again_by, name, options):
     batch, features = 4099, 1160

@@ -189,6 +189,8 @@ constexpr int kGroupRows = 64;
 // Threads of a block of the memory-bound and backward kernels.
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
+__device__ constexpr int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
+
 // The machine word(s) that move BYTES bytes at once.
 template <int BYTES>
 struct Word;
@@ -2209,8 +2211,7 @@ struct DeferredEpilogue {
   static constexpr int kAhead = 1;  // loads in flight: what registers are left for
   static constexpr int kRowBytesOfTile = G::TN * sizeof(typename G::T);
   // That a warp normalises at a time: of one mean, and no more than what others can wait for.
-  static constexpr int kMostRows = 32768 / kRowBytesOfTile;
-  static constexpr int kItemRows = kMostRows < G::Shape::kMeanRows ? kMostRows : G::Shape::kMeanRows;
+  static constexpr int kItemRows = greatest_common_divisor(G::Shape::kMeanRows, 32768 / kRowBytesOfTile);
 
   // Tiles of a number below are stored; the rest, the last of each block, wait in the accumulators.
   __device__ __forceinline__ static int stored_tiles(const TileScheduler& scheduler) {
@@ -2831,7 +2832,8 @@ struct KnownStatisticsEpilogue {
   static_assert(!(OF_BATCH && G::kSplit), "batch_coefficients leaves no rest");
   struct Shared {
     float slope[2][G::kLaneColumns], shift[2][G::kLaneColumns];  // of two tiles
-    float mean[2][2], rest[2][G::kLaneColumns];
+    float mean[2][2];
+    float rest[2][G::kLaneColumns];  // G::kHasRest asks this type, which is not complete yet
     u64 known[2], used[2];  // a tile's coefficients are there; they may be overwritten
 
     __device__ __forceinline__ void init() {

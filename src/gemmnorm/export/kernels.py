@@ -244,7 +244,7 @@ def _gemm_facts(launch: Launch) -> dict[str, bool]:
         "kStagedY": staged_y,
         "kFitsStaging": staged and size == 2,
         "kOverlaps": columns % 16 > 0,
-        "kMovesRegisters": width(*_tile(launch)) * (1 if swaps else rows // 128) * (2 if split else 1) >= 256,
+        "kMovesRegisters": width(*_tile(launch)) * (1 if swaps else rows // 128) * (2 if split else 1) >= 192,
         "Shape::kSwapAB": swaps,
         "Conversion::kConverts": launch.member("Conversion<>") != "gemmnorm::NoConversion",
         "kStatisticsKnown": launch.member("Epilogue<>") in KNOWN,

@@ -105,7 +105,7 @@ class Gemm:
 
     Attributes:
         tile: of a block.
-        schedule: a key of `EPILOGUES`; or of `TWICE`: "two-pass" multiplies for the statistics and again for y, "gram"
+        schedule: a key of `EPILOGUES`; or of `FIRST`: "two-pass" multiplies for the statistics and again for y, "gram"
             has them from the Gram matrix of x, and the first product only where that is inexact; or "gradient", for
             the backward that multiplies again.
         group_panels: panels (columns of tiles) that are worked on together, so that the L2 holds what they share.

@@ -9,6 +9,8 @@ constexpr int kGroupRows = 64;
 // Threads of a block of the memory-bound and backward kernels.
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
+__device__ constexpr int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
+
 // The machine word(s) that move BYTES bytes at once.
 template <int BYTES>
 struct Word;

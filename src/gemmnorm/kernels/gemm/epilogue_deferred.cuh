@@ -24,8 +24,7 @@ struct DeferredEpilogue {
   static constexpr int kAhead = G::kSplit ? 1 : 4;                       // loads in flight: what registers are left for
   static constexpr int kRowBytesOfTile = G::TN * sizeof(typename G::T);
   // That a warp normalises at a time: of one mean, and no more than what others can wait for.
-  static constexpr int kMostRows = 32768 / kRowBytesOfTile;
-  static constexpr int kItemRows = kMostRows < G::Shape::kMeanRows ? kMostRows : G::Shape::kMeanRows;
+  static constexpr int kItemRows = greatest_common_divisor(G::Shape::kMeanRows, 32768 / kRowBytesOfTile);
 
   // Tiles of a number below are stored; the rest, the last of each block, wait in the accumulators.
   __device__ __forceinline__ static int stored_tiles(const TileScheduler& scheduler) {

@@ -65,7 +65,8 @@ struct KnownStatisticsEpilogue {
   static_assert(!(OF_BATCH && G::kSplit), "batch_coefficients leaves no rest");
   struct Shared {
     float slope[2][G::kLaneColumns], shift[2][G::kLaneColumns];  // of two tiles
-    float mean[2][OF_BATCH ? G::kLaneColumns : 2], rest[2][G::kSplit ? G::kLaneColumns : 2];
+    float mean[2][OF_BATCH ? G::kLaneColumns : 2];
+    float rest[2][G::kSplit ? G::kLaneColumns : 2];  // G::kHasRest asks this type, which is not complete yet
     u64 known[2], used[2];  // a tile's coefficients are there; they may be overwritten
 
     __device__ __forceinline__ void init() {

@@ -81,7 +81,7 @@ struct GemmTypes {
   using Scaling = SplitScaling<GemmTypes, Params, kSplit>;
 
   // Each of the 384 threads starts with 168 registers; the widest tiles need more in the consumers.
-  static constexpr bool kMovesRegisters = Shape::kBlocks * kWidth * kPlanes >= 256;
+  static constexpr bool kMovesRegisters = Shape::kBlocks * kWidth * kPlanes >= 192;
   static constexpr int kProducerRegs = Conversion::kProducerRegs, kConsumerRegs = (3 * 168 - kProducerRegs) / 16 * 8;
 
   __device__ __forceinline__ static int steps(const Params& p) { return (p.in_features + kTileK - 1) / kTileK; }
