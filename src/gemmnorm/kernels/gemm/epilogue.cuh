@@ -1,25 +1,9 @@
-// What epilogues share. An epilogue is a type with
-//
-//   Shared                          its shared memory; `init` initialises its barriers, as one thread
-//   Auxiliary                       what warps 1 to 3 of the producer warpgroup do beside the main loop
-//   Consumer                        what a consumer warpgroup does: `begin` before a tile's main loop, `store` with its
-//                                   accumulators, `end` after the block's last tile
-//   kStatisticsKnown                all statistics are known before the launch
-//   kMergesHere                     those of the batch are merged in this launch, through its counters
-//   kWaitsItself                    Auxiliary waits for the launches before (griddepcontrol), and nothing else reads what they
-//                                   write: the main loop of the first tile begins beside them. Only behind a GEMM of the same
-//                                   call that waits itself before it lets the next begin: all before the call is then complete;
-//                                   or two behind the Gram matrix, which begins when all before it is
-//                                   Where blocks take tiles, they do so before they wait: by a counter that no launch which may
-//                                   still run uses
-//   kStores                         tiles are stored, and may pass through the staging buffers
-//   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
-//   done_early(p)                   a consumer signals itself that it is done with the counters, before its last tile is stored,
-//                                   so that they are reset meanwhile
+// What training epilogues share (what an epilogue is: epilogue_defaults.cuh).
 //
 // Barriers between the consumers and the warp that stores what they stage: `staged` completes when a consumer's staging buffer
 // is written, `unstaged` when it may be written again.
 #pragma once
+#include "gemm/epilogue_defaults.cuh"
 #include "gemm/features.cuh"
 #include "gemm/staging.cuh"
 
@@ -36,12 +20,17 @@ struct StagingBarriers {
   }
 };
 
+// What a tile's partial statistics take, in either accumulator tile.
+template <class G>
+struct PartialStatistics {
+  float sums[2][G::Shape::kSwapAB ? 1 : 4][G::Shape::kSwapAB ? 4 : G::TN];  // per consumer and warp
+  // Per consumer: means in `slope` and M2 in `shift`; then coefficients of the tile.
+  float slope[2][G::TN], shift[2][G::TN];
+};
+
 // The shared memory of a training epilogue.
 template <class G>
-struct TrainingShared : StagingBarriers {
-  float sums[2][G::Shape::kSwapAB ? 1 : 4][G::Shape::kSwapAB ? 4 : G::TN];  // per consumer and warp
-  // Per consumer: coefficients of the tile; before that partial statistics, means in `slope` and M2 in `shift`.
-  float slope[2][G::TN], shift[2][G::TN];
+struct TrainingShared : StagingBarriers, PartialStatistics<G> {
   float mean[G::TN], squares[G::TN], finished_slope[G::TN], finished_shift[G::TN];  // of all rows, for both consumers
 };
 
@@ -57,9 +46,9 @@ __device__ __forceinline__ void store_staged_tiles(const Features<Params>& f, co
                                                    const Describe& describe, const OnStaged& on_staged,
                                                    const OnStored& on_stored) {
   u32 phase = 0;
-  for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
+  for (TileWalk walk(shared.tiles); walk.t < scheduler.tiles(); walk.advance()) {
     const int t = walk.t;
-    const Tile tile = scheduler.at(t);
+    const Tile tile = walk.tile();
     const StoreDescription d = describe(t);
     if (!d.stores) continue;
     for (int i = 0; i < G::kStorePasses; ++i, phase ^= 1) {

@@ -34,14 +34,10 @@ __device__ __forceinline__ void merge_share(const Features<Params>& f, const Til
 }
 
 template <class G, class Params>
-struct CoResidentEpilogue {
+struct CoResidentEpilogue : EpilogueDefaults {
   using Shared = TrainingShared<G>;
   using Shape = typename G::Shape;
-  static constexpr bool kStores = true;
-  static constexpr bool kStatisticsKnown = false;
-  static constexpr bool kWaitsItself = false;
   static constexpr bool kMergesHere = true;
-  __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
   // Where nobody reads the number of batches at the end.
   __device__ __forceinline__ static bool done_early(const Params& p) { return p.momentum >= 0.0f; }
 
@@ -123,8 +119,8 @@ struct CoResidentEpilogue {
                                         Smem& shared, int consumer)
         : Base(f, scheduler, shared, consumer), counters(counters_), in_staging(tiles_in_staging(f.p, scheduler)) {}
 
-    __device__ __forceinline__ void begin(int t) {
-      if (kEarly) early = this->values(scheduler.at(t));
+    __device__ __forceinline__ void begin(Tile tile) {
+      if (kEarly) early = this->values(tile);
     }
     __device__ __forceinline__ void store(int t, Tile tile, typename G::Accumulators& acc) {
       const bool finishes = t >= in_staging, stores = !finishes || f.p.keep_product;

@@ -12,14 +12,9 @@
 namespace gemmnorm {
 
 template <class G, class Params>
-struct DeferredEpilogue {
+struct DeferredEpilogue : EpilogueDefaults {
   using Shared = TrainingShared<G>;
-  static constexpr bool kStores = true;
-  static constexpr bool kStatisticsKnown = false;
-  static constexpr bool kWaitsItself = false;
   static constexpr bool kMergesHere = true;
-  __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
-  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
   static constexpr int kMergeWidth = 8, kMergeLanes = 32 / kMergeWidth;  // features that a warp merges at a time, lanes of each
   static constexpr int kAhead = G::kSplit ? 1 : 4;                       // loads in flight: what registers are left for
   static constexpr int kRowBytesOfTile = G::TN * sizeof(typename G::T);
@@ -119,7 +114,7 @@ struct DeferredEpilogue {
                                         Smem& shared, int consumer)
         : Base(f, scheduler, shared, consumer), counters(counters_) {}
 
-    __device__ __forceinline__ void begin(int) {}
+    __device__ __forceinline__ void begin(Tile) {}
     __device__ __forceinline__ void store(int t, Tile tile, typename G::Accumulators& acc) {
       const int stored = stored_tiles(scheduler);
       const bool finishes = t >= stored, stores = !finishes || f.p.keep_product;

@@ -7,6 +7,7 @@
 //
 // Warp 1 computes the next tile's coefficients while the current one is multiplied, into one of two buffers.
 #pragma once
+#include "gemm/epilogue_defaults.cuh"
 #include "gemm/features.cuh"
 #include "gemm/staging.cuh"
 
@@ -61,7 +62,7 @@ __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& 
 }
 
 template <class G, class Params, bool OF_BATCH>
-struct KnownStatisticsEpilogue {
+struct KnownStatisticsEpilogue : EpilogueDefaults {
   static_assert(!(OF_BATCH && G::kSplit), "batch_coefficients leaves no rest");
   struct Shared {
     float slope[2][G::kLaneColumns], shift[2][G::kLaneColumns];  // of two tiles
@@ -76,12 +77,8 @@ struct KnownStatisticsEpilogue {
       }
     }
   };
-  static constexpr bool kStores = true;
   static constexpr bool kStatisticsKnown = true;
   static constexpr bool kWaitsItself = OF_BATCH;
-  static constexpr bool kMergesHere = false;
-  __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
-  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>
@@ -93,8 +90,8 @@ struct KnownStatisticsEpilogue {
         griddepcontrol_launch_dependents();
       }
       PipelineState<2> state(1);
-      for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
-        const Tile tile = scheduler.at(walk.t);
+      for (TileWalk walk(shared.tiles); walk.t < scheduler.tiles(); walk.advance()) {
+        const Tile tile = walk.tile();
         auto& s = shared.epilogue;
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
@@ -118,7 +115,7 @@ struct KnownStatisticsEpilogue {
                                         int consumer_)
         : f(f_), shared(shared_), consumer(consumer_), tile_of_accumulators(consumer_) {}
 
-    __device__ __forceinline__ void begin(int) {}
+    __device__ __forceinline__ void begin(Tile) {}
     __device__ __forceinline__ void store(int, Tile tile, typename G::Accumulators& acc) {
       const int buffer = state.stage;
       mbarrier_wait(&shared.epilogue.known[buffer], state.phase);

@@ -9,6 +9,7 @@
 // which takes a part's place. Warp 3 computes the next tile's coefficients while the current one is multiplied.
 #pragma once
 #include "backward/formulas.cuh"
+#include "gemm/epilogue_defaults.cuh"
 #include "gemm/features.cuh"
 #include "gemm/pipeline.cuh"
 #include "gemm/staging.cuh"
@@ -16,7 +17,7 @@
 namespace gemmnorm {
 
 template <class G, class Params, bool SUMS>
-struct RecomputedGradient {
+struct RecomputedGradient : EpilogueDefaults {
   using T = typename G::T;
   using Y = typename G::Y;
   static_assert(G::kStagedY, "y's gradient passes through the staging buffers");
@@ -39,12 +40,7 @@ struct RecomputedGradient {
       }
     }
   };
-  static constexpr bool kStores = true;      // or reads
-  static constexpr bool kStatisticsKnown = false;
   static constexpr bool kWaitsItself = !SUMS;
-  static constexpr bool kMergesHere = false;
-  __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
-  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>
@@ -64,10 +60,10 @@ struct RecomputedGradient {
       }
       auto& s = shared.epilogue;
       PipelineState<2> state(1);
-      for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
+      for (TileWalk walk(shared.tiles); walk.t < scheduler.tiles(); walk.advance()) {
         mbarrier_wait(&s.used[state.stage], state.phase);
         float(&numbers)[kNumbers][G::TN] = s.numbers[state.stage];
-        const LaneFeatures<G::TN> own(G::Shape::first_feature(scheduler.at(walk.t), 0), f.p.features);
+        const LaneFeatures<G::TN> own(G::Shape::first_feature(walk.tile(), 0), f.p.features);
         constexpr int kTogether = own.kOwn < 2 ? own.kOwn : 2;  // what the registers hold
 #pragma unroll 1
         for (int first = 0; first < own.kOwn; first += kTogether) {
@@ -96,7 +92,7 @@ struct RecomputedGradient {
     __device__ __forceinline__ static void transfer(const Features<Params>& f, const TileScheduler& scheduler, Smem& shared,
                                                     int consumer) {
       auto& ring = shared.epilogue.parts[consumer];
-      typename G::Walk loads(shared.taken), stores(shared.taken);
+      TileWalk loads(shared.tiles), stores(shared.tiles);
       PipelineState<kSlots> state(1);
       int left = SUMS ? 0 : kSlots;  // parts to be stored when all are loaded
       for (int part = 0; loads.t < scheduler.tiles() || left-- > 0; ++part) {
@@ -105,12 +101,12 @@ struct RecomputedGradient {
         if constexpr (!SUMS) {
           if (part >= kSlots) {
             const int stored = (part - kSlots) % kParts;
-            store_part(f.p, slot, scheduler.at(stores.t), consumer, stored);
+            store_part(f.p, slot, stores.tile(), consumer, stored);
             if (stored == kParts - 1) stores.advance();
           }
         }
         if (loads.t < scheduler.tiles()) {
-          load_part(f.p, slot, scheduler.at(loads.t), consumer, part % kParts, &ring.full[state.stage]);
+          load_part(f.p, slot, loads.tile(), consumer, part % kParts, &ring.full[state.stage]);
           if (part % kParts == kParts - 1) loads.advance();
         }
         state.advance();
@@ -152,7 +148,7 @@ struct RecomputedGradient {
                                         int consumer_)
         : f(f_), shared(shared_), consumer(consumer_), tile_of_accumulators(consumer_) {}
 
-    __device__ __forceinline__ void begin(int) {}
+    __device__ __forceinline__ void begin(Tile) {}
     __device__ __forceinline__ void store(int, Tile tile, Accumulators& acc) {
       auto& s = shared.epilogue;
       mbarrier_wait(&s.known[numbers.stage], numbers.phase);

@@ -8,16 +8,12 @@
 namespace gemmnorm {
 
 template <class G, class Params>
-struct SingleTileEpilogue {
+struct SingleTileEpilogue : EpilogueDefaults {
   using Shared = TrainingShared<G>;
-  static constexpr bool kStores = true;
-  static constexpr bool kStatisticsKnown = false;
-  static constexpr bool kWaitsItself = false;
   static constexpr bool kMergesHere = true;
 
   // Nobody reads the count of batches, so that any block may increment it when it likes, and there are no counters to reset.
   __device__ __forceinline__ static bool counts_alone(const Params& p) { return p.momentum >= 0.0f; }
-  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>
@@ -42,8 +38,8 @@ struct SingleTileEpilogue {
                                         Smem& shared, int consumer)
         : Base(f, scheduler, shared, consumer) {}
 
-    __device__ __forceinline__ void begin(int t) {
-      if (kEarly) early = this->values(this->scheduler.at(t));
+    __device__ __forceinline__ void begin(Tile tile) {
+      if (kEarly) early = this->values(tile);
     }
     __device__ __forceinline__ void store(int, Tile tile, typename G::Accumulators& acc) {
       this->take_statistics(tile, acc, f.p.keep_product);

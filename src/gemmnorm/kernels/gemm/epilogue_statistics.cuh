@@ -14,14 +14,9 @@
 namespace gemmnorm {
 
 template <class G, class Params>
-struct StatisticsEpilogue {
+struct StatisticsEpilogue : EpilogueDefaults {
   using Shared = TrainingShared<G>;
-  static constexpr bool kStores = true;
-  static constexpr bool kStatisticsKnown = false;
-  static constexpr bool kWaitsItself = false;
-  static constexpr bool kMergesHere = false;  // later launches do
   __device__ __forceinline__ static bool counts_alone(const Params&) { return true; }
-  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>
@@ -40,7 +35,7 @@ struct StatisticsEpilogue {
     __device__ __forceinline__ Consumer(const Features<Params>& f, const TileScheduler& scheduler, const Counters&,
                                         Smem& shared, int consumer)
         : Base(f, scheduler, shared, consumer) {}
-    __device__ __forceinline__ void begin(int) {}
+    __device__ __forceinline__ void begin(Tile) {}
     __device__ __forceinline__ void store(int, Tile tile, typename G::Accumulators& acc) {
       this->take_statistics(tile, acc, true);
     }
@@ -49,16 +44,14 @@ struct StatisticsEpilogue {
 };
 
 template <class G, class Params, bool OF_MISSING>
-struct UnroundedStatisticsEpilogue {
-  struct Shared : TrainingShared<G> {
+struct UnroundedStatisticsEpilogue : EpilogueDefaults {
+  struct Shared : PartialStatistics<G> {
     bool last[2];  // of a panel: per consumer
+
+    __device__ __forceinline__ void init() {}
   };
   static constexpr bool kStores = false;
-  static constexpr bool kStatisticsKnown = false;
-  static constexpr bool kWaitsItself = false;
-  static constexpr bool kMergesHere = false;  // nobody waits for a merge
   __device__ __forceinline__ static bool counts_alone(const Params&) { return !OF_MISSING; }
-  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
 
   struct Auxiliary {
     template <class Smem>
@@ -78,7 +71,7 @@ struct UnroundedStatisticsEpilogue {
                                         Smem& shared_, int consumer_)
         : f(f_), scheduler(scheduler_), counters(counters_), shared(shared_), consumer(consumer_),
           tile_of_accumulators(consumer_) {}
-    __device__ __forceinline__ void begin(int) {}
+    __device__ __forceinline__ void begin(Tile) {}
     __device__ __forceinline__ void store(int, Tile tile, typename G::Accumulators& acc) {
       tile_of_accumulators.template take_means<false, false>(f, shared.epilogue, tile, acc);
       tile_of_accumulators.template take_squares<false, false>(f, shared.epilogue, tile, acc, nullptr);

@@ -28,7 +28,7 @@ struct GemmShared {
   alignas(16) typename G::Scaling::Shared scaling;  // read two floats at a time
   alignas(16) typename G::Epilogue::Shared epilogue;  // likewise
   Pipeline<G::kStages, G::kSharing> ring;
-  typename G::Taken taken;
+  BlockTiles tiles;
   u64 warps_done;  // completes when all warps but the producer's are done with the counters
 };
 
@@ -38,12 +38,13 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
                                            const typename G::Conversion& conversion) {
   const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
   PipelineState<G::kStages> state(1);
-  int next = 0, taken = 0;
+  int t = blockIdx.x, i = 0;
 #pragma unroll 1
-  for (int t = blockIdx.x; t < scheduler.tiles(); t = next) {
+  for (; t < scheduler.tiles(); ++i) {
     u32 number = 0;
     if constexpr (G::kQueued) number = draw_number(p.counters + p.tile_counter);
     const Tile tile = scheduler.at(t);
+    shared.tiles.put(i, t, tile);
     const OperandBox x = operand_box<G::TM, G::kSharing>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
     int own_rows = 0;  // where the block's part of x begins
     if constexpr (G::kShares) own_rows = cluster_rank() * x.rows;
@@ -65,13 +66,10 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
         tma_load(shared.weight[stage][plane], *weight.map, full, column, first_feature, kEvictNormal);
       }
     });
-    if constexpr (G::kQueued) {
-      next = drawn_tile(p.counters + p.tile_counter, number, scheduler.tiles());
-      shared.taken.put(taken++, next);
-    } else {
-      next = t + static_cast<int>(gridDim.x);
-    }
+    if constexpr (G::kQueued) t = drawn_tile(p.counters + p.tile_counter, number, scheduler.tiles());
+    else t += gridDim.x;
   }
+  shared.tiles.put(i, t, {});
 }
 
 // A consumer warpgroup: main loop and epilogue of the block's tiles. Where the ring holds more than a tile's stages, consumer 1
@@ -91,19 +89,19 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
   const bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
   if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
 #pragma unroll 1
-  for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
+  for (TileWalk walk(shared.tiles); walk.t < scheduler.tiles(); walk.advance()) {
     const int t = walk.t;
-    epilogue.begin(t);
+    epilogue.begin(walk.tile());
     if constexpr (G::kSplit) {
       const typename G::Scaling scaling(f.p, shared.scaling, consumer);
-      G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
+      G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(walk.tile()); });
       scaling.apply(acc);
     } else {
       G::Mainloop::run(shared.ring, state, G::steps(f.p), [&](int stage) { return a(0, stage); },
                        [&](int stage) { return b(0, stage); }, acc);
     }
     if (takes_turns && consumer == 0 && t == static_cast<int>(blockIdx.x)) named_barrier_arrive(kTurn, 256);
-    epilogue.store(t, scheduler.at(G::kSplit ? opaque(t) : t), acc);
+    epilogue.store(t, walk.tile(), acc);
   }
   epilogue.end();
 }
@@ -139,7 +137,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     prefetch_tensormap(p.map_weight);
     prefetch_tensormap(p.map_last_weight);
     shared.ring.init(2);
-    shared.taken.init();
+    shared.tiles.init();
     shared.epilogue.init();
     shared.conversion.init();
     mbarrier_init(&shared.warps_done, kGemmThreads / 32 - 1);

@@ -82,43 +82,45 @@ __device__ __forceinline__ TileScheduler tile_scheduler(const Params& p) {
   return {(p.batch + TM - 1) / TM, (p.features + kFeatures - 1) / kFeatures * SHARING, p.group_panels};
 }
 
-// The numbers of the tiles that a block has taken, for all roles of the block. A slot is written again when kSlots more are
-// taken: no role is behind by so many, since the producer is ahead of it by the ring's stages and two tiles at most.
-struct TakenTiles {
-  static constexpr int kSlots = 32;
-  int tile[kSlots];
-  u64 taken[kSlots];
+// The tiles of a persistent block, for all its roles: the producer says which is next, since to find a tile's place by its
+// number takes three divisions. Past the last there is a number beyond all tiles. A slot is written again when kSlots more are
+// there: no role is behind by so many, since the producer is ahead of it by the ring's stages and four tiles at most.
+struct BlockTiles {
+  static constexpr int kSlots = 16;
+  int number[kSlots];
+  Tile tile[kSlots];
+  u64 known[kSlots];
 
   __device__ __forceinline__ void init() {
-    for (int s = 0; s < kSlots; ++s) mbarrier_init(&taken[s], 1);
+    for (int s = 0; s < kSlots; ++s) mbarrier_init(&known[s], 1);
   }
-  __device__ __forceinline__ void put(int i, int t) {
-    tile[i % kSlots] = t;
-    mbarrier_arrive(&taken[i % kSlots]);
-  }
-  __device__ __forceinline__ int at(int i) {
-    mbarrier_wait(&taken[i % kSlots], i / kSlots % 2);
-    return tile[i % kSlots];
+  __device__ __forceinline__ void put(int i, int t, Tile found) {
+    number[i % kSlots] = t;
+    tile[i % kSlots] = found;
+    mbarrier_arrive(&known[i % kSlots]);
   }
 };
-struct NoTakenTiles {
-  __device__ __forceinline__ void init() {}
-};
-
-// How a role of a persistent block goes through the block's tiles: blockIdx.x, blockIdx.x + gridDim.x and so on; or, QUEUED,
-// blockIdx.x and those that the producer takes. All blocks then work on neighbouring tiles at any time, however unevenly memory
-// serves them, and what neighbours write to the same lines of y meets in the L2.
-template <bool QUEUED, class Taken>
+// How a role goes through them.
 struct TileWalk {
-  Taken& taken;
-  int t = blockIdx.x, i = -1;
+  BlockTiles& tiles;
+  int t, i = 0;
 
-  __device__ __forceinline__ explicit TileWalk(Taken& taken_) : taken(taken_) {}
+  __device__ __forceinline__ explicit TileWalk(BlockTiles& tiles_) : tiles(tiles_) { wait(); }
   __device__ __forceinline__ void advance() {
-    if constexpr (QUEUED) t = taken.at(++i);
-    else t += gridDim.x;
+    ++i;
+    wait();
+  }
+  __device__ __forceinline__ Tile tile() const { return tiles.tile[i % BlockTiles::kSlots]; }
+  __device__ __forceinline__ void wait() {
+    mbarrier_wait(&tiles.known[i % BlockTiles::kSlots], i / BlockTiles::kSlots % 2);
+    t = tiles.number[i % BlockTiles::kSlots];
   }
 };
+
+// Tiles are blockIdx.x, blockIdx.x + gridDim.x and so on; or blockIdx.x and those that the block takes as it becomes free. All
+// blocks then work on neighbouring tiles at any time, however unevenly memory serves them, and what neighbours write to the same
+// lines of y meets in the L2.
+//
 // One thread takes the block's next tile: it draws a number, asks for the loads of the tile at hand while the number is on its
 // way, and has the tile by it. Each of `tiles` tiles is followed by one number; the last of these leaves the counter zero.
 __device__ __forceinline__ u32 draw_number(u32* counter) { return atomicAdd(counter, 1u); }

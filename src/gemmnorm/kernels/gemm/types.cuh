@@ -23,14 +23,6 @@ template <class Element, int WIDTH, int BLOCKS>
 struct SelectMainloop<true, Element, WIDTH, BLOCKS> {
   using type = SplitMainloop<WIDTH, false, false>;
 };
-template <bool QUEUED>
-struct SelectTaken {
-  using type = TakenTiles;
-};
-template <>
-struct SelectTaken<false> {
-  using type = NoTakenTiles;
-};
 template <bool SWAP_AB, class G>
 struct SelectAccumulator {
   using type = AccumulatorSwapAB<G>;
@@ -73,9 +65,7 @@ struct GemmTypes {
   static_assert(!kOverlaps || (kStatisticsKnown && !Conversion::kConverts), "two tiles have the same feature");
   static_assert(!kQueued || (!kShares && !Conversion::kConverts && !Epilogue::kMergesHere),
                 "neighbours, converted rows and complete panels come in the static order of tiles");
-  static_assert(!kQueued || kStages + 2 < TakenTiles::kSlots, "a slot may still be read when it is written again");
-  using Taken = typename SelectTaken<kQueued>::type;
-  using Walk = TileWalk<kQueued, Taken>;
+  static_assert(kStages + 4 < BlockTiles::kSlots, "a slot may still be read when it is written again");
   using Mainloop = typename SelectMainloop<kSplit, typename Operand::Element, kWidth, Shape::kBlocks>::type;
   using AccumulatorTile = typename SelectAccumulator<Shape::kSwapAB, GemmTypes>::type;
   using Scaling = SplitScaling<GemmTypes, Params, kSplit>;
