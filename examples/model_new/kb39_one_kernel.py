@@ -812,43 +812,45 @@ __device__ __forceinline__ TileScheduler tile_scheduler(const Params& p) {
   return {(p.batch + TM - 1) / TM, (p.features + kFeatures - 1) / kFeatures * SHARING, p.group_panels};
 }
 
-// The numbers of the tiles that a block has taken, for all roles of the block. A slot is written again when kSlots more are
-// taken: no role is behind by so many, since the producer is ahead of it by the ring's stages and two tiles at most.
-struct TakenTiles {
-  static constexpr int kSlots = 32;
-  int tile[kSlots];
-  u64 taken[kSlots];
+// The tiles of a persistent block, for all its roles: the producer says which is next, since to find a tile's place by its
+// number takes three divisions. Past the last there is a number beyond all tiles. A slot is written again when kSlots more are
+// there: no role is behind by so many, since the producer is ahead of it by the ring's stages and four tiles at most.
+struct BlockTiles {
+  static constexpr int kSlots = 16;
+  int number[kSlots];
+  Tile tile[kSlots];
+  u64 known[kSlots];
 
   __device__ __forceinline__ void init() {
-    for (int s = 0; s < kSlots; ++s) mbarrier_init(&taken[s], 1);
+    for (int s = 0; s < kSlots; ++s) mbarrier_init(&known[s], 1);
   }
-  __device__ __forceinline__ void put(int i, int t) {
-    tile[i % kSlots] = t;
-    mbarrier_arrive(&taken[i % kSlots]);
-  }
-  __device__ __forceinline__ int at(int i) {
-    mbarrier_wait(&taken[i % kSlots], i / kSlots % 2);
-    return tile[i % kSlots];
+  __device__ __forceinline__ void put(int i, int t, Tile found) {
+    number[i % kSlots] = t;
+    tile[i % kSlots] = found;
+    mbarrier_arrive(&known[i % kSlots]);
   }
 };
-struct NoTakenTiles {
-  __device__ __forceinline__ void init() {}
-};
-
-// How a role of a persistent block goes through the block's tiles: blockIdx.x, blockIdx.x + gridDim.x and so on; or, QUEUED,
-// blockIdx.x and those that the producer takes. All blocks then work on neighbouring tiles at any time, however unevenly memory
-// serves them, and what neighbours write to the same lines of y meets in the L2.
-template <bool QUEUED, class Taken>
+// How a role goes through them.
 struct TileWalk {
-  Taken& taken;
-  int t = blockIdx.x, i = -1;
+  BlockTiles& tiles;
+  int t, i = 0;
 
-  __device__ __forceinline__ explicit TileWalk(Taken& taken_) : taken(taken_) {}
+  __device__ __forceinline__ explicit TileWalk(BlockTiles& tiles_) : tiles(tiles_) { wait(); }
   __device__ __forceinline__ void advance() {
-    if constexpr (QUEUED) t = taken.at(++i);
-    else t += gridDim.x;
+    ++i;
+    wait();
+  }
+  __device__ __forceinline__ Tile tile() const { return tiles.tile[i % BlockTiles::kSlots]; }
+  __device__ __forceinline__ void wait() {
+    mbarrier_wait(&tiles.known[i % BlockTiles::kSlots], i / BlockTiles::kSlots % 2);
+    t = tiles.number[i % BlockTiles::kSlots];
   }
 };
+
+// Tiles are blockIdx.x, blockIdx.x + gridDim.x and so on; or blockIdx.x and those that the block takes as it becomes free. All
+// blocks then work on neighbouring tiles at any time, however unevenly memory serves them, and what neighbours write to the same
+// lines of y meets in the L2.
+//
 // One thread takes the block's next tile: it draws a number, asks for the loads of the tile at hand while the number is on its
 // way, and has the tile by it. Each of `tiles` tiles is followed by one number; the last of these leaves the counter zero.
 __device__ __forceinline__ u32 draw_number(u32* counter) { return atomicAdd(counter, 1u); }
@@ -1675,14 +1677,6 @@ template <class Element, int WIDTH, int BLOCKS>
 struct SelectMainloop<true, Element, WIDTH, BLOCKS> {
   using type = SplitMainloop<WIDTH, false, false>;
 };
-template <bool QUEUED>
-struct SelectTaken {
-  using type = TakenTiles;
-};
-template <>
-struct SelectTaken<false> {
-  using type = NoTakenTiles;
-};
 template <bool SWAP_AB, class G>
 struct SelectAccumulator {
   using type = AccumulatorSwapAB<G>;
@@ -1725,9 +1719,7 @@ struct GemmTypes {
   static_assert(!kOverlaps || (kStatisticsKnown && !Conversion::kConverts), "two tiles have the same feature");
   static_assert(!kQueued || (!kShares && !Conversion::kConverts && !Epilogue::kMergesHere),
                 "neighbours, converted rows and complete panels come in the static order of tiles");
-  static_assert(!kQueued || kStages + 2 < TakenTiles::kSlots, "a slot may still be read when it is written again");
-  using Taken = typename SelectTaken<kQueued>::type;
-  using Walk = TileWalk<kQueued, Taken>;
+  static_assert(kStages + 4 < BlockTiles::kSlots, "a slot may still be read when it is written again");
   using Mainloop = typename SelectMainloop<kSplit, typename Operand::Element, kWidth, Shape::kBlocks>::type;
   using AccumulatorTile = typename SelectAccumulator<Shape::kSwapAB, GemmTypes>::type;
   using Scaling = SplitScaling<GemmTypes, Params, kSplit>;
@@ -1760,7 +1752,7 @@ struct GemmShared {
   alignas(16) typename G::Scaling::Shared scaling;  // read two floats at a time
   alignas(16) typename G::Epilogue::Shared epilogue;  // likewise
   Pipeline<G::kStages, G::kSharing> ring;
-  typename G::Taken taken;
+  BlockTiles tiles;
   u64 warps_done;  // completes when all warps but the producer's are done with the counters
 };
 
@@ -1770,12 +1762,13 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
                                            const typename G::Conversion& conversion) {
   const u64 x_policy = p.stream_x ? kEvictFirst : kEvictNormal;
   PipelineState<G::kStages> state(1);
-  int next = 0, taken = 0;
+  int t = blockIdx.x, i = 0;
 #pragma unroll 1
-  for (int t = blockIdx.x; t < scheduler.tiles(); t = next) {
+  for (; t < scheduler.tiles(); ++i) {
     u32 number = 0;
     if constexpr (G::kQueued) number = draw_number(p.counters + p.tile_counter);
     const Tile tile = scheduler.at(t);
+    shared.tiles.put(i, t, tile);
     const OperandBox x = operand_box<G::TM, G::kSharing>(p.map_x, p.map_last_x, tile.m * G::TM, p.batch);
     int own_rows = 0;  // where the block's part of x begins
     const int first_feature = G::Shape::first_feature(tile, 0);
@@ -1790,13 +1783,10 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TileScheduler&
         tma_load(shared.weight[stage][plane], *weight.map, full, column, first_feature, kEvictNormal);
       }
     });
-    if constexpr (G::kQueued) {
-      next = drawn_tile(p.counters + p.tile_counter, number, scheduler.tiles());
-      shared.taken.put(taken++, next);
-    } else {
-      next = t + static_cast<int>(gridDim.x);
-    }
+    if constexpr (G::kQueued) t = drawn_tile(p.counters + p.tile_counter, number, scheduler.tiles());
+    else t += gridDim.x;
   }
+  shared.tiles.put(i, t, {});
 }
 
 // A consumer warpgroup: main loop and epilogue of the block's tiles. Where the ring holds more than a tile's stages, consumer 1
@@ -1816,14 +1806,14 @@ __device__ __forceinline__ void consume_tiles(const Features<Params>& f, const T
   const bool takes_turns = G::steps(f.p) < G::kStages && static_cast<int>(blockIdx.x) < scheduler.tiles();
   if (takes_turns && consumer == 1) named_barrier_sync(kTurn, 256);
 #pragma unroll 1
-  for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
+  for (TileWalk walk(shared.tiles); walk.t < scheduler.tiles(); walk.advance()) {
     const int t = walk.t;
-    epilogue.begin(t);
+    epilogue.begin(walk.tile());
     const typename G::Scaling scaling(f.p, shared.scaling, consumer);
-    G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(scheduler.at(t)); });
+    G::Mainloop::run(shared.ring, state, G::steps(f.p), a, b, acc, [&] { scaling.load(walk.tile()); });
     scaling.apply(acc);
     if (takes_turns && consumer == 0 && t == static_cast<int>(blockIdx.x)) named_barrier_arrive(kTurn, 256);
-    epilogue.store(t, scheduler.at(opaque(t)), acc);
+    epilogue.store(t, walk.tile(), acc);
   }
   epilogue.end();
 }
@@ -1859,7 +1849,7 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
     prefetch_tensormap(p.map_weight);
     prefetch_tensormap(p.map_last_weight);
     shared.ring.init(2);
-    shared.taken.init();
+    shared.tiles.init();
     shared.epilogue.init();
     shared.conversion.init();
     mbarrier_init(&shared.warps_done, kGemmThreads / 32 - 1);
@@ -1894,8 +1884,8 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
   }
 }
 
-// --- gemm/epilogue.cuh ---------------------------------------------------------------------------------------------
-// What epilogues share. An epilogue is a type with
+// --- gemm/epilogue_defaults.cuh ------------------------------------------------------------------------------------
+// What an epilogue of `fused_gemm` is: a type with
 //
 //   Shared                          its shared memory; `init` initialises its barriers, as one thread
 //   Auxiliary                       what warps 1 to 3 of the producer warpgroup do beside the main loop
@@ -1913,6 +1903,21 @@ __device__ __forceinline__ void fused_gemm(const Params& p) {
 //   counts_alone(p)                 block 0 counts the batch; else the last block does, when it resets the counters
 //   done_early(p)                   a consumer signals itself that it is done with the counters, before its last tile is stored,
 //                                   so that they are reset meanwhile
+
+struct EpilogueDefaults {
+  static constexpr bool kStatisticsKnown = false, kMergesHere = false, kWaitsItself = false, kStores = true;
+  template <class Params>
+  __device__ __forceinline__ static bool counts_alone(const Params&) {
+    return false;
+  }
+  template <class Params>
+  __device__ __forceinline__ static bool done_early(const Params&) {
+    return false;
+  }
+};
+
+// --- gemm/epilogue.cuh ---------------------------------------------------------------------------------------------
+// What training epilogues share (what an epilogue is: epilogue_defaults.cuh).
 //
 // Barriers between the consumers and the warp that stores what they stage: `staged` completes when a consumer's staging buffer
 // is written, `unstaged` when it may be written again.
@@ -1928,12 +1933,17 @@ struct StagingBarriers {
   }
 };
 
+// What a tile's partial statistics take, in either accumulator tile.
+template <class G>
+struct PartialStatistics {
+  float sums[2][1][4];  // per consumer and warp
+  // Per consumer: means in `slope` and M2 in `shift`; then coefficients of the tile.
+  float slope[2][G::TN], shift[2][G::TN];
+};
+
 // The shared memory of a training epilogue.
 template <class G>
-struct TrainingShared : StagingBarriers {
-  float sums[2][1][4];  // per consumer and warp
-  // Per consumer: coefficients of the tile; before that partial statistics, means in `slope` and M2 in `shift`.
-  float slope[2][G::TN], shift[2][G::TN];
+struct TrainingShared : StagingBarriers, PartialStatistics<G> {
   float mean[G::TN], squares[G::TN], finished_slope[G::TN], finished_shift[G::TN];  // of all rows, for both consumers
 };
 
@@ -1949,9 +1959,9 @@ __device__ __forceinline__ void store_staged_tiles(const Features<Params>& f, co
                                                    const Describe& describe, const OnStaged& on_staged,
                                                    const OnStored& on_stored) {
   u32 phase = 0;
-  for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
+  for (TileWalk walk(shared.tiles); walk.t < scheduler.tiles(); walk.advance()) {
     const int t = walk.t;
-    const Tile tile = scheduler.at(t);
+    const Tile tile = walk.tile();
     const StoreDescription d = describe(t);
     if (!d.stores) continue;
     for (int i = 0; i < G::kStorePasses; ++i, phase ^= 1) {
@@ -2200,13 +2210,9 @@ __device__ __forceinline__ void normalize_stored_singly(const Features<Params>& 
 // tiles that come before it, and all blocks run at once: the launch is cooperative.
 
 template <class G, class Params>
-struct DeferredEpilogue {
+struct DeferredEpilogue : EpilogueDefaults {
   using Shared = TrainingShared<G>;
-  static constexpr bool kStores = true;
-  static constexpr bool kStatisticsKnown = false;
   static constexpr bool kMergesHere = true;
-  __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
-  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
   static constexpr int kMergeWidth = 8, kMergeLanes = 32 / kMergeWidth;  // features that a warp merges at a time, lanes of each
   static constexpr int kAhead = 1;  // loads in flight: what registers are left for
   static constexpr int kRowBytesOfTile = G::TN * sizeof(typename G::T);
@@ -2300,7 +2306,7 @@ struct DeferredEpilogue {
                                         Smem& shared, int consumer)
         : Base(f, scheduler, shared, consumer), counters(counters_) {}
 
-    __device__ __forceinline__ void begin(int) {}
+    __device__ __forceinline__ void begin(Tile) {}
     __device__ __forceinline__ void store(int t, Tile tile, typename G::Accumulators& acc) {
       const int stored = stored_tiles(scheduler);
       const bool finishes = t >= stored, stores = !finishes || f.p.keep_product;
@@ -2828,7 +2834,7 @@ __device__ __forceinline__ void evaluation_coefficients(const Features<Params>& 
 }
 
 template <class G, class Params, bool OF_BATCH>
-struct KnownStatisticsEpilogue {
+struct KnownStatisticsEpilogue : EpilogueDefaults {
   static_assert(!(OF_BATCH && G::kSplit), "batch_coefficients leaves no rest");
   struct Shared {
     float slope[2][G::kLaneColumns], shift[2][G::kLaneColumns];  // of two tiles
@@ -2843,11 +2849,8 @@ struct KnownStatisticsEpilogue {
       }
     }
   };
-  static constexpr bool kStores = true;
   static constexpr bool kStatisticsKnown = true;
-  static constexpr bool kMergesHere = false;
-  __device__ __forceinline__ static bool counts_alone(const Params&) { return false; }
-  __device__ __forceinline__ static bool done_early(const Params&) { return false; }
+  static constexpr bool kWaitsItself = OF_BATCH;
 
   struct Auxiliary {
     template <class Smem>
@@ -2855,8 +2858,8 @@ struct KnownStatisticsEpilogue {
                                                Smem& shared, int warp) {
       if (warp > 1) return;
       PipelineState<2> state(1);
-      for (typename G::Walk walk(shared.taken); walk.t < scheduler.tiles(); walk.advance()) {
-        const Tile tile = scheduler.at(walk.t);
+      for (TileWalk walk(shared.tiles); walk.t < scheduler.tiles(); walk.advance()) {
+        const Tile tile = walk.tile();
         auto& s = shared.epilogue;
         mbarrier_wait(&s.used[state.stage], state.phase);
         float *slope = s.slope[state.stage], *shift = s.shift[state.stage];
@@ -2879,7 +2882,7 @@ struct KnownStatisticsEpilogue {
                                         int consumer_)
         : f(f_), shared(shared_), consumer(consumer_), tile_of_accumulators(consumer_) {}
 
-    __device__ __forceinline__ void begin(int) {}
+    __device__ __forceinline__ void begin(Tile) {}
     __device__ __forceinline__ void store(int, Tile tile, typename G::Accumulators& acc) {
       const int buffer = state.stage;
       mbarrier_wait(&shared.epilogue.known[buffer], state.phase);
