@@ -210,6 +210,8 @@ def test_multiplied_twice(name, one_tile):
         ("bf16", (500, 136, 264), (192, 128), {"activation": "silu"}),
         ("bf16", (130, 200, 40), (128, 128), {"bias": False, "scale_shape": ()}),
         ("fp16", (64, 16, 8), (128, 32), {"affine": False}),
+        ("bf16", (1000, 64, 72), (256, 64), {"activation": "silu"}),  # each warpgroup has half of a stage's rows
+        ("fp16", (385, 24, 136), (128, 128), {"scale_shape": (136,)}),
         ("bf16", (331, 72, 280), (256, 136), {"activation": "silu"}),
         ("fp16", (257, 40, 104), (256, 136), {"scale_shape": ()}),
         ("bf16", (150, 200, 1000), (128, 128), {}),  # several tiles of W·G for a block

@@ -54,15 +54,15 @@ def count_gram(problem: Problem, gemm: Gemm) -> Counted:
     counted, size = empty(), DTYPE_BYTES[problem.dtype]
     count_cast(problem, counted, problem.batch, problem.out_features, problem.in_features)
     counted["launches"] += 1
-    blocks, parts, slices = (problem.chip or CHIPS[90]).multiprocessors, gram.parts(problem), gram.slices(problem)
+    blocks, parts = (problem.chip or CHIPS[90]).multiprocessors, gram.parts(problem)
     row_tiles, column_tiles = gram.tiles(problem)
-    stages = -(-problem.batch // (gram.STEP * slices))  # of a slice
+    stages, rows = gram.stages(problem), gram.STEP * (1 + gram.narrow(problem))
     return counted | {
         "second": _count_normalize(problem, gemm),
         "gram_stages": float(stages),
         "gram_far_bytes": float(bytes_of_x(problem)),
         "gram_bytes": float(size * gram.across(problem) ** 2 * gram.TILE * problem.batch),
-        "gram_partial_bytes": 8.0 * parts * gram.TILE**2 * -(-problem.batch // (gram.STEP * stages)),
+        "gram_partial_bytes": 8.0 * parts * gram.TILE**2 * -(-problem.batch // (rows * stages)),
         "gram_tiles": float(-(-row_tiles * column_tiles // blocks)),
         # Of the block with the longest tile, or of all blocks alike.
         "gram_squares": max(column_tiles, row_tiles * column_tiles * (column_tiles + 1) / 2 / blocks),

@@ -8,7 +8,7 @@ from .steps import VECTORS, Buffer, Extent, Launch, Map
 
 TILE = 128  # rows and columns of a block's part of the matrix; features of a tile of W·G
 WARPS = 8
-STEP = 64  # rows of x, or columns of the weight, in a stage; columns of the matrix in a tile of W·G
+STEP = 64  # rows of x, unless `narrow`, or columns of the weight, in a stage; columns of the matrix in a tile of W·G
 ROW_BYTES = 128
 ROW_STAGES, COLUMN_STAGES = 6, 6  # of two operands, of three
 SCALARS = 5  # sums over columns that a feature needs
@@ -32,6 +32,16 @@ def slices(problem: Problem) -> int:
 def tiles(problem: Problem) -> tuple[int, int]:
     """Of W·G: along the features, and along the columns of the matrix."""
     return -(-problem.out_features // TILE), -(-problem.in_features // STEP)
+
+
+def narrow(problem: Problem) -> bool:
+    """The columns of x fit one box: a stage has twice the rows, half for each warpgroup."""
+    return problem.in_features <= STEP
+
+
+def stages(problem: Problem) -> int:
+    """Of x, in a slice."""
+    return -(-problem.batch // (STEP * (1 + narrow(problem)) * slices(problem)))
 
 
 def serves(problem: Problem) -> bool:
@@ -70,6 +80,7 @@ def launch(problem: Problem) -> Launch:
             *type_members(problem, "T"),
             ("kRowStages", ROW_STAGES),
             ("kColumnStages", COLUMN_STAGES),
+            ("kNarrow", int(narrow(problem))),
             ("kSharedBytes", SHARED),
         ),
         ("map_x", "map_weight", "map_gram", "x", "gram_partial", "gram_sum", "gram", "gram_columns", "gram_scalars",

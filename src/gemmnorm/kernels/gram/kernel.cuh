@@ -54,7 +54,8 @@ __device__ __forceinline__ GramPart gram_part(int number, int parts_of_row) {
   return {i, i + number};
 }
 
-// 64 columns of 64 rows of x each: columns i are multiplied by columns j.
+// 64 columns of 64 rows of x each: columns i are multiplied by columns j. Where x has no more than 64 columns: of twice the rows,
+// a warpgroup multiplies one half by itself.
 struct GramRows {
   unsigned char i[2][kGramStep * kRowBytes], j[2][kGramStep * kRowBytes];
 };
@@ -113,6 +114,9 @@ template <class Config, class Params>
 struct Gram {
   using T = typename Config::T;
   static constexpr int kRowStages = Config::kRowStages, kColumnStages = Config::kColumnStages;
+  static constexpr bool kNarrow = Config::kNarrow;  // x has no more than 64 columns: the warpgroups share out rows of a stage
+  static constexpr int kRows = kNarrow ? 2 * kGramStep : kGramStep;      // of x in a stage
+  static constexpr int kColumns = kNarrow ? kGramStep : kGramTile;      // of a part that are multiplied
   using Shared = GramShared<T, kRowStages, kColumnStages>;
   using Words = AsBfloat16<T>;
   const Params& p;
@@ -127,7 +131,7 @@ struct Gram {
     quarter = lane % 4;
     parts_of_row = (p.in_features + kGramTile - 1) / kGramTile;
     parts = parts_of_row * (parts_of_row + 1) / 2;
-    row_steps = (p.batch + kGramStep - 1) / kGramStep;
+    row_steps = (p.batch + kRows - 1) / kRows;
     const int most = static_cast<int>(gridDim.x) / parts, steps_of_slice = (row_steps + most - 1) / most;
     slices = (row_steps + steps_of_slice - 1) / steps_of_slice;  // no more partial matrices than that takes
     pitch = parts_of_row * kGramTile;
@@ -149,10 +153,10 @@ struct Gram {
       const int bytes = (diagonal ? 2 : 4) * kGramStep * kRowBytes;
       produce(shared.row_ring, state, begin, end, bytes, [&](int k, int stage, u64* full) {
         for (int box = 0; box < 2; ++box) {
-          const int column = box * (kRowBytes / static_cast<int>(sizeof(T)));
+          const int column = kNarrow ? 0 : box * kGramStep, below = kNarrow ? box * kGramStep : 0;
           GramRows& to = shared.rows[stage];
-          tma_load(to.i[box], p.map_x, full, part.i * kGramTile + column, k * kGramStep, kEvictNormal);
-          if (!diagonal) tma_load(to.j[box], p.map_x, full, part.j * kGramTile + column, k * kGramStep, kEvictNormal);
+          tma_load(to.i[box], p.map_x, full, part.i * kGramTile + column, k * kRows + below, kEvictNormal);
+          if (!diagonal) tma_load(to.j[box], p.map_x, full, part.j * kGramTile + column, k * kRows, kEvictNormal);
         }
       });
       for (int k = 0; k < column_tiles && blockIdx.x < row_tiles; ++k)  // for the third phase
@@ -166,7 +170,7 @@ struct Gram {
     shared.pivot[c / kGramTile][c % kGramTile] = pivot;
     if (diagonal && slice == 0 && c < kGramTile) p.gram_columns[column] = to_float(pivot);
     named_barrier_sync(1, 32 * kGramWarps);
-    float acc[kGramTile / 2];
+    float acc[kColumns / 2];
     float sum[2] = {};            // of x - p, of this thread's elements
     u32 a[2][kGramStep / 16][4];  // of this stage, and of the one that is multiplied
     PipelineState<kRowStages> state(0);
@@ -180,8 +184,9 @@ struct Gram {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kGramStep / 16; ++step)
-          WgmmaRegisters<T, kGramTile>::template run<1>(
-              acc, a[turn][step], mn_major_descriptor(diagonal ? rows.i[0] : rows.j[0]) + step * kMnMajorStep,
+          WgmmaRegisters<T, kColumns>::template run<1>(
+              acc, a[turn][step],
+              mn_major_descriptor(kNarrow ? rows.i[warpgroup] : diagonal ? rows.i[0] : rows.j[0]) + step * kMnMajorStep,
               k + turn > begin || step > 0);
         wgmma_commit();
         wgmma_wait<1>();
@@ -190,16 +195,19 @@ struct Gram {
       }
     }
     wgmma_wait<0>();
-    // Rows beyond the batch came as zeros, less the pivot.
-    const int beyond = max(end * kGramStep - p.batch, 0);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      sum[h] = sum_of_quarters(sum[h]);
-      sum[h] += static_cast<float>(beyond) * to_float(shared.pivot[0][warpgroup * 64 + row + h * 8]);
+    for (int h = 0; h < 2; ++h) sum[h] = sum_of_quarters(sum[h]);
+    if (kNarrow) {
+      add_other_half(acc, sum);
+      if (warpgroup == 1) return;
     }
+    // Rows beyond the batch came as zeros, less the pivot.
+    const int beyond = max(end * kRows - p.batch, 0);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sum[h] += static_cast<float>(beyond) * to_float(pivot_of_row(h));
     float4* to = reinterpret_cast<float4*>(p.gram_partial) + static_cast<i64>(slice * parts + blockIdx.x % parts) * kVectors;
 #pragma unroll
-    for (int n = 0; n < kGramTile / 8; ++n) {
+    for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
       for (int q = 0; q < 4; ++q)  // Σ(x_i - p_i)·x_j until here
         acc[4 * n + q] -= sum[q / 2] * to_float(shared.pivot[1][n * 8 + quarter * 2 + q % 2]);
@@ -214,12 +222,39 @@ struct Gram {
     }
   }
 
+  // Warpgroup 0 adds what 1 has of its half of the rows.
+  __device__ __forceinline__ void add_other_half(float (&acc)[kColumns / 2], float (&sum)[2]) {
+    float4* half = reinterpret_cast<float4*>(shared.rows[kRowStages - 1].j) + threadIdx.x % 128;  // the last stage's are unused
+    static_assert(!kNarrow || sizeof(GramRows::j) >= sizeof(acc) * 128, "a warpgroup's accumulators");
+    if (warpgroup == 1) {
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n)
+        half[n * 128] = make_float4(acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]);
+      shared.merged[warp][lane] = make_float4(sum[0], sum[1], 0.0f, 0.0f);
+    }
+    named_barrier_sync(1, 32 * kGramWarps);
+    if (warpgroup == 1) return;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      const float4 v = half[n * 128];
+      acc[4 * n] += v.x;
+      acc[4 * n + 1] += v.y;
+      acc[4 * n + 2] += v.z;
+      acc[4 * n + 3] += v.w;
+    }
+    const float4 other = shared.merged[warp + 4][lane];
+    sum[0] += other.x;
+    sum[1] += other.y;
+  }
+  // Of the first of the thread's rows of G, or of that 8 rows on.
+  __device__ __forceinline__ T pivot_of_row(int h) const { return shared.pivot[0][(kNarrow ? 0 : warpgroup * 64) + row + h * 8]; }
+
   // A warpgroup's 64 columns i of a stage, less their pivots.
   __device__ __forceinline__ void load_rows(const unsigned char* i, u32 (&a)[kGramStep / 16][4], float (&sum)[2]) const {
     const int matrix = lane / 8;  // of the four that a lane says a row of
     u32 pivot[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) pivot[h] = shared.pivot[0][warpgroup * 64 + row + h * 8].bits * 0x10001u;
+    for (int h = 0; h < 2; ++h) pivot[h] = pivot_of_row(h).bits * 0x10001u;
 #pragma unroll
     for (int step = 0; step < kGramStep / 16; ++step)
       ldmatrix_trans(i + swizzled_word(step * 16 + matrix / 2 * 8 + lane % 8, warp % 4 * 2 + matrix % 2), a[step]);
@@ -263,7 +298,7 @@ struct Gram {
     }
   }
   __device__ __forceinline__ void merge_sums() const {
-    for (int c = blockIdx.x; c < pitch; c += gridDim.x) {
+    for (int c = blockIdx.x; c < column_tiles * kGramStep; c += gridDim.x) {
       float sum = 0.0f;
       visit_ahead<8>(lane, slices, 32, [&](int slice) { return load_l2(p.gram_sum + mul_wide(slice, pitch) + c); },
                      [&](int, float partial) { sum += partial; });
