@@ -61,7 +61,7 @@ def count_gram(problem: Problem, gemm: Gemm) -> Counted:
         "second": _count_normalize(problem, gemm),
         "gram_stages": float(stages),
         "gram_far_bytes": float(bytes_of_x(problem)),
-        "gram_bytes": float(size * gram.across(problem) ** 2 * gram.TILE * problem.batch),
+        "gram_bytes": float(size * gram.across(problem) ** 2 * min(gram.TILE, problem.in_features) * problem.batch),
         "gram_partial_bytes": 8.0 * parts * gram.TILE**2 * -(-problem.batch // (rows * stages)),
         "gram_tiles": float(-(-row_tiles * column_tiles // blocks)),
         # Of the block with the longest tile, or of all blocks alike.
