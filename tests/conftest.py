@@ -12,6 +12,7 @@ from typing import Any
 import emulator
 import pytest
 import torch
+import warm
 from torch import Tensor
 
 import gemmnorm
@@ -40,6 +41,20 @@ def _same_conditions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gemmnorm.set_keep_product("auto")
     gemmnorm.set_strategy(None)
     gemmnorm.set_float32_arithmetic(None)
+
+
+@pytest.fixture(scope="session")
+def _warm_server() -> Iterator[str]:
+    with warm.served() as address:
+        yield address
+
+
+@pytest.fixture
+def warm_processes(_warm_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What verify and the command line start has imported PyTorch already."""
+    monkeypatch.setattr(warm.Popen, "server", _warm_server)
+    for module in warm.users():
+        monkeypatch.setattr(module, "subprocess", warm.warm_subprocess)
 
 
 def pytest_configure() -> None:

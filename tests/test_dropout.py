@@ -12,6 +12,8 @@ from torch import nn
 from gemmnorm.userfiles import DROPOUT_NOTE, is_seen, without_dropout, would_drop
 from gemmnorm.verify.answer import check_files
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 TABULAR = """
 import torch
 from torch import nn

@@ -21,6 +21,8 @@ from gemmnorm.export import export
 from gemmnorm.userfiles import DROPOUT_NOTE, without_dropout
 from gemmnorm.verify.answer import check_files
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 MODEL = """
 import torch
 from torch import nn

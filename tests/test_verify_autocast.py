@@ -17,6 +17,8 @@ from gemmnorm.verify.golden import _units
 from gemmnorm.verify.schedule import Schedule
 from gemmnorm.verify.trial import AUTOCAST, run_trial
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 LAST_IS_A_PRODUCT = MODEL.replace("self.bn(self.gemm(x) * self.scale)", "self.gemm(self.bn(x @ self.gemm.weight.t()))")
 LAST_IS_A_PRODUCT = LAST_IS_A_PRODUCT.replace("nn.Linear(24, 32)", "nn.Linear(32, 32)").replace("24)]", "32)]")
 KNOWS_NO_AUTOCAST = """

@@ -13,6 +13,8 @@ from gemmnorm.verify import judge
 from gemmnorm.verify.rounding import Arithmetic, Units
 from gemmnorm.verify.schedule import Schedule
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 # Packed while the weight stays; what is made in inference mode cannot be saved for a backward.
 PACKED = """
 class Product(torch.autograd.Function):

@@ -22,6 +22,8 @@ from gemmnorm.verify.trial import (
     run_trial,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 HEAD = """
 import copy
 import random

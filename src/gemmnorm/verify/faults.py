@@ -110,6 +110,9 @@ def _probed(candidate: Candidate, reference: Reference, failed: Sequence[Check])
     elif still:
         ignored = ", ".join(name for name in given + state if name in still)
         yield "ignores_parameters", f"its output does not follow {ignored}"
+    # Of what follows only numbers tell, not outputs of another kind or in another container.
+    measured = {c["quantity"].removesuffix(" without autograd") for c in failed if c["error"] is not None}
+    wrong, outputs = ([name for name in found if name in measured] for found in (wrong, outputs))
     if outputs and (p := _unscaled(candidate, reference, outputs)):
         yield "dropout", f"it keeps elements without the factor 1/(1 - p) of its dropout, p = {p:g}"
         return
