@@ -16,6 +16,8 @@ from gemmnorm.cli import main as cli
 from gemmnorm.cli import optimize
 from gemmnorm.userfiles import Outcome
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 MODEL = """
 import torch
 from torch import nn

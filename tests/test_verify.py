@@ -149,6 +149,7 @@ def test_properties(judged):
 # --------------------------------------------------------------------------------------------------------- in isolation
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_verify_answers_in_json(tmp_path):
     seen = []
     result = verify(TRAPS / "model.py", TRAPS / "honest_folded.py", seeds=1, device="cpu", on_progress=seen.append)
@@ -241,6 +242,7 @@ class ModelNew(Model):
 """
 
 
+@pytest.mark.usefixtures("warm_processes")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_precision_is_both_files(tmp_path, precision):
     source = (TRAPS / "model.py").read_text()
@@ -254,6 +256,7 @@ def test_a_precision_is_both_files(tmp_path, precision):
     assert result["equal"] == (precision == "bf16"), result["reason"]
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_a_model_that_the_cast_breaks_is_the_models_fault(tmp_path):
     """As with KernelBench, integers are cast too: nothing can be looked up any more."""
     path = tmp_path / "model.py"
@@ -273,6 +276,7 @@ def test_arguments_of_verify(tmp_path):
             verify("a.py", "b.py", device="cuda:0")
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_bad_models(tmp_path):
     path = tmp_path / "model.py"
     result = check_files(str(path), str(TRAPS / "model.py"), 1, "cpu")
