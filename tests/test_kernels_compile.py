@@ -102,7 +102,7 @@ def test_multiplications_in_series_are_seen(monkeypatch):
     assert driver.compile_report(launch, problem, 90)["serialized_wgmma"] == 0
 
     def zeroed(*kernels: object) -> str:
-        found = text(*kernels).replace("float acc[kGramTile / 2];", "float acc[kGramTile / 2] = {};")
+        found = text(*kernels).replace("float acc[kColumns / 2];", "float acc[kColumns / 2] = {};")
         return found.replace("k + turn > begin || step > 0", "1")
 
     monkeypatch.setattr(sources, "translation_unit", zeroed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from test_verify import TRAPS
@@ -87,16 +89,11 @@ class ModelNew(Model):
 """
 
 
-def product(changed: str) -> str:
-    return PRODUCT.replace("CHANGED", changed)
+def filled(source: str) -> Callable[[str], str]:
+    return lambda changed: source.replace("CHANGED", changed)
 
 
-def last(changed: str) -> str:
-    return LAST.replace("CHANGED", changed)
-
-
-def after(changed: str) -> str:
-    return CLASS.replace("CHANGED", changed)
+product, last, after = filled(PRODUCT), filled(LAST), filled(CLASS)
 
 
 # Folded evaluation, packed anew under a condition.

@@ -3,17 +3,13 @@
 //   mean(a_n) = w_n·mean(x)        M2(a_n) = w_nᵀ·G·w_n - (w_n·s)²/B
 //   with G = Σ_b (x_b - p)(x_b - p)ᵀ  [in_features, in_features],  s = Σ_b (x_b - p),  p near the mean of x
 //
-// That takes about B·K² + 2·N·K² operations where the product takes 2·B·K·N, and reads x and W alone: for K well below N and
-// B it costs next to nothing. Taken by the schedule "gram", whose product then normalises in its epilogue (NormalizeEpilogue).
-//
-// A square of a sum is lost where the terms of the sum cancel: w_nᵀ·G·w_n has the rounding errors of Σ_i w_ni²·G_ii, and the
-// mean those of Σ_i |w_ni·p_i|. Where M2 is too small beside these, or no number, `inexact` says so and the feature has a
-// negative rstd: the next launch takes statistics from the product itself and finishes the features so marked
+// Costs, and what cancels: docs/site/mathematics.md. Taken by the schedule "gram". Features whose M2 is too small beside what
+// cancels get a negative rstd, and `inexact` says so: the next launch takes their statistics from the product
 // (MissingStatisticsEpilogue). All others are finished here, and where that is all of them the next launch ends at once.
 //
 // Three phases between barriers of the whole grid: partial Gram matrices of slices of the rows; their sum, as two bfloat16 for
-// each element; W·G, of which each element is multiplied by its own of W. The block that is the last to have sums of a tile's
-// features finishes them.
+// each element; W·G, of which each element is multiplied by its own of W. The last block with sums of a tile's features
+// finishes them.
 #pragma once
 #include "gemm/pipeline.cuh"
 #include "gemm/tile_scheduler.cuh"
@@ -64,8 +60,7 @@ struct GramColumns {
   unsigned char weight[kGramTile * kRowBytes], high[kGramStep * kRowBytes], low[kGramStep * kRowBytes];
 };
 
-template <class T, int ROW_STAGES, int COLUMN_STAGES>
-struct GramShared {
+template <class T, int ROW_STAGES, int COLUMN_STAGES> struct GramShared {
   union {
     alignas(1024) GramRows rows[ROW_STAGES];
     GramColumns columns[COLUMN_STAGES];
@@ -82,25 +77,19 @@ struct GramShared {
 __device__ __forceinline__ void grid_sync(u32* arrived, u32 turn) {
   fence_proxy_async_global();
   __syncthreads();
-  if (threadIdx.x == 0) {
-    signal(arrived, 1);
-    wait_until(arrived, turn * gridDim.x);
-  }
+  if (threadIdx.x == 0) { signal(arrived, 1); wait_until(arrived, turn * gridDim.x); }
   __syncthreads();
   fence_proxy_async_global();
 }
 
 // A word of two elements of T as words of bfloat16 whose sum it is.
-template <class T>
-struct AsBfloat16;
-template <>
-struct AsBfloat16<bfloat16> {
+template <class T> struct AsBfloat16;
+template <> struct AsBfloat16<bfloat16> {
   static constexpr int kWords = 1;
   u32 word[kWords];
   __device__ __forceinline__ explicit AsBfloat16(u32 both) : word{both} {}
 };
-template <>
-struct AsBfloat16<half> {
+template <> struct AsBfloat16<half> {
   static constexpr int kWords = 2;
   u32 word[kWords];
   __device__ __forceinline__ explicit AsBfloat16(u32 both) {
@@ -110,8 +99,7 @@ struct AsBfloat16<half> {
   }
 };
 
-template <class Config, class Params>
-struct Gram {
+template <class Config, class Params> struct Gram {
   using T = typename Config::T;
   static constexpr int kRowStages = Config::kRowStages, kColumnStages = Config::kColumnStages;
   static constexpr bool kNarrow = Config::kNarrow;  // x has no more than 64 columns: the warpgroups share out rows of a stage
@@ -127,8 +115,7 @@ struct Gram {
 
   __device__ __forceinline__ Gram(const Params& p_, Shared& shared_)
       : p(p_), shared(shared_), warp(threadIdx.x / 32), lane(threadIdx.x % 32), warpgroup(warp / 4) {
-    row = warp % 4 * 16 + lane / 4;
-    quarter = lane % 4;
+    row = warp % 4 * 16 + lane / 4; quarter = lane % 4;
     parts_of_row = (p.in_features + kGramTile - 1) / kGramTile;
     parts = parts_of_row * (parts_of_row + 1) / 2;
     row_steps = (p.batch + kRows - 1) / kRows;
@@ -197,10 +184,7 @@ struct Gram {
     wgmma_wait<0>();
 #pragma unroll
     for (int h = 0; h < 2; ++h) sum[h] = sum_of_quarters(sum[h]);
-    if (kNarrow) {
-      add_other_half(acc, sum);
-      if (warpgroup == 1) return;
-    }
+    if (kNarrow) { add_other_half(acc, sum); if (warpgroup == 1) return; }
     // Rows beyond the batch came as zeros, less the pivot.
     const int beyond = max(end * kRows - p.batch, 0);
 #pragma unroll
@@ -217,8 +201,7 @@ struct Gram {
     }
     if (diagonal && quarter == 0) {
       float* own = p.gram_sum + static_cast<i64>(slice) * pitch + part.i * kGramTile + warpgroup * 64 + row;
-      own[0] = sum[0];
-      own[8] = sum[1];
+      own[0] = sum[0]; own[8] = sum[1];
     }
   }
 
@@ -237,14 +220,10 @@ struct Gram {
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {
       const float4 v = half[n * 128];
-      acc[4 * n] += v.x;
-      acc[4 * n + 1] += v.y;
-      acc[4 * n + 2] += v.z;
-      acc[4 * n + 3] += v.w;
+      acc[4 * n] += v.x; acc[4 * n + 1] += v.y; acc[4 * n + 2] += v.z; acc[4 * n + 3] += v.w;
     }
     const float4 other = shared.merged[warp + 4][lane];
-    sum[0] += other.x;
-    sum[1] += other.y;
+    sum[0] += other.x; sum[1] += other.y;
   }
   // Of the first of the thread's rows of G, or of that 8 rows on.
   __device__ __forceinline__ T pivot_of_row(int h) const { return shared.pivot[0][(kNarrow ? 0 : warpgroup * 64) + row + h * 8]; }
@@ -450,22 +429,18 @@ struct Gram {
 
   // Mean, rstd and running statistics of a feature, if they are exact enough.
   __device__ __forceinline__ void finish(int row_tile, int j, FeatureStatistics f) const {
-    struct Scalars {
-      float of[kGramScalars];
-    };
+    struct Scalars { float of[kGramScalars]; };
     float scalars[kGramScalars] = {};
-    visit_ahead<4>(0, column_tiles, 1,
-                   [&](int column) {
-                     Scalars found;
+    visit_ahead<4>(0, column_tiles, 1, [&](int column) {
+      Scalars found;
 #pragma unroll
-                     for (int s = 0; s < kGramScalars; ++s)
-                       found.of[s] = load_l2(scalars_of(row_tile, column) + s * kGramTile + j % kGramTile);
-                     return found;
-                   },
-                   [&](int, const Scalars& found) {
+      for (int s = 0; s < kGramScalars; ++s)
+        found.of[s] = load_l2(scalars_of(row_tile, column) + s * kGramTile + j % kGramTile);
+      return found;
+    }, [&](int, const Scalars& found) {
 #pragma unroll
-                     for (int s = 0; s < kGramScalars; ++s) scalars[s] += found.of[s];
-                   });
+      for (int s = 0; s < kGramScalars; ++s) scalars[s] += found.of[s];
+    });
     const float mean = scalars[1], magnitude = scalars[2], sum = scalars[3], diagonal = scalars[4];
     const float offset = sum * sum / p.batch, m2 = scalars[0] - offset, deviation = kSafeMean * magnitude;
     // Σ(x_i - p_i)·x_j, from which (w·s)·(w·p) was subtracted, was larger by that.
@@ -476,8 +451,7 @@ struct Gram {
       f.variance = f.scale * f.scale * m2 / p.batch;
       finish_feature(p, j, f);
     } else {
-      *p.inexact = 1;
-      p.rstd[j] = -1.0f;
+      *p.inexact = 1; p.rstd[j] = -1.0f;
     }
   }
 
@@ -501,17 +475,12 @@ __device__ __forceinline__ void gram_statistics(const Params& p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   if (threadIdx.x == 0) {
-    prefetch_tensormap(p.map_x);
-    prefetch_tensormap(p.map_weight);
-    prefetch_tensormap(p.map_gram);
-    shared.row_ring.init(kGramWarps);
-    shared.column_ring.init(kGramWarps);
-    fence_mbarrier_init();
-    fence_proxy_async_shared();
+    prefetch_tensormap(p.map_x); prefetch_tensormap(p.map_weight); prefetch_tensormap(p.map_gram);
+    shared.row_ring.init(kGramWarps); shared.column_ring.init(kGramWarps);
+    fence_mbarrier_init(); fence_proxy_async_shared();
   }
   __syncthreads();
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
+  griddepcontrol_wait(); griddepcontrol_launch_dependents();
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     *p.inexact = 0;
     if (p.num_batches_tracked) *p.num_batches_tracked += 1;
