@@ -66,7 +66,9 @@ class Popen:
         return self.returncode
 
     def _told(self) -> int:
-        return int.from_bytes(self._connection.recv(8, socket.MSG_WAITALL), "big", signed=True)
+        told = self._connection.recv(8, socket.MSG_WAITALL)
+        assert len(told) == 8, "the server of warm processes has ended"
+        return int.from_bytes(told, "big", signed=True)
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
