@@ -94,14 +94,20 @@ def times(every: Iterable[Candidate], us: dict[str, float]) -> dict[str, float]:
     return result
 
 
-def rows(path: Path, kept: bool = True) -> list[Row]:
-    """The measurements of a file; a backward of a kept product, or of either if not `kept`."""
+def rows(path: Path, kept: bool = True, step: int = 1) -> list[Row]:
+    """The measurements of a file; a backward of a kept product, or of either if not `kept`.
+
+    Of every `step`-th line only, and of those of problems that are held.
+    """
     document = json.loads(gzip.decompress(path.read_bytes()))
     chip, gpu = measured.chip_of(document), document["gpu"]
     held = {(*sizes[:3], sizes[4]) for sizes in measured.HELD.values()} | {(*sizes, None) for sizes in measured.BROUGHT}
     found = []
-    for row in document["rows"]:
+    for line, row in enumerate(document["rows"]):
         sizes = row["batch"], row["in"], row["out"]
+        is_held = (*sizes, row["activation"]) in held
+        if line % step and not is_held:
+            continue
         one = measured.case(
             row["kind"], sizes, row["training"], row["save"], row["vectors"], row["activation"], row["phase"]
         )
@@ -109,7 +115,7 @@ def rows(path: Path, kept: bool = True) -> list[Row]:
         bare, others = row["us"][GEMM], with_other_group_panels(one.problem) if row["phase"] == "forward" else ()
         us = {c.name: row["us"][c.name] for c in others if c.name in row["us"]}
         us |= times(listed(one.problem, row["phase"], kept), row["us"])
-        found.append(Row(one.problem, row["kind"], row["phase"], (*sizes, row["activation"]) in held, gpu, us, bare))
+        found.append(Row(one.problem, row["kind"], row["phase"], is_held, gpu, us, bare))
     return [merged(same) for same in grouped(found).values()]
 
 

@@ -21,7 +21,7 @@ from gemmnorm.cli.optimize import OptimizeOptions, optimize
 from gemmnorm.errors import GemmNormValueError
 from gemmnorm.userfiles import run_isolated
 
-MODEL = (Path(__file__).parents[1] / "examples" / "small.py").read_text()
+MODEL = (Path(__file__).parents[1] / "examples" / "small.py").read_text().replace("512", "24").replace("256", "33")
 LINUX = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc")
 DETACHED = """\
 import os, subprocess, sys, time
@@ -111,6 +111,7 @@ def test_a_signal_while_torch_is_imported_leaves_no_traceback(name: str, module:
     assert run.returncode == -getattr(signal, name) and not err
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_quiet_prints_the_verdict_and_no_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +216,7 @@ def test_a_report_of_something_else_is_refused_in_a_sentence(
         assert "expected" in err and "Traceback" not in err and not out
 
 
+@pytest.mark.usefixtures("warm_processes")
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_what_nvcc_refuses_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gemmnorm.cli.optimize as optimizing
@@ -224,7 +226,7 @@ def test_what_nvcc_refuses_is_no_success(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(optimizing, "compile_check", lambda path, target: "error: no")
     timed = optimizing.bench_files
     monkeypatch.setattr(optimizing, "bench_files", lambda m, n, o, **k: timed(m, n, replace(o, compile=False), **k))
-    document = optimize("model.py", OptimizeOptions(seeds=1))
+    document = optimize("model.py", OptimizeOptions(seeds=1, effort="quick"))
     assert document["status"] == "not compiled" and not (tmp_path / "model_new.py").exists()
     assert "error: no" in report.text(document)
 
@@ -310,6 +312,7 @@ def test_a_half_made_environment_is_made_anew(tmp_path: Path) -> None:
     assert done.returncode == 1 and "no virtual environment" in done.stderr and other.is_dir()
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_a_model_without_running_statistics_refuses_one_row_and_is_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
 def rows_for_many_tiles(rows: int, columns: int, features: int) -> int:
     """So that each of two blocks has more tiles than the numbers of tiles have slots, twice over."""
-    return rows * (150 // -(-features // columns)) + 7
+    return rows * (70 // -(-features // columns)) + 7
 
 
 @needs_compiler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -31,6 +32,15 @@ def _no_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
         return FINDS
 
     monkeypatch.setattr(Bench, "measure_ceilings", found)
+
+
+@pytest.fixture(autouse=True)
+def _imported_already(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are forks of one that has imported PyTorch; but where they need this one's environment."""
+    if request.function is not test_nothing_happens_beside_a_measurement:
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["gemmnorm.bench.workers"])
+        monkeypatch.setattr(workers.multiprocessing, "get_context", lambda method: server)
 
 
 def spoiled(name: str, phase: str, how: Callable[[], object]) -> Callable[..., None]:
@@ -154,7 +164,7 @@ def test_a_cell_that_always_raises_leaves_a_note_and_the_others() -> None:
 def test_a_process_that_is_lost_takes_one_cell_along(how: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spoil(monkeypatch, how)
     if how is hanging:
-        monkeypatch.setattr(workers, "START_S", 15.0 - QUICK.compile_limit_s)
+        monkeypatch.setattr(workers, "START_S", 8.0 - QUICK.compile_limit_s)
     path = tmp_path / "r.json"
     got = run([*CELLS, Cell(CASES["tiny"], "bf16", False, "train_fwd")], path=path)
     assert [(row["precision"], row["phase"]) for row in got["rows"]] == [

@@ -38,7 +38,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _NEUTRAL = "problem"  # the package's name over there
 _SOURCES = (
     *("errors", "userfiles.dropout", "userfiles.model_file", "userfiles"),
-    *("verify", "verify.outputs", "verify.trial", "verify.runner", "serving"),
+    *("verify", "verify.outputs", "verify.conventions", "verify.trial", "verify.runner", "serving"),
 )
 _TEXTS = {
     "userfiles": "from .dropout import is_seen, without_dropout, would_drop\nfrom .model_file import *\n",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..userfiles import Bare, BareCallError, BareProcessError, ModelFile, ModelFileError, how_it_died
+from .conventions import lacking
 from .equality import Measure, compare
 from .families import PLAIN
 from .golden import Reference, Sample
@@ -120,6 +121,10 @@ class Candidate:
             "one_backward": False,
             "frozen_statistics": None,
             "autocast": None,
+            "other_arguments": None,
+            "hooks_not_run": None,
+            "pickle_raises": None,
+            "other_strides": None,
             "allclose_eager": {"train": None, "eval": None, "tolerance": None},
             "output_error": {"train": None, "eval": None},
         }
@@ -177,6 +182,8 @@ class Candidate:
                 checks += self._side_effects(reference, all(check["ok"] for check in checks))
             if reference.case.name == "evaluation" and self.properties["instances"] is None:
                 checks += self._instances(reference)
+                self._load(reference)
+                self.properties |= lacking(reference.conventions(), self.side.call("conventions", reference.inputs))
             return checks
         except BareProcessError:
             raise

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..runtime.arithmetic import tf32_allowed, tf32_allowed_to_convolutions
 from ..userfiles import ModelFile, ModelFileError
+from .conventions import conventions
 from .equality import PERIOD, Limits, pool
 from .families import Case, draw_inputs, draw_state, leading_rows, roles
 from .rounding import Arithmetic, DtypeRecorder, Kinks, Units, unit_roundoff
@@ -34,6 +35,7 @@ from .trial import (
     run_trial,
     same_inputs,
     set_back,
+    set_mode,
     shared_outputs,
 )
 
@@ -81,6 +83,7 @@ class Reference:
     spreads_of  what rounding in other units would do to each quantity
     insensitive which of the named parameters, buffers and inputs the original's output does not depend on
     shared      which outputs two calls of the original have in the same memory: a parameter, a buffer
+    conventions what a program finds of the original besides (conventions.py)
     refine      makes provisional limits, which are tighter as a rule, the final ones: all noisy runs, and those beyond
                 the kinks; None where they are final
     """
@@ -107,6 +110,7 @@ class Reference:
     spreads_of: Callable[[Units], dict[str, Tensor]] = lambda units: {}
     insensitive: Callable[[Sequence[str]], set[str]] = lambda names: set()
     shared: Callable[[], list[int]] = lambda: []
+    conventions: Callable[[], dict[str, Any]] = dict
     refine: Callable[[], None] | None = None
 
     @property
@@ -286,8 +290,13 @@ class Original:
             load_in_place(self.model, reference.state)
             return shared_outputs(self.model, reference.inputs, reference.training)
 
+        def own_conventions() -> dict[str, Any]:
+            self._load(self.model, reference.state)
+            set_mode(self.model, reference.training)
+            return conventions(self.model, _copies(reference.inputs))
+
         reference.refine, reference.spreads_of, reference.insensitive = refine, spreads_of, insensitive
-        reference.shared = shared
+        reference.shared, reference.conventions = shared, own_conventions
         if self.thorough:
             refine()
         return reference

@@ -88,6 +88,15 @@ def sentences(properties: Mapping[str, Any], differs: Mapping[str, str]) -> list
         )
     if properties["autocast"] is False:
         said.append(f"under `torch.autocast` in bfloat16 around it, it {differs.get('autocast', 'differs')}")
+    if names := properties["other_arguments"]:
+        said.append(f"its forward calls its inputs {', '.join(names)}: a call with the original's names fails")
+    if "" in (properties["hooks_not_run"] or ()):
+        said.append("a call of it does not run the hooks that are registered on it")
+    if told_so := properties["pickle_raises"]:
+        said.append(f"pickling it raises {told_so}")
+    if other := properties["other_strides"]:
+        own, wanted = (" and ".join(str(tuple(strides)) for strides in side) for side in other)
+        said.append(f"its outputs lie in memory by other strides: {own}, the original's {wanted}")
     if left := [name for name in properties["settings_left"] if name not in FATAL]:
         said.append(f"loading it or a call of it leaves settings of the process changed: {', '.join(left)}")
     if told := [prefix for prefix in ("copy: ", "assign: ") if (properties["instances"] or "").startswith(prefix)]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..userfiles import ModelFile, load_candidate_file, load_model_file, without_dropout
+from .conventions import conventions
 from .trial import (
     arranged,
     changed_settings,
@@ -257,6 +258,10 @@ class Runner:
     @staticmethod
     def _shifted(value: Tensor) -> Tensor:
         return 1.25 * value + 0.125 * value.abs().mean() if value.is_floating_point() else value
+
+    def conventions(self, inputs: list[Any]) -> dict[str, Any]:
+        """Of the model, see conventions.py."""
+        return conventions(self.model, self._inputs(inputs))
 
     def wears_off(self, inputs: list[Any]) -> tuple[int, bool]:
         """How many further calls in evaluation it takes until the answer is quite another one; 0 if it stays.
