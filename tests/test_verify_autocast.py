@@ -15,7 +15,7 @@ from gemmnorm.verify import check_files, judge
 from gemmnorm.verify.families import FAMILIES, plan_cases
 from gemmnorm.verify.golden import _units
 from gemmnorm.verify.schedule import Schedule
-from gemmnorm.verify.trial import AUTOCAST, run_trial
+from gemmnorm.verify.trial import AUTOCAST, AUTOCAST_FP16, AUTOCASTS, run_trial
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
@@ -36,19 +36,22 @@ class ModelNew(Model):
 """
 
 
-@pytest.fixture
-def judged(tmp_path: Path):
-    """Properties and warnings by the case of autocast, behind the plain one."""
+@pytest.fixture(params=["autocast", "autocast in float16"])
+def judged(request: pytest.FixtureRequest, tmp_path: Path):
+    """Property and warnings by one of the cases of autocast, behind the plain one."""
+    name = request.param
 
     def judge_source(candidate: str, model: str = MODEL, seeds: int = 1) -> tuple[bool | None, str]:
         (tmp_path / "model.py").write_text(model)
         (tmp_path / "new.py").write_text(model + candidate)
         file = load_model_file(tmp_path / "model.py")
         schedule = Schedule(file, seeds, "cpu")
-        schedule.cases = [[c for c in cases if c.name in ("plain", "autocast")] for cases in schedule.cases]
+        schedule.cases = [[c for c in cases if c.name in ("plain", name)] for cases in schedule.cases]
         result = judge(load_candidate_file(tmp_path / "new.py"), file, schedule.references())
         assert result["equal"], result["reason"]
-        return result["properties"]["autocast"], " ".join(w for w in result["warnings"] if "autocast" in w)
+        return result["properties"][name.replace(" in ", "_")], " ".join(
+            w for w in result["warnings"] if "autocast" in w
+        )
 
     return judge_source
 
@@ -72,7 +75,7 @@ def test_another_order_of_roundings_is_right(judged, folded):
 
 def test_other_dtypes_are_told(judged):
     found, said = judged(KNOWS_NO_AUTOCAST, LAST_IS_A_PRODUCT)
-    assert found is False and "another dtype of output in train mode (float32, expected bfloat16)" in said
+    assert found is False and "another dtype of output in train mode (float32, expected " in said
 
 
 def test_other_values_are_told(judged):
@@ -98,6 +101,7 @@ def test_an_end_of_the_process_is_no_fault(tmp_path):
     result = check_files(str(tmp_path / "model.py"), str(tmp_path / "new.py"), 1, "cpu")
     assert result["equal"] and result["properties"]["autocast"] is False, result["reason"]
     assert any("it ends its process" in w for w in result["warnings"])
+    assert result["properties"]["autocast_float16"] is None  # there was no process left
 
 
 @pytest.mark.parametrize(
@@ -124,21 +128,23 @@ def test_an_exported_file_is_right_under_autocast(tmp_path):
 def test_autocast_is_the_last_case_of_the_last_seed():
     """Its calls may end the process or spoil its memory."""
     cases = [plan_cases(i, 3, shared=i > 3, full_rows=None, full_everywhere=True) for i in range(3)]
-    assert [[c.name for c in seed].count("autocast") for seed in cases] == [0, 0, 1]
-    assert cases[-1][-1].use == FAMILIES[-1].use == (AUTOCAST,)
+    assert [sum(c.name.startswith("autocast") for c in seed) for seed in cases] == [0, 0, 2]
+    assert [c.use for c in cases[-1][-2:]] == [c.use for c in FAMILIES[-2:]] == [(word,) for word in AUTOCASTS]
 
 
 def test_autocast_is_around_the_forward_and_casts_nothing_of_float64():
     model, seen = torch.nn.Linear(4, 6), []
     model.register_full_backward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
-    for dtype, wanted in ((torch.float32, torch.bfloat16), (torch.float64, torch.float64)):
-        x = [torch.randn(7, 4, dtype=dtype)]
-        trial = run_trial(model.to(dtype), x, training=True, cotangent=lambda i, y: torch.ones_like(y), use=(AUTOCAST,))
-        assert trial.outputs[0].dtype == wanted and trial.values["grad:weight"].dtype == dtype
-    assert seen == [False, False]
+    for word, half in AUTOCASTS.items():
+        for dtype, wanted in ((torch.float32, half), (torch.float64, torch.float64)):
+            x = [torch.randn(7, 4, dtype=dtype)]
+            found = run_trial(model.to(dtype), x, training=True, cotangent=lambda i, y: torch.ones_like(y), use=(word,))
+            assert found.outputs[0].dtype == wanted and found.values["grad:weight"].dtype == dtype
+    assert seen == [False] * 4
 
 
 def test_operands_of_products_are_rounded_under_autocast():
     found, cpu = {torch.float32, torch.bfloat16}, torch.device("cpu")
     assert _units(found, cpu, (AUTOCAST,)).operand == 2.0**-8 and _units(found, cpu).operand == 0
     assert _units({torch.float32}, cpu, (AUTOCAST,)).operand == 0
+    assert _units({torch.float32, torch.float16}, cpu, (AUTOCAST_FP16,)).operand == 2.0**-11

@@ -121,6 +121,7 @@ class Candidate:
             "one_backward": False,
             "frozen_statistics": None,
             "autocast": None,
+            "autocast_float16": None,
             "other_arguments": None,
             "hooks_not_run": None,
             "pickle_raises": None,
@@ -151,6 +152,8 @@ class Candidate:
         told = property_of(reference)
         if not told:
             return self._check(reference)
+        if self.gone:
+            return []
         seen = dict(self.seen)
         try:
             checks = self._check(reference)

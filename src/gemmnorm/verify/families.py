@@ -26,6 +26,7 @@ from .trial import (
     AFTER,
     ALL_FROZEN,
     AUTOCAST,
+    AUTOCAST_FP16,
     BETWEEN,
     EXPANDED,
     FROZEN,
@@ -36,6 +37,7 @@ from .trial import (
     TRANSPOSED,
     TURNED,
     WRITTEN,
+    autocast_dtype,
 )
 
 __all__ = ["FAMILIES", "PLAIN", "QUICK", "Case", "draw_inputs", "draw_state", "plan_cases", "roles"]
@@ -102,7 +104,9 @@ FAMILIES: tuple[Case, ...] = (
     Case("statistics", 7, phases=("train",), use=(STATISTICS,)),
     Case("evaluation", 33, phases=("eval",), gradients=(), use=(AFTER,)),
     Case("NaN and infinity", 12, inputs="not finite", gradients=()),
-    Case("autocast", 33, use=(AUTOCAST,)),  # the last one: it may end the process, or spoil its memory
+    # The last ones: they may end the process, or spoil its memory.
+    Case("autocast", 33, use=(AUTOCAST,)),
+    Case("autocast in float16", 33, use=(AUTOCAST_FP16,)),
 )
 
 
@@ -139,10 +143,11 @@ def plan_cases(
     """The cases of one seed: every family under every seed or, of large models, ``shared`` out over the seeds.
 
     The first family runs under every seed; the full-size case under the first, or under all of them where arithmetic is
-    cheap (a GPU) or has been asked for; autocast ends the last one.
+    cheap (a GPU) or has been asked for; those of autocast end the last one.
     """
     first, *rest = families
-    last = [rest.pop()] if rest and AUTOCAST in rest[-1].use else []
+    last = [case for case in rest if autocast_dtype(case.use)]
+    rest = rest[: len(rest) - len(last)]
     cases = [first, *(c for i, c in enumerate(rest) if not shared or i % seeds == seed_index)]
     cases += last if seed_index == seeds - 1 else []
     if seed_index == 0 or full_everywhere:

@@ -25,10 +25,10 @@ from .equality import PERIOD, Limits, pool
 from .families import Case, draw_inputs, draw_state, leading_rows, roles
 from .rounding import Arithmetic, DtypeRecorder, Kinks, Units, unit_roundoff
 from .trial import (
-    AUTOCAST,
     VOLATILE,
     Trial,
     arranged,
+    autocast_dtype,
     entries,
     load_in_place,
     moves,
@@ -408,7 +408,7 @@ def _copies(inputs: Sequence[Any], *, double: bool = False) -> list[Any]:
 def _units(dtypes: set[torch.dtype], device: torch.device, use: Sequence[str] = ()) -> Units:
     """The precision of a chain: the coarsest dtype it stores, accumulated in float32 (float64 for float64).
 
-    Under autocast both operands of every product are rounded to bfloat16 first, which casts nothing in float64.
+    Under autocast both operands of every product are rounded first, which casts nothing in float64.
     """
     if not dtypes or dtypes == {torch.float64}:
         return Units(2.0**-52, 2.0**-52)  # the golden run rounds as well
@@ -416,6 +416,7 @@ def _units(dtypes: set[torch.dtype], device: torch.device, use: Sequence[str] = 
     grid = coarsest if coarsest in (torch.float16, torch.bfloat16) else None
     rounded = 2.0**-11 if device.type == "cuda" and torch.float32 in dtypes else 0.0
     operand, convolved = rounded * tf32_allowed(), rounded * tf32_allowed_to_convolutions()
-    if AUTOCAST in use and torch.bfloat16 in dtypes:
-        operand = convolved = unit_roundoff(torch.bfloat16)
+    cast = autocast_dtype(use)
+    if cast in dtypes:
+        operand = convolved = unit_roundoff(cast)
     return Units(unit_roundoff(coarsest), unit_roundoff(torch.float32), operand, convolved, grid)

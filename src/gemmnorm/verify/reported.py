@@ -1,7 +1,7 @@
 """What is reported of a candidate and not demanded: ways to use it that many honest files do not know, and warnings.
 
-Under autocast the original itself rounds to bfloat16, and its limits follow from that as in every case: the errors that
-one rounding in each operation makes, the operands of products among them, and the original's own.
+Under autocast the original itself rounds to half precision, and its limits follow from that as in every case: the
+errors that one rounding in each operation makes, the operands of products among them, and the original's own.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 from .equality import compare
 from .golden import Reference
-from .trial import AUTOCAST, STATISTICS
+from .trial import AUTOCAST, AUTOCAST_FP16, STATISTICS
 
 __all__ = ["FATAL", "difference", "property_of", "sentences", "verdict_of"]
 
 # Settings without which a program's other calls compute something else.
 FATAL = ("default dtype", "grad mode", "autocast")
-_REPORTED = {STATISTICS: "frozen_statistics", AUTOCAST: "autocast"}
+_REPORTED = {STATISTICS: "frozen_statistics", AUTOCAST: "autocast", AUTOCAST_FP16: "autocast_float16"}
 
 
 def property_of(reference: Reference) -> str:
@@ -86,8 +86,9 @@ def sentences(properties: Mapping[str, Any], differs: Mapping[str, str]) -> list
             "with frozen statistics (its normalisations alone in evaluation, as by `model.bn.eval()`) it raises or "
             "computes something else"
         )
-    if properties["autocast"] is False:
-        said.append(f"under `torch.autocast` in bfloat16 around it, it {differs.get('autocast', 'differs')}")
+    for name, dtype in (("autocast", "bfloat16"), ("autocast_float16", "float16")):
+        if properties[name] is False:
+            said.append(f"under `torch.autocast` in {dtype} around it, it {differs.get(name, 'differs')}")
     if names := properties["other_arguments"]:
         said.append(f"its forward calls its inputs {', '.join(names)}: a call with the original's names fails")
     if "" in (properties["hooks_not_run"] or ()):

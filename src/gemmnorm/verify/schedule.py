@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..userfiles import ModelFile, ModelFileError
 from .families import FAMILIES, QUICK, Case, draw_inputs, plan_cases, without_rows
 from .golden import Original, Reference
-from .trial import AUTOCAST, STATISTICS, frozen, run_trial
+from .trial import AUTOCAST_FP16, AUTOCASTS, STATISTICS, frozen, run_trial
 
 _LARGE = 4_000_000  # parameters from which on the families are shared out over the seeds
 _SMALL_FLOPS = 2.0e8  # of a forward: below, several CPU threads bring nothing, and cost a lot on a busy machine
@@ -48,7 +48,8 @@ class Schedule:
         rows = None if on_gpu or not small else self._full_rows()
         families = [c for c in FAMILIES if effort != "quick" or c.name in QUICK]
         idle = set() if "mean" in self._first.role_of.values() else {STATISTICS}  # uses that mean nothing here
-        idle |= set() if self._first.dtypes == {torch.float32} else {AUTOCAST}
+        idle |= set() if self._first.dtypes == {torch.float32} else {*AUTOCASTS}
+        idle |= set() if on_gpu or few else {AUTOCAST_FP16}  # a CPU is slow at products of float16
         families = [c for c in families if not idle & {*c.use}]
         everywhere = on_gpu or effort == "thorough"
         options = {"shared": shared, "full_rows": rows, "full_everywhere": everywhere, "families": families}

@@ -54,6 +54,8 @@ WRITTEN = "output written to before the backward"
 BETWEEN = "another call before the backward"
 AFTER = "after training"
 AUTOCAST = "autocast around the model"  # in bfloat16, as in training with mixed precision
+AUTOCAST_FP16 = "autocast in float16 around the model"
+AUTOCASTS = {AUTOCAST: torch.bfloat16, AUTOCAST_FP16: torch.float16}
 
 _SMALL = 2.0**-20
 VOLATILE = "a buffer outside the state_dict"
@@ -227,10 +229,16 @@ def _give_gradients(model: nn.Module) -> None:
 
 def _autocast(model: nn.Module, leaves: Sequence[Any], use: Sequence[str]) -> AbstractContextManager[Any]:
     """What a program has around the forward alone; float64 passes through it as it is."""
-    if AUTOCAST not in use:
+    dtype = autocast_dtype(use)
+    if dtype is None:
         return contextlib.nullcontext()
     tensors = (v for v in (*leaves, *model.parameters()) if isinstance(v, Tensor))
-    return torch.autocast(next((t.device.type for t in tensors), "cpu"), torch.bfloat16)
+    return torch.autocast(next((t.device.type for t in tensors), "cpu"), dtype)
+
+
+def autocast_dtype(use: Sequence[str]) -> torch.dtype | None:
+    """What products are rounded to by the autocast around the model; None where there is none."""
+    return next((dtype for word, dtype in AUTOCASTS.items() if word in use), None)
 
 
 def _half(value: Any) -> Any:
