@@ -90,7 +90,7 @@ def test_every_block_is_run_by_somebody():
 
 
 def test_ci_runs_the_two_commands():
-    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    script = "".join((ROOT / ".ci" / name).read_text(encoding="utf-8") for name in ("run", "wheel"))
     lines = [line.split("#")[0].strip() for _, by, _, text in BLOCKS if by == "ci" for line in text.strip().split("\n")]
     assert len(lines) == 2
     for command in lines:

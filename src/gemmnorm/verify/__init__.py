@@ -9,6 +9,7 @@ Read in this order:
 - `rounding.py`   rounding errors made on purpose, in float64
 - `outputs.py`    what a forward returns, taken apart
 - `trial.py`      one run of a model, original or candidate, in the way that a case uses it
+- `conventions.py` what a program finds of a module besides its values
 - `runner.py`     the candidate's side: its calls, in a process that holds nothing of the judge's
 - `candidate.py`  the judge's side: what is sent, what is compared, which side effects are faults
 - `reported.py`  what is reported and not demanded: its uses, and warnings in words
