@@ -37,9 +37,9 @@ def judged(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 CONVENTIONS = {
-    "other_arguments": (
+    "missing_arguments": (
         "class ModelNew(Model):\n    def forward(self, data):\n        return super().forward(data)\n",
-        ["data"], "its inputs data: a call",
+        ["x"], "no input by the name x: a call",
     ),
     "hooks_not_run": (
         "class ModelNew(Model):\n    def __call__(self, x):\n        return self.forward(x)\n", [""], "hooks",

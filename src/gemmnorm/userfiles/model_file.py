@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import random
 import re
 import sys
 import tokenize
@@ -36,6 +37,8 @@ from torch.nn.parameter import is_lazy
 from ..errors import GemmNormError
 
 __all__ = ["PRECISIONS", "ModelFile", "ModelFileError", "load_candidate_file", "load_model_file", "load_source"]
+
+_OTHERS = 86_753_094  # no seed that a file sets by itself: its doing so shows
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -67,6 +70,7 @@ class ModelFile:
 
     def init_inputs(self) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments of the constructor."""
+        _seed(0)
         value = self._call("get_init_inputs")
         if isinstance(value, dict):
             return [], {name: self._cast(item) for name, item in value.items()}
@@ -78,7 +82,7 @@ class ModelFile:
 
     def inputs(self, seed: int) -> list[Any]:
         """A fresh draw of forward's arguments."""
-        torch.manual_seed(seed)
+        _seed(seed)
         value = self._call("get_inputs")
         if not isinstance(value, (list, tuple)):
             raise ModelFileError(f"{self.name}: get_inputs() must return a list of inputs, got {_kind(value)}")
@@ -90,7 +94,7 @@ class ModelFile:
     def build(self, seed: int, arguments: tuple[list[Any], dict[str, Any]] | None = None) -> nn.Module:
         """Construct the model right after seeding, as harnesses that match weights by the seed do."""
         positional, keyword = self.init_inputs() if arguments is None else arguments
-        torch.manual_seed(seed)
+        _seed(seed)
         try:
             model = self.model_class(*positional, **keyword)
             return model.to(PRECISIONS[self.precision]) if self.precision else model
@@ -104,6 +108,11 @@ class ModelFile:
         """`build`, for who needs every parameter: a lazy module's have no shape before its first call."""
         model = self.build(seed, arguments)
         for name, value in model.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor):
+                raise ModelFileError(
+                    f"{self.name}: {self.class_name} must have tensors in its state_dict, "
+                    f"{name} is {_kind(value)} (of get_extra_state)"
+                )
             if is_lazy(value):
                 raise ModelFileError(
                     f"{self.name}: {self.class_name} must have its parameters once it is built, {name} waits for the "
@@ -134,6 +143,14 @@ class ModelFile:
                 f"{self.name}: {function_name}() must return the inputs, it raised {_first_line(error)}"
                 f"{_where(error, self.module)}"
             ) from error
+
+
+def _seed(seed: int) -> None:
+    """Every generator that a constructor or `get_inputs()` may draw from; PyTorch's as harnesses do."""
+    torch.manual_seed(seed)
+    random.seed(_OTHERS + seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(_OTHERS + seed)
 
 
 def load_model_file(path: str | Path, precision: str | None = None) -> ModelFile:

@@ -30,7 +30,7 @@ The dict (schema 1)::
                 values under `torch.autocast` in bfloat16; null where that was not looked at or tells nothing: the
                 model is not of float32, or raises there, or roundings leave no digit of its outputs),
                 autocast_float16 (likewise; null too where a CPU would take too long),
-                other_arguments, hooks_not_run, pickle_raises, other_strides (`conventions.lacking`),
+                missing_arguments, hooks_not_run, hooks_raise, pickle_raises, other_strides (`conventions.lacking`),
                 allclose_eager: {train, eval, tolerance},
                 output_error: {train, eval: {error, eager_error}} on plain data
     warnings    sentences about what is reported and not condemned

@@ -113,7 +113,7 @@ class Candidate:
             "outputs_share_memory": None,
             "deterministic": None,
             "weights_prepacked": None,
-            "moves_generator": None,
+            "moves_generator": False,
             "threads": [],
             "settings_left": side.call("left"),
             "instances": None,
@@ -122,8 +122,9 @@ class Candidate:
             "frozen_statistics": None,
             "autocast": None,
             "autocast_float16": None,
-            "other_arguments": None,
+            "missing_arguments": None,
             "hooks_not_run": None,
+            "hooks_raise": None,
             "pickle_raises": None,
             "other_strides": None,
             "allclose_eager": {"train": None, "eval": None, "tolerance": None},
@@ -261,7 +262,7 @@ class Candidate:
         failures = []
         mutated = not reference.mutates and run["mutated"]
         self.properties["inputs_mutated"] = bool(self.properties["inputs_mutated"] or mutated)
-        self.properties["moves_generator"] = bool(self.properties["moves_generator"] or run["drawn"])
+        self.properties["moves_generator"] |= run["drawn"] and not reference.drawn
         self.properties["threads"] = sorted({*self.properties["threads"], *run["threads"]})
         if mutated:
             failures.append(("inputs", _failed("unchanged", "the call changes its inputs")))

@@ -27,6 +27,7 @@ def conventions(model: nn.Module, inputs: Sequence[Any]) -> dict[str, Any]:
 
     arguments  the names of forward's parameters; null where it takes any
     hooks      names of the modules whose forward hooks the call runs, "" for the model itself
+    raised     what the call raises with these hooks; "" where it raises nothing
     pickle     what pickling the model raises; "" where it raises nothing, null for large models
     strides    of each output, 0 for a dimension of one element; null where it raises with hooks
     """
@@ -35,27 +36,34 @@ def conventions(model: nn.Module, inputs: Sequence[Any]) -> dict[str, Any]:
     def record(name: str) -> Any:
         return lambda *_: ran.add(name)
 
-    strides = None
-    with contextlib.ExitStack() as hooks, contextlib.suppress(Exception), torch.no_grad():  # it may refuse hooks
-        for name, module in model.named_modules():
-            hooks.callback(module.register_forward_hook(record(name)).remove)
-        outputs = take_apart(model(*inputs)).tensors
-        strides = [[s if size > 1 else 0 for s, size in zip(y.stride(), y.shape, strict=True)] for y in outputs]
-    return {"arguments": _arguments(model), "hooks": sorted(ran), "pickle": _pickle(model), "strides": strides}
+    strides, raised = None, ""
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        try:
+            for name, module in model.named_modules():
+                hooks.callback(module.register_forward_hook(record(name)).remove)
+            outputs = take_apart(model(*inputs)).tensors
+            strides = [[s if size > 1 else 0 for s, size in zip(y.stride(), y.shape, strict=True)] for y in outputs]
+        except Exception as error:
+            raised = _in_a_line(error)
+    return {
+        "arguments": _arguments(model), "hooks": sorted(ran), "raised": raised, "pickle": _pickle(model),
+        "strides": strides,
+    }  # fmt: skip
 
 
 def lacking(original: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """What only the original has, as properties of a candidate.
 
-    other_arguments  names of its inputs, where the original's are not among them; hooks_not_run  names of modules;
-    pickle_raises    what pickling it raises; other_strides  [own, original's] of the outputs; each empty where none
+    missing_arguments  names of the original's inputs that a call of it may not use; hooks_not_run  names of modules;
+    hooks_raise        what a call with hooks raises; pickle_raises  what pickling it raises; other_strides  [own,
+                       original's] of the outputs; each empty where there is nothing to say
     """
-    known, wanted = own["arguments"], original["arguments"]
-    renamed = known is not None and wanted is not None and not {*wanted} <= {*known}
+    known, wanted = own["arguments"], original["arguments"] or ()
     strides = [own["strides"], original["strides"]]
     return {
-        "other_arguments": known if renamed else [],
-        "hooks_not_run": sorted({*original["hooks"]} - {*own["hooks"]}),
+        "missing_arguments": [] if known is None else [name for name in wanted if name not in known],
+        "hooks_not_run": [] if own["raised"] else sorted({*original["hooks"]} - {*own["hooks"]}),
+        "hooks_raise": "" if original["raised"] else own["raised"],
         "pickle_raises": own["pickle"] or "" if original["pickle"] == "" else "",
         "other_strides": [] if None in strides or strides[0] == strides[1] else strides,
     }
@@ -85,5 +93,9 @@ def _pickle(model: nn.Module) -> str | None:
     try:
         pickle.dump(model, cast(IO[bytes], _Nowhere()))
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return _in_a_line(error)
     return ""
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -40,7 +40,7 @@ from .trial import (
     autocast_dtype,
 )
 
-__all__ = ["FAMILIES", "PLAIN", "QUICK", "Case", "draw_inputs", "draw_state", "plan_cases", "roles"]
+__all__ = ["FAMILIES", "ORDINARY", "PLAIN", "QUICK", "Case", "draw_inputs", "draw_state", "plan_cases", "roles"]
 
 PLAIN = ("plain", "updated")  # weights without extremes
 LARGE = 1e4  # |mean| / std of the columns in the families of large means
@@ -111,6 +111,7 @@ FAMILIES: tuple[Case, ...] = (
 
 
 _AS_IT_IS = ("plain", "new inputs, same weights", "same inputs, weights updated in place")
+ORDINARY = (*_AS_IT_IS, "full size")  # without which nothing is known of a model
 
 # What an edit of a kernel breaks first; every wrong file of tests/traps fails one of them.
 QUICK = frozenset(

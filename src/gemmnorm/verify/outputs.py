@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Outputs", "take_apart"]
+__all__ = ["Outputs", "as_real", "take_apart"]
 
 _PLACE = re.compile(r" at 0x[0-9a-fA-F]+|\buser_\w+_[0-9a-f]{12}\.")  # where an object lies, and in which file's module
 _ORDINARY = (tuple, list, dict, OrderedDict, defaultdict)  # without their names in the structure; others have theirs
@@ -33,6 +33,11 @@ class Outputs:
     structure: str
 
 
+def as_real(value: Tensor) -> Tensor:
+    """A complex tensor as its real and imaginary parts, a view of it; any other as it is."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
 def take_apart(output: Any) -> Outputs:
     """The parts of an output, in their order.
 
@@ -49,7 +54,7 @@ def _walk(value: Any, found: Outputs, within: tuple[int, ...]) -> str:
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             raise TypeError(f"expected dense tensors as outputs, got one of layout {value.layout}")
-        found.tensors.append(torch.view_as_real(value.resolve_conj()) if value.is_complex() else value)
+        found.tensors.append(as_real(value))
         return "complex Tensor" if value.is_complex() else "Tensor"
     around = None if id(value) in within else _around(value)
     if around is not None:

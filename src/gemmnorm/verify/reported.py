@@ -89,10 +89,12 @@ def sentences(properties: Mapping[str, Any], differs: Mapping[str, str]) -> list
     for name, dtype in (("autocast", "bfloat16"), ("autocast_float16", "float16")):
         if properties[name] is False:
             said.append(f"under `torch.autocast` in {dtype} around it, it {differs.get(name, 'differs')}")
-    if names := properties["other_arguments"]:
-        said.append(f"its forward calls its inputs {', '.join(names)}: a call with the original's names fails")
+    if names := properties["missing_arguments"]:
+        said.append(f"its forward takes no input by the name {' or '.join(names)}: a call with that name fails")
     if "" in (properties["hooks_not_run"] or ()):
         said.append("a call of it does not run the hooks that are registered on it")
+    if told_so := properties["hooks_raise"]:
+        said.append(f"with hooks on its modules a call of it raises {told_so}")
     if told_so := properties["pickle_raises"]:
         said.append(f"pickling it raises {told_so}")
     if other := properties["other_strides"]:

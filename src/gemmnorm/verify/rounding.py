@@ -81,6 +81,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 # Moving, choosing or negating values rounds nothing.
+# Results that rounding, which is monotone, does not take beyond numbers that every dtype has.
+_BOUNDS = {"sigmoid": (0.0, 1.0), "_softmax": (0.0, 1.0), "tanh": (-1.0, 1.0)}
 _EXACT = _names(
     """_local_scalar_dense _reshape_alias _to_copy _unsafe_view abs alias amax amin arange argmax argmin as_strided
     bernoulli bernoulli_ cat chunk clamp clamp_ clamp_max clamp_min clone constant_pad_nd copy copy_ detach diagonal
@@ -196,6 +198,8 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._relative(output, self.units.accumulate)
             else:
                 self._store(output)
+            if name in _BOUNDS:
+                output.clamp_(*_BOUNDS[name])
 
     def _run(self, source: Tensor, result: Tensor, args: tuple[Any, ...], count: float) -> Tensor | float:
         """How many u·rms a mean over ``count`` rows errs by: more where these are added in sequence and round alike."""

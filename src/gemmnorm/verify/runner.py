@@ -89,7 +89,8 @@ class Runner:
         """
         found = settings()
         self.model = self.file.build_whole(seed, (positional, keyword))
-        self.settings_left += changed_settings(found)
+        # Random states have been set to the seed.
+        self.settings_left += [name for name in changed_settings(found) if "random state" not in name]
         self._state, self._seed, self._arguments = {}, seed, (positional, keyword)
         own = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.model.to(self.device)
@@ -211,7 +212,10 @@ class Runner:
         """
         if sum(v.numel() for v in self._state.values()) > _COPIED:
             return ""
-        model, shifted = self.model, {n: self._shifted(v) for n, v in self._state.items()}
+        model = self.model
+        moved = {*dict(model.named_parameters(remove_duplicate=False))}  # other buffers may not bear other values
+        moved |= {n for n in self._state if n.rpartition(".")[2] in ("running_mean", "running_var")}
+        shifted = {n: self._shifted(v) if n in moved else v for n, v in self._state.items()}
         self._restore()
         before = self._forward(inputs)
         with torch.random.fork_rng(devices=[]):

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..userfiles import ModelFile, ModelFileError
 from .families import FAMILIES, QUICK, Case, draw_inputs, plan_cases, without_rows
 from .golden import Original, Reference
+from .outputs import take_apart
 from .trial import AUTOCAST_FP16, AUTOCASTS, STATISTICS, frozen, run_trial
 
 _LARGE = 4_000_000  # parameters from which on the families are shared out over the seeds
@@ -35,12 +37,13 @@ class Schedule:
         self.skipped: list[str] = []
         self.effort: Effort = effort
         self._first = self._original(0)
-        small = self._first.accepts_rows(5) and self._first.accepts_rows(2)
-        if self._first.draws_random_numbers(9 if small else None):
-            raise ModelFileError(
-                f"{file.name}: Model must compute the same outputs from the same inputs, "
-                "its training pass draws random numbers (not by dropout), so that nothing can be compared"
-            )
+        small = self._first.accepts_rows(2, 5, 33)
+        for phase in ("training", "evaluation"):
+            if self._first.draws_random_numbers(9 if small else None, phase == "training"):
+                raise ModelFileError(
+                    f"{file.name}: Model must compute the same outputs from the same inputs, "
+                    f"in {phase} it draws random numbers (not by dropout), so that nothing can be compared"
+                )
         shared = self._first.size >= _LARGE and effort == "usual"
         on_gpu = self.device.type == "cuda"
         few = self._flops() * (self._first.rows or 1) < _SMALL_FLOPS
@@ -59,12 +62,17 @@ class Schedule:
             self.cases = [without_rows(cases) for cases in self.cases]
         if shared and seeds < 3:
             self.skipped.append(f"nothing by family, but with {seeds} seed(s) a large model sees each family once only")
+        if any(not isinstance(v, Tensor) and take_apart(v).tensors for v in self._first.inputs):
+            self.skipped.append("tensors inside of containers in the inputs: their gradients, other values and layouts")
         self.total = sum(len(case.phases) for cases in self.cases for case in cases)
 
     def references(self) -> Iterator[Reference]:
         for seed, cases in enumerate(self.cases):
             original = self._first if seed == 0 else self._original(seed)
-            yield from original.references(cases)
+            try:
+                yield from original.references(cases)
+            finally:
+                self.skipped += original.skipped
 
     def _original(self, seed: int) -> Original:
         return Original(self.file, seed, self.device, thorough=self.effort == "thorough")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..userfiles import is_seen, would_drop
-from .outputs import take_apart
+from .outputs import as_real, take_apart
 
 __all__ = [
     "Trial",
@@ -106,6 +106,7 @@ def run_trial(
     otherwise).  ``before`` is the state before the run, for `changed`; of parameters, those are values, and ``wanted``.
     """
     backward = cotangent is not None
+    _recompile_always()
     leaves = [_leaf(value, backward and NO_INPUT_GRADIENT not in use) for value in inputs]
     model.zero_grad(set_to_none=True)
     found, spoiled = settings(), False
@@ -137,18 +138,26 @@ def run_trial(
             torch.set_default_dtype(found["default dtype"])
         values.update({f"output number[{i}]": number for i, number in enumerate(output.numbers)})
         state, changed = _collect(model, before, wanted, values)
-        if backward:
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    values[f"grad:{name}"] = parameter.grad.detach()
-            for i, value in enumerate(leaves):
-                if isinstance(value, Tensor) and value.grad is not None:
-                    values[f"grad:input{i}"] = value.grad.detach()
+        values.update(_gradients(model, leaves) if backward else {})
     model.zero_grad(set_to_none=True)
     drops = [[*drop, elements] for drop, elements in sorted(counter.items())] if is_seen() else None
     return Trial(
         values, output.others, leaves, outputs, output.structure, require, state, changed, spoiled, left, drops
     )
+
+
+def _gradients(model: nn.Module, leaves: Sequence[Any]) -> dict[str, Tensor]:
+    named = [*model.named_parameters(remove_duplicate=False), *((f"input{i}", value) for i, value in enumerate(leaves))]
+    gradients = {f"grad:{name}": value.grad for name, value in named if isinstance(value, Tensor)}
+    return {name: as_real(value.detach()) for name, value in gradients.items() if value is not None}
+
+
+def _recompile_always() -> None:
+    """Past its limits Dynamo runs eagerly, or raises with `fullgraph`: what a program compiles is to be judged."""
+    config = sys.modules.get("torch._dynamo.config")
+    for name in ("recompile_limit", "accumulated_recompile_limit", "cache_size_limit", "accumulated_cache_size_limit"):
+        if hasattr(config, name):
+            setattr(config, name, 1 << 20)
 
 
 def _leaf(value: Any, require: bool) -> Any:
@@ -313,7 +322,7 @@ def _collect(
 
     Buffers are read before ``state_dict()`` is asked for: a model may use that call to write what is pending.
     """
-    parameters, before = dict(model.named_parameters()), before or {}
+    parameters, before = dict(model.named_parameters(remove_duplicate=False)), before or {}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     for name, value in model.state_dict().items():
         if name not in parameters and name not in buffers:
@@ -323,8 +332,8 @@ def _collect(
         if name in before and not _same_bits(parameter.detach(), before[name]):
             changed.add(name)
         if name in changed or name in wanted:
-            values[name] = parameter.detach().clone()
-    values.update(buffers)
+            values[name] = as_real(parameter.detach().clone())
+    values.update({name: as_real(buffer) for name, buffer in buffers.items()})
     return {*buffers, *parameters}, changed
 
 
@@ -390,11 +399,14 @@ def _kind(value: Tensor) -> str:
 
 
 def load_in_place(model: nn.Module, state: Mapping[str, Tensor], *, buffers_only: bool = False) -> None:
-    """Write a state into a model as an optimizer would: element by element, in place, behind no hook's back."""
+    """Write a state into a model as an optimizer would: element by element, in place, behind no hook's back.
+
+    With `buffers_only` parameters are written to where a call has changed them.
+    """
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in model.state_dict(keep_vars=True).items():
-            if not (buffers_only and name in parameters):
+            if not (buffers_only and name in parameters and _same_bits(value, state[name])):
                 value.copy_(state[name])
 
 
@@ -409,7 +421,8 @@ def set_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 def entries(model: nn.Module) -> dict[str, str]:
     """What each parameter and buffer is: a parameter, a frozen one, a buffer or one outside the state_dict."""
-    found = {name: "a parameter" if p.requires_grad else "a frozen parameter" for name, p in model.named_parameters()}
+    parameters = model.named_parameters(remove_duplicate=False)
+    found = {name: "a parameter" if p.requires_grad else "a frozen parameter" for name, p in parameters}
     kept = model.state_dict().keys()
     buffers = ((name, "a buffer" if name in kept else "") for name, _ in model.named_buffers())
     return {**found, **{name: kind or VOLATILE for name, kind in buffers}}
