@@ -354,6 +354,8 @@ def _unfit(
         return "the BatchNorm1d has one of two running statistics"
     if counter is not None and counter.dtype != torch.int64:
         return "the BatchNorm1d counts its batches in another dtype than int64"
+    if counter is not None and counter.device != x.device:
+        return "the BatchNorm1d counts its batches on another device"
     if isinstance(scale, Tensor) and not (
         is_plain_tensor(scale) is plain and tuple(scale.shape) in ((features,), (1, features), (1,), ())
     ):

@@ -62,8 +62,9 @@ def in_gemms(row: Document) -> float:
 
 
 def judged(old: Document, new: Document) -> Document:
-    """R of two rows of one cell, its change, how much is allowed, and the verdict."""
-    before, now = in_gemms(old), in_gemms(new)
+    """R of two rows of one cell (times, where one has no GEMM's), its change, how much is allowed, and the verdict."""
+    both = old.get("gemm_ms") and new.get("gemm_ms")
+    before, now = (in_gemms(row) if both else float(row["ms"]) for row in (old, new))
     limit = max(TOLERANCE, sum((row.get("ms_iqr") or 0.0) / row["ms"] for row in (old, new)))
     word = "slower" if now > before * (1 + limit) else "faster" if before > now * (1 + limit) else "same"
     return {"old": before, "new": now, "change": now / before, "limit": limit, "verdict": word}

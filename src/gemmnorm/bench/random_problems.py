@@ -107,8 +107,8 @@ def c(row: dict[str, Any]) -> float | None:
 
 
 def behind(row: dict[str, Any]) -> float:
-    """ms / the faster of eager and torch.compile."""
-    return float(row["ms"] / min(t for t in (row.get("eager_ms"), row.get("compile_ms")) if t))
+    """ms / the faster of eager and torch.compile; 0 where neither was measured."""
+    return float(row["ms"] / min((t for t in (row.get("eager_ms"), row.get("compile_ms")) if t), default=math.inf))
 
 
 def memory_bound(row: dict[str, Any], ceilings: dict[str, Any]) -> bool:

@@ -114,10 +114,9 @@ def check_agreement(weight: Tensor, group: Group) -> None:
     """
     parameter = isinstance(weight, torch.nn.Parameter)
     known = _agreed.setdefault(weight, set()) if parameter else _agreed_counts
-    key = id(group.handle) if parameter else (id(group.handle), weight.shape[0])
+    key = group.handle if parameter else (group.handle, weight.shape[0])  # no id: another group may come to have it
     if key in known or (weight.is_cuda and driver.capturing()):
         return
-    known.add(key)
     every = group.gather(torch.tensor([weight.shape[0]], device=weight.device)).view(-1).tolist()
     if len(set(every)) > 1:
         where = "; ".join(
@@ -125,6 +124,7 @@ def check_agreement(weight: Tensor, group: Group) -> None:
             for count in sorted(set(every))
         )
         raise GemmNormValueError(f"process_group: expected the same number of features on all ranks; got {where}")
+    known.add(key)
     if not isinstance(group.handle, str):
         count = 2 * weight.shape[0] + 1
         rank, limit = dist.get_rank(group.handle), _limit_ms(group.handle)

@@ -56,3 +56,5 @@ def check_arguments(operands: Operands, training: bool, synchronised: bool = Fal
             raise GemmNormTypeError(f"scale: expected a tensor on {device}, as input is; got {scale.device}")
     if counter is not None and counter.dtype != torch.int64:
         raise GemmNormTypeError(f"num_batches_tracked: expected torch.int64; got {counter.dtype}")
+    if counter is not None and counter.device != device:
+        raise GemmNormTypeError(f"num_batches_tracked: expected a tensor on {device}; got {counter.device}")

@@ -33,10 +33,10 @@ from .operands import (
     as_served,
     cast_operands,
     dense,
-    first,
     kind,
     multiplied_dtype,
     unified,
+    vector_dtype,
     vectors,
 )  # fmt: skip
 
@@ -79,17 +79,16 @@ def _size(size: int | torch.SymInt) -> int:
 def describe(operands: Operands, options: Options) -> Problem:
     """The problem that a call poses, with the dtypes that the kernels will see."""
     x, weight, bias, scale = operands[:4]
-    linear = first(bias, scale)
-    norm = first(operands.running_mean, operands.bn_weight, operands.bn_bias)
-    mixed = bias is not None and scale is not None and bias.dtype != scale.dtype
+    mean = operands.running_mean
+    norm = vector_dtype(operands.bn_weight, operands.bn_bias) if mean is None else mean.dtype
     return Problem(
         batch=_size(x.shape[0]),
         in_features=_size(x.shape[1]),
         out_features=_size(weight.shape[0]),
         dtype=_name(multiplied_dtype(x, options.cast)),
         out_dtype=_name(output_dtype(x, scale, options.cast)),
-        linear_dtype="float32" if linear is None or mixed else _name(linear.dtype),
-        norm_dtype="float32" if norm is None else _name(norm.dtype),
+        linear_dtype=_name(vector_dtype(bias, scale)),
+        norm_dtype=_name(norm),
         arithmetic=arithmetic(multiplied_dtype(x, options.cast)),
         activation=options.activation,
         training=options.training,
@@ -239,7 +238,7 @@ class Call:
         self._with_prepared = _prepared_plan(self.plan)
         self._bound_prepared: binding.Bound | None = None
         self._as_they_are = all_served_as_they_are(operands)
-        self._backward: BackwardCall | None = None
+        self._backwards: dict[str, BackwardCall] = {}  # by the arithmetic that holds when one runs
 
     def forward(self, operands: Operands) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]]:
         """y; if it was asked for, what the backward needs besides; x and weight as they were multiplied.
@@ -282,9 +281,12 @@ class Call:
 
     def backward(self, needs: tuple[bool, ...], grad: Tensor, saved: Saved) -> Sequence[Tensor | None]:
         """Gradients of what is differentiable, None where `needs` is False; of x and weight in their own dtypes."""
-        if self._backward is None:
-            self._backward = BackwardCall(Differentiable(*saved[:6]), self.options, self.dtypes, self._packed)
-        return self._backward.run(needs, grad, saved)
+        now = arithmetic(saved[0].dtype)  # type: ignore[union-attr]
+        found = self._backwards.get(now)
+        if found is None:
+            found = BackwardCall(Differentiable(*saved[:6]), self.options, self.dtypes, self._packed)
+            self._backwards[now] = found
+        return found.run(needs, grad, saved)
 
     def unpacked(self, kept: Sequence[Any]) -> Sequence[Tensor]:
         """Product and statistics of what `forward` kept; a product that was not kept has no rows."""
@@ -330,6 +332,8 @@ class BackwardCall:
             keep_product=not self._multiplies_again,
             grad_dtypes=tuple(map(_name, dtypes)),
         )
+        if self._multiplies_again and problem.dtype == "float32":
+            problem = replace(problem, arithmetic="tf32")  # as the forward did, whatever is allowed by now
         chosen = plan.cached_plan(problem, options.strategy, "backward")
         self._bound = binding.bind(chosen, packed)
         self._scalars = binding.scalars(problem, scale, options.scale_value, 0.0, options.eps)

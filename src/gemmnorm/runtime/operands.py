@@ -101,17 +101,16 @@ def dense(t: Tensor) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def unified(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Contiguous vectors of one dtype that the kernels know; float32 where they differ."""
+def vector_dtype(*vectors: Tensor | None) -> torch.dtype:
+    """The one dtype of vectors, if the kernels know it; else float32."""
     dtypes = {v.dtype for v in vectors if v is not None}
-    if len(dtypes) <= 1 and dtypes <= _VECTOR_DTYPES:
-        return tuple(None if v is None else v.contiguous() for v in vectors)
-    return tuple(None if v is None else v.float().contiguous() for v in vectors)
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= _VECTOR_DTYPES else torch.float32
 
 
-def first(*tensors: Tensor | None) -> Tensor | None:
-    """The first that is there."""
-    return next((t for t in tensors if t is not None), None)
+def unified(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Contiguous vectors of their `vector_dtype`."""
+    dtype = vector_dtype(*vectors)
+    return tuple(None if v is None else v.to(dtype).contiguous() for v in vectors)
 
 
 def vectors(bias: Tensor | None, scale: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor | None]:

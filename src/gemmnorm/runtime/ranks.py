@@ -20,6 +20,7 @@ from .. import plan
 from ..plan import Plan, Problem
 from ..plan import ranks as plans
 from . import binding, memory
+from . import call as calls
 from .arguments import check_arguments
 from .arithmetic import arithmetic
 from .call import describe, prepared_like, record, remember, remembered, sizes, warn_once
@@ -220,11 +221,14 @@ class Call:
 def strategy_of(operands: Operands, options: Options) -> str:
     """The strategy that serves a synchronised call: the one asked for, or the planner's choice of those that can."""
     requested = plan.check_strategy(options.strategy)
-    return "reference" if requested == "reference" else _resolved(describe(operands, options), requested)
+    if requested == "reference":
+        return "reference"
+    return _resolved(describe(operands, options), requested, calls.generation)
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolved(problem: Problem, requested: str | None) -> str:
+def _resolved(problem: Problem, requested: str | None, generation: int) -> str:
+    """Asked anew in each `generation` of prepared calls."""
     for name in sorted(plans.strategies(problem), key=lambda name: name != requested):  # stable
         try:
             _, *parts = plans.forward(problem, name, 2)
