@@ -3,6 +3,7 @@
 Samples of one round are neighbours in time, so each round gives one ratio, peer's time over ours, in which drift
 cancels. The interval holds their median with `CONFIDENCE` whatever their distribution: it runs between two order
 statistics (the sign test turned around), so that single disturbed samples move nothing. Eight rounds are the least.
+Sampling that ends at the first of several looks (`LOOKS`) errs more often than one look does: docs/benchmarking.md.
 """
 
 from __future__ import annotations
