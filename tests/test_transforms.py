@@ -46,6 +46,15 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_batch_of_scales(gradients: bool) -> None:
+    """The scale alone is batched: nothing of the product's size may be written to in place."""
+    x, weight, scales = torch.randn(8, 6), torch.randn(4, 6), torch.rand(3, 4)
+    with torch.set_grad_enabled(gradients):
+        f = lambda scale: gemmnorm.linear_scale_batch_norm(x, weight, None, scale, training=True)  # noqa: E731
+        torch.testing.assert_close(torch.vmap(f)(scales), torch.stack([f(scale) for scale in scales]))
+
+
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_function_transforms(name: str) -> None:
     module = stir(gemmnorm.LinearScaleBatchNorm1d(6, 4)).double().eval()

@@ -40,11 +40,7 @@ def averaging_factor(momentum: float, num_batches_tracked: Tensor | None) -> flo
 def chain(operands: Operands, options: Options) -> Tensor:
     """The original chain, op by op, differentiated by PyTorch. x [..., I]; BatchNorm1d normalises dimension 1."""
     x, weight, bias, scale, running_mean, running_var, counter, bn_weight, bn_bias = operands
-    z = F.linear(x, weight, bias)
-    if scale is None or torch.is_grad_enabled():
-        z = scaled(z, scale, options.scale_value)
-    else:
-        z = _scaled_in_place(z, scale)
+    z = scaled(F.linear(x, weight, bias), scale, options.scale_value)
     factor = _counted(options, counter)
     out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, options.training, factor, options.eps)
     return _activate(out, options.activation)
