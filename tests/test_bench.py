@@ -17,9 +17,10 @@ from gemmnorm.bench import accuracy, cases, documents, roofline, suite, timing
 from gemmnorm.bench import cell as one_cell
 from gemmnorm.bench.cases import CASES, Case, Cell
 from gemmnorm.bench.cell import Bench, CellResult, CellRun, Options
+from gemmnorm.bench.environment import default_device
 from gemmnorm.bench.model_files import Products
 from gemmnorm.bench.timing import Variant, WallClock
-from gemmnorm.errors import GemmNormWarning
+from gemmnorm.errors import GemmNormValueError, GemmNormWarning
 
 CPU = torch.device("cpu")
 # The row's keys that other people rely on (the result files' format).
@@ -411,3 +412,11 @@ def test_the_host_is_never_what_is_timed_on_the_gpu() -> None:
 def test_a_command_names_no_place_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.argv", ["gemmnorm", "bench", "examples/small.py", "--json", str(tmp_path / "r.json")])
     assert documents.command_line() == "gemmnorm bench examples/small.py --json r.json"
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert default_device("cuda:1") == torch.device("cuda", 1) and default_device(None) == torch.device("cuda")
+    with pytest.raises(GemmNormValueError, match="expected one of 2 CUDA GPUs, from cuda:0 on; got 'cuda:9'"):
+        default_device("cuda:9")

@@ -35,6 +35,8 @@ def default_device(name: str | None = None) -> torch.device:
         raise GemmNormValueError(f"device: expected cpu, cuda or cuda:N; got {name!r}")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise GemmNormValueError("device: PyTorch finds no CUDA GPU here; `gemmnorm doctor` says more")
+    if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count()):
+        raise GemmNormValueError(f"device: expected one of {count} CUDA GPUs, from cuda:0 on; got {name!r}")
     return found
 
 
