@@ -17,6 +17,17 @@ def number(value: Any) -> float | None:
         return None
 
 
+def in_words(value: Any) -> str:
+    """What `verify` found of a property: yes, no, names, a figure, or several of these."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key.replace('_', ' ')} {in_words(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(str(item) or "the model itself" for item in value) or "none"
+    if value is None or isinstance(value, bool):
+        return {True: "yes", False: "no", None: "not known"}[value]
+    return f"{value:.2g}" if isinstance(value, float) else str(value) or "none"
+
+
 def milliseconds(value: Any) -> str:
     """Three or four significant digits; a dash where nothing was measured."""
     ms = number(value)

@@ -351,21 +351,11 @@ def _verify(document: Document) -> Iterable[RenderableType]:
         seeds, failures = document.get("seeds"), document.get("failures", 0)
         yield Text(f"{total} comparisons; draws of weights and inputs: {seeds}; failed: {failures}")
     for name, value in (document.get("properties") or {}).items():
-        yield Text(f"{name.replace('_', ' ')}: {_property(value)}")
+        yield Text(f"{name.replace('_', ' ')}: {figures.in_words(value)}")
     for heading in ("warnings", "skipped"):
         yield from _sentences(document, heading)
     if document.get("detail") and not document.get("equal"):
         yield Text(str(document["detail"]).rstrip(), style="dim")
-
-
-def _property(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key.replace('_', ' ')} {_property(item)}" for key, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    if value is None or isinstance(value, bool):
-        return {True: "yes", False: "no", None: "not known"}[value]
-    return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
 # The kernels of a replacement that is equal, where there was no GPU to run them.

@@ -31,7 +31,9 @@ def sections(document: Document) -> Iterable[Html]:
     lead = "The worst comparison of each case."
     yield section("Every case", _chart(checks, lambda c: str(c["case"])), lead=lead)
     yield section("Every check", _every(checks), lead="Errors are relative to the norm of the float64 result.")
-    facts = [[name.replace("_", " "), _words(value)] for name, value in (document.get("properties") or {}).items()]
+    facts = [
+        [name.replace("_", " "), figures.in_words(value)] for name, value in (document.get("properties") or {}).items()
+    ]
     facts += [[kind.removesuffix("s"), text] for kind in ("warnings", "skipped") for text in document.get(kind) or []]
     yield section("Besides", table(("", ""), facts, words=2) if facts else "")
 
@@ -114,11 +116,3 @@ def _listed(checks: Sequence[Document], *, case: bool = False) -> Html:
              place, "" if c["ok"] else tag("b", c.get("note") or "NOT EQUAL", class_="bad")]
         )  # fmt: skip
     return table(columns, lines, words=3 + case)
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key.replace('_', ' ')} {_words(item)}" for key, item in value.items())
-    if value is None or isinstance(value, bool):
-        return {True: "yes", False: "no", None: "not known"}[value]
-    return f"{value:.2g}" if isinstance(value, float) else str(value)
