@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gemmnorm.bench import accuracy, cases, documents, roofline, suite, timing
+from gemmnorm.bench import accuracy, cases, comparison, documents, random_problems, roofline, suite, timing
 from gemmnorm.bench import cell as one_cell
 from gemmnorm.bench.cases import CASES, Case, Cell
 from gemmnorm.bench.cell import Bench, CellResult, CellRun, Options
@@ -420,3 +420,11 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     assert default_device("cuda:1") == torch.device("cuda", 1) and default_device(None) == torch.device("cuda")
     with pytest.raises(GemmNormValueError, match="expected one of 2 CUDA GPUs, from cuda:0 on; got 'cuda:9'"):
         default_device("cuda:9")
+
+
+def test_rows_without_what_they_would_be_compared_with():
+    """Neither a peer's time nor a GEMM's: no verdict is made up, and no report ends."""
+    assert random_problems.behind({"ms": 1.0, "eager_ms": None}) == 0.0
+    old, new = {"ms": 2.0, "gemm_ms": 2.0}, {"ms": 2.0, "gemm_ms": None}
+    assert comparison.judged(old, new)["verdict"] == "same"
+    assert comparison.judged(old, {"ms": 3.0, "gemm_ms": 2.0})["verdict"] == "slower"

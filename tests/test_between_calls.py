@@ -14,7 +14,8 @@ from torch import Tensor
 
 import gemmnorm
 from gemmnorm import linear_scale_batch_norm, plan
-from gemmnorm.errors import GemmNormTypeError
+from gemmnorm.errors import GemmNormTypeError, GemmNormValueError
+from gemmnorm.op.sync import check_agreement
 from gemmnorm.runtime import call
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
@@ -122,3 +123,19 @@ def test_a_counter_on_another_device_is_refused() -> None:
     counter = torch.tensor(0, device="meta")
     with pytest.raises(GemmNormTypeError, match="num_batches_tracked: expected a tensor on cpu; got meta"):
         linear_scale_batch_norm(x, weight, None, None, *running, training=True, num_batches_tracked=counter)
+
+
+def test_ranks_that_do_not_agree_are_told_at_each_call() -> None:
+    """Who catches the error and calls again has not been checked yet."""
+
+    class Two:
+        handle = "two ranks"
+
+        @staticmethod
+        def gather(count: Tensor) -> Tensor:
+            return torch.tensor([int(count), int(count) + 1])
+
+    weight = torch.nn.Parameter(torch.zeros(FEATURES, INNER))
+    for given in (weight, weight, weight.detach(), weight.detach()):
+        with pytest.raises(GemmNormValueError, match="same number of features on all ranks; got 72 on rank 0"):
+            check_agreement(given, Two())  # type: ignore[arg-type]

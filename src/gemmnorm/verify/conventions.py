@@ -64,7 +64,7 @@ def lacking(original: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
         "missing_arguments": [] if known is None else [name for name in wanted if name not in known],
         "hooks_not_run": [] if own["raised"] else sorted({*original["hooks"]} - {*own["hooks"]}),
         "hooks_raise": "" if original["raised"] else own["raised"],
-        "pickle_raises": own["pickle"] or "" if original["pickle"] == "" else "",
+        "pickle_raises": (own["pickle"] or "") if original["pickle"] == "" else "",
         "other_strides": [] if None in strides or strides[0] == strides[1] else strides,
     }
 
