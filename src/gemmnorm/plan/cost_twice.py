@@ -56,13 +56,13 @@ def count_gram(problem: Problem, gemm: Gemm) -> Counted:
     counted["launches"] += 1
     blocks, parts = (problem.chip or CHIPS[90]).multiprocessors, gram.parts(problem)
     row_tiles, column_tiles = gram.tiles(problem)
-    stages, rows = gram.stages(problem), gram.STEP * (1 + gram.narrow(problem))
+    stages = gram.stages(problem)
     return counted | {
         "second": _count_normalize(problem, gemm),
         "gram_stages": float(stages),
         "gram_far_bytes": float(bytes_of_x(problem)),
         "gram_bytes": float(size * gram.across(problem) ** 2 * min(gram.TILE, problem.in_features) * problem.batch),
-        "gram_partial_bytes": 8.0 * parts * gram.TILE**2 * -(-problem.batch // (rows * stages)),
+        "gram_partial_bytes": 8.0 * parts * gram.TILE**2 * -(-problem.batch // (gram.stage_rows(problem) * stages)),
         "gram_tiles": float(-(-row_tiles * column_tiles // blocks)),
         # Of the block with the longest tile, or of all blocks alike.
         "gram_squares": max(column_tiles, row_tiles * column_tiles * (column_tiles + 1) / 2 / blocks),

@@ -39,9 +39,14 @@ def narrow(problem: Problem) -> bool:
     return problem.in_features <= STEP
 
 
+def stage_rows(problem: Problem) -> int:
+    """Rows of x in a stage."""
+    return STEP * (1 + narrow(problem))
+
+
 def stages(problem: Problem) -> int:
     """Of x, in a slice."""
-    return -(-problem.batch // (STEP * (1 + narrow(problem)) * slices(problem)))
+    return -(-problem.batch // (stage_rows(problem) * slices(problem)))
 
 
 def serves(problem: Problem) -> bool:

@@ -86,7 +86,7 @@ class Tile:
         size += 32 if self.swapped else 2 * 4 * self.columns * 4  # sums over warps
         size += (2 * 2 + 4) * self.columns * 4  # coefficients and statistics
         size += (2 * 2 * self.width + 2 * 64) * 4 if self.planes == 2 else 0  # powers of two
-        size += 2 * self.stages * 8 + 5 * 8 + 64 + 32 * 12  # barriers; tiles that were taken
+        size += 2 * self.stages * 8 + 5 * 8 + 64 + 32 * 12  # barriers; BlockTiles
         return -(-size // 1024) * 1024
 
     def without_overlap(self) -> Tile:

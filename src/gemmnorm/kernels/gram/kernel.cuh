@@ -7,80 +7,18 @@
 // cancels get a negative rstd, and `inexact` says so: the next launch takes their statistics from the product
 // (MissingStatisticsEpilogue). All others are finished here, and where that is all of them the next launch ends at once.
 //
-// Three phases between barriers of the whole grid: partial Gram matrices of slices of the rows; their sum, as two bfloat16 for
-// each element; W·G, of which each element is multiplied by its own of W. The last block with sums of a tile's features
-// finishes them.
+// Three phases between barriers of the whole grid: partial Gram matrices of slices of the rows (slices.cuh); their sum, as two
+// bfloat16 for each element; W·G, of which each element is multiplied by its own of W. The last block with sums of a tile's
+// features finishes them.
 #pragma once
-#include "gemm/pipeline.cuh"
-#include "gemm/tile_scheduler.cuh"
-#include "gram/pivot.cuh"
-#include "memory_bound/statistics.cuh"
-#include "ptx/wgmma.cuh"
+#include "gram/slices.cuh"
 
 namespace gemmnorm {
 
-constexpr int kGramTile = 128;  // rows and columns of a block's part of G; features in a tile of W·G
-constexpr int kGramStep = 64;   // rows of x, or columns of W, in a stage; columns of G in a tile of W·G
-constexpr int kGramWarps = 8;   // two warpgroups that multiply 64 rows each; a ninth warp asks TMA for operands
-constexpr int kGramThreads = 32 * (kGramWarps + 1);
-constexpr int kGramAhead = 17;  // slices in flight in a warp: all, where eight warps share out those of 132 blocks
 constexpr int kGramScalars = 5;  // sums over columns of G that a feature needs
 // M2 is exact enough from kSafeSquares / sqrt(batch) of the squares that cancel in it on, since x - p is rounded to T
 // (docs/site/mathematics.md); the mean where a deviation is kSafeMean of Σ |w_ni·p_i|.
 constexpr float kSafeSquares = 3.0f, kSafeMean = 1e-4f;
-
-// Parts of G, each with its mirror image: (i, j) for i <= j.
-struct GramPart {
-  int i, j;
-
-  // Whether some 16 rows by 8 columns of the part are needed: numbers count these. Of the four quarters of a part on the
-  // diagonal the lower left one is the mirror image of the upper right one.
-  __device__ __forceinline__ bool needs(int rows, int columns) const { return i < j || rows < 4 || columns >= 8; }
-  // Whether they are of columns of x: all others are zero.
-  __device__ __forceinline__ bool has(int rows, int columns, int in_features) const {
-    return i * kGramTile + rows * 16 < in_features && j * kGramTile + columns * 8 < in_features;
-  }
-};
-__device__ __forceinline__ GramPart gram_part(int number, int parts_of_row) {
-  int i = 0;
-  while (number >= parts_of_row - i) {
-    number -= parts_of_row - i;
-    ++i;
-  }
-  return {i, i + number};
-}
-
-// 64 columns of 64 rows of x each: columns i are multiplied by columns j. Where x has no more than 64 columns: of twice the rows,
-// a warpgroup multiplies one half by itself.
-struct GramRows {
-  unsigned char i[2][kGramStep * kRowBytes], j[2][kGramStep * kRowBytes];
-};
-// 64 columns each: of 128 features of W, and of 64 columns of G, which are its rows.
-struct GramColumns {
-  unsigned char weight[kGramTile * kRowBytes], high[kGramStep * kRowBytes], low[kGramStep * kRowBytes];
-};
-
-template <class T, int ROW_STAGES, int COLUMN_STAGES> struct GramShared {
-  union {
-    alignas(1024) GramRows rows[ROW_STAGES];
-    GramColumns columns[COLUMN_STAGES];
-  };
-  T pivot[2][kGramTile];
-  alignas(16) float4 merged[kGramWarps][32];
-  float of_column[2][3][kGramStep];  // of x: pivot, sum, and the diagonal of G; of this tile and of the next
-  bool last;                         // of all tiles of these features
-  Pipeline<ROW_STAGES> row_ring;
-  Pipeline<COLUMN_STAGES> column_ring;
-};
-
-// All blocks of the grid wait for each other, the turn-th time. What they wrote may then be read by TMA too.
-__device__ __forceinline__ void grid_sync(u32* arrived, u32 turn) {
-  fence_proxy_async_global();
-  __syncthreads();
-  if (threadIdx.x == 0) { signal(arrived, 1); wait_until(arrived, turn * gridDim.x); }
-  __syncthreads();
-  fence_proxy_async_global();
-}
 
 // A word of two elements of T as words of bfloat16 whose sum it is.
 template <class T> struct AsBfloat16;
@@ -99,152 +37,14 @@ template <> struct AsBfloat16<half> {
   }
 };
 
-template <class Config, class Params> struct Gram {
-  using T = typename Config::T;
-  static constexpr int kRowStages = Config::kRowStages, kColumnStages = Config::kColumnStages;
-  static constexpr bool kNarrow = Config::kNarrow;  // x has no more than 64 columns: the warpgroups share out rows of a stage
-  static constexpr int kRows = kNarrow ? 2 * kGramStep : kGramStep;      // of x in a stage
-  static constexpr int kColumns = kNarrow ? kGramStep : kGramTile;      // of a part that are multiplied
-  using Shared = GramShared<T, kRowStages, kColumnStages>;
+template <class Config, class Params> struct Gram : GramSlices<Config, Params> {
+  using Base = GramSlices<Config, Params>;
+  using T = typename Base::T;
   using Words = AsBfloat16<T>;
-  const Params& p;
-  Shared& shared;
-  int warp, lane, warpgroup, row, quarter;  // row: of the warpgroup's 64, and 8 rows on; quarter: pair of columns of 8
-  int parts_of_row, parts, slices, row_steps, pitch;  // row_steps: stages of x; pitch: columns of G in memory
-  int row_tiles, column_tiles;                        // of W·G
-
-  __device__ __forceinline__ Gram(const Params& p_, Shared& shared_)
-      : p(p_), shared(shared_), warp(threadIdx.x / 32), lane(threadIdx.x % 32), warpgroup(warp / 4) {
-    row = warp % 4 * 16 + lane / 4; quarter = lane % 4;
-    parts_of_row = (p.in_features + kGramTile - 1) / kGramTile;
-    parts = parts_of_row * (parts_of_row + 1) / 2;
-    row_steps = (p.batch + kRows - 1) / kRows;
-    const int most = static_cast<int>(gridDim.x) / parts, steps_of_slice = (row_steps + most - 1) / most;
-    slices = (row_steps + steps_of_slice - 1) / steps_of_slice;  // no more partial matrices than that takes
-    pitch = parts_of_row * kGramTile;
-    row_tiles = (p.features + kGramTile - 1) / kGramTile;
-    column_tiles = (p.in_features + kGramStep - 1) / kGramStep;
-  }
-
-  // First phase: G of a part of its elements and a slice of the rows, to gram_partial and gram_sum.
-  __device__ __forceinline__ void add_up_slice() {
-    const int slice = blockIdx.x / parts;
-    if (slice >= slices) return;
-    const GramPart part = gram_part(blockIdx.x % parts, parts_of_row);
-    const int begin = static_cast<int>(static_cast<i64>(row_steps) * slice / slices);
-    const int end = static_cast<int>(static_cast<i64>(row_steps) * (slice + 1) / slices);
-    const bool diagonal = part.i == part.j;
-    if (warp == kGramWarps) {
-      if (lane > 0) return;
-      PipelineState<kRowStages> state(1);
-      const int bytes = (diagonal ? 2 : 4) * kGramStep * kRowBytes;
-      produce(shared.row_ring, state, begin, end, bytes, [&](int k, int stage, u64* full) {
-        for (int box = 0; box < 2; ++box) {
-          const int column = kNarrow ? 0 : box * kGramStep, below = kNarrow ? box * kGramStep : 0;
-          GramRows& to = shared.rows[stage];
-          tma_load(to.i[box], p.map_x, full, part.i * kGramTile + column, k * kRows + below, kEvictNormal);
-          if (!diagonal) tma_load(to.j[box], p.map_x, full, part.j * kGramTile + column, k * kRows, kEvictNormal);
-        }
-      });
-      for (int k = 0; k < column_tiles && blockIdx.x < row_tiles; ++k)  // for the third phase
-        tma_prefetch(p.map_weight, k * kGramStep, blockIdx.x * kGramTile);
-      return;
-    }
-    static_assert(2 * kGramTile == 32 * kGramWarps, "a thread has a pivot");
-    const int c = threadIdx.x, column = (c < kGramTile ? part.i : part.j) * kGramTile + c % kGramTile;
-    T pivot = {};
-    if (column < p.in_features) pivot = pivot_of(p.x, column, p.batch, p.x_pitch);
-    shared.pivot[c / kGramTile][c % kGramTile] = pivot;
-    if (diagonal && slice == 0 && c < kGramTile) p.gram_columns[column] = to_float(pivot);
-    named_barrier_sync(1, 32 * kGramWarps);
-    float acc[kColumns / 2];
-    float sum[2] = {};            // of x - p, of this thread's elements
-    u32 a[2][kGramStep / 16][4];  // of this stage, and of the one that is multiplied
-    PipelineState<kRowStages> state(0);
-    for (int k = begin; k < end; k += 2) {
-#pragma unroll
-      for (int turn = 0; turn < 2; ++turn) {
-        if (k + turn >= end) break;
-        mbarrier_wait(&shared.row_ring.full[state.stage], state.phase);
-        const GramRows& rows = shared.rows[state.stage];
-        load_rows(rows.i[warpgroup], a[turn], sum);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < kGramStep / 16; ++step)
-          WgmmaRegisters<T, kColumns>::template run<1>(
-              acc, a[turn][step],
-              mn_major_descriptor(kNarrow ? rows.i[warpgroup] : diagonal ? rows.i[0] : rows.j[0]) + step * kMnMajorStep,
-              k + turn > begin || step > 0);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (k + turn > begin && lane == 0) shared.row_ring.release_before(state.stage);
-        state.advance();
-      }
-    }
-    wgmma_wait<0>();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) sum[h] = sum_of_quarters(sum[h]);
-    if (kNarrow) { add_other_half(acc, sum); if (warpgroup == 1) return; }
-    // Rows beyond the batch came as zeros, less the pivot.
-    const int beyond = max(end * kRows - p.batch, 0);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) sum[h] += static_cast<float>(beyond) * to_float(pivot_of_row(h));
-    float4* to = reinterpret_cast<float4*>(p.gram_partial) + static_cast<i64>(slice * parts + blockIdx.x % parts) * kVectors;
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-#pragma unroll
-      for (int q = 0; q < 4; ++q)  // Σ(x_i - p_i)·x_j until here
-        acc[4 * n + q] -= sum[q / 2] * to_float(shared.pivot[1][n * 8 + quarter * 2 + q % 2]);
-      if (part.needs(warp, n) && part.has(warp, n, p.in_features))
-        to[(warp * kItemColumns + n) * 32 + lane] =
-            make_float4(acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]);
-    }
-    if (diagonal && quarter == 0) {
-      float* own = p.gram_sum + static_cast<i64>(slice) * pitch + part.i * kGramTile + warpgroup * 64 + row;
-      own[0] = sum[0]; own[8] = sum[1];
-    }
-  }
-
-  // Warpgroup 0 adds what 1 has of its half of the rows.
-  __device__ __forceinline__ void add_other_half(float (&acc)[kColumns / 2], float (&sum)[2]) {
-    float4* half = reinterpret_cast<float4*>(shared.rows[kRowStages - 1].j) + threadIdx.x % 128;  // the last stage's are unused
-    static_assert(!kNarrow || sizeof(GramRows::j) >= sizeof(acc) * 128, "a warpgroup's accumulators");
-    if (warpgroup == 1) {
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n)
-        half[n * 128] = make_float4(acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]);
-      shared.merged[warp][lane] = make_float4(sum[0], sum[1], 0.0f, 0.0f);
-    }
-    named_barrier_sync(1, 32 * kGramWarps);
-    if (warpgroup == 1) return;
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-      const float4 v = half[n * 128];
-      acc[4 * n] += v.x; acc[4 * n + 1] += v.y; acc[4 * n + 2] += v.z; acc[4 * n + 3] += v.w;
-    }
-    const float4 other = shared.merged[warp + 4][lane];
-    sum[0] += other.x; sum[1] += other.y;
-  }
-  // Of the first of the thread's rows of G, or of that 8 rows on.
-  __device__ __forceinline__ T pivot_of_row(int h) const { return shared.pivot[0][(kNarrow ? 0 : warpgroup * 64) + row + h * 8]; }
-
-  // A warpgroup's 64 columns i of a stage, less their pivots.
-  __device__ __forceinline__ void load_rows(const unsigned char* i, u32 (&a)[kGramStep / 16][4], float (&sum)[2]) const {
-    const int matrix = lane / 8;  // of the four that a lane says a row of
-    u32 pivot[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) pivot[h] = pivot_of_row(h).bits * 0x10001u;
-#pragma unroll
-    for (int step = 0; step < kGramStep / 16; ++step)
-      ldmatrix_trans(i + swizzled_word(step * 16 + matrix / 2 * 8 + lane % 8, warp % 4 * 2 + matrix % 2), a[step]);
-#pragma unroll
-    for (int step = 0; step < kGramStep / 16; ++step)
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        a[step][q] = subtract_pairs(a[step][q], pivot[q % 2], T{});
-        sum[q % 2] += element_of(a[step][q], 0, T{}) + element_of(a[step][q], 1, T{});
-      }
-  }
+  using Base::p, Base::shared, Base::warp, Base::lane, Base::warpgroup, Base::row, Base::quarter;
+  using Base::parts_of_row, Base::parts, Base::slices, Base::pitch, Base::row_tiles, Base::column_tiles;
+  using Base::kColumnStages, Base::kItemColumns, Base::kItems, Base::kVectors, Base::sum_of, Base::sum_of_quarters;
+  using Base::Base;
 
   // Second phase: the sums over slices, in a fixed order. As many warps share them out as leave none idle.
   __device__ __forceinline__ void merge_slices() {
@@ -453,17 +253,6 @@ template <class Config, class Params> struct Gram {
     } else {
       *p.inexact = 1; p.rstd[j] = -1.0f;
     }
-  }
-
-  static constexpr int kVectors = kGramTile * kGramTile / 4;  // of four elements, in a part
-  static constexpr int kItemColumns = kGramTile / 8, kItems = kVectors / 32;  // of 16 rows by 8 columns
-  __device__ __forceinline__ static float4 sum_of(float4 a, float4 b) {
-    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-  }
-  // Of the four lanes that have the same rows.
-  __device__ __forceinline__ static float sum_of_quarters(float v) {
-    v += __shfl_xor_sync(~0u, v, 1);
-    return v + __shfl_xor_sync(~0u, v, 2);
   }
 };
 
