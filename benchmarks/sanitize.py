@@ -44,6 +44,8 @@ SIZES = {
     "tall": (17000, 64, 520, 132),
     "twice": (1100, 72, 264, 6),  # multiplied
     "gram": (1100, 72, 264, 6),
+    "few inputs": (1100, 40, 264, 6),  # Gram matrix, whose warpgroups share out rows
+    "192 rows": (1100, 72, 264, 6),  # in a tile
     "inexact": (1100, 72, 264, 6),  # Gram matrix: every second feature is constant
     "neighbours": (1100, 72, 520, 6),  # that load x together
     "half sectors": (1100, 72, 520, 6),  # that rows of y begin with
@@ -55,12 +57,13 @@ WANTED = {
     "parts of K": lambda c: isinstance(c.variant, Gemm) and c.variant.converts(c.problem),
     "twice": lambda c: getattr(c.variant, "schedule", "") == "two-pass",
     "gram": lambda c: getattr(c.variant, "schedule", "") == "gram",
+    "few inputs": lambda c: getattr(c.variant, "schedule", "") == "gram",
+    "192 rows": lambda c: c.phase == "backward" or (isinstance(c.variant, Gemm) and c.variant.tile.rows == 192),
     "inexact": lambda c: getattr(c.variant, "schedule", "") == "gram",
     "neighbours": lambda c: c.phase == "backward" or (isinstance(c.variant, Gemm) and c.variant.sharing > 1),
     "half sectors": lambda c: c.phase == "backward" or (isinstance(c.variant, Gemm) and c.variant.tile.overlap > 0),
     "narrow": lambda c: c.phase == "backward" or (isinstance(c.variant, Gemm) and c.variant.tile.halves_rows),
     "few tiles": lambda c: c.phase == "backward" or isinstance(c.variant, small.SmallPanel),
-    "--without-small": lambda c: not isinstance(c.variant, small.SmallPanel),  # at which synccheck ends the process
 }
 
 
@@ -96,6 +99,8 @@ def main() -> None:
     if "--turns" in sys.argv:
         return turns()
     plain, forward = "--plain" in sys.argv, "--forward" in sys.argv
+    if "--without-small" in sys.argv:
+        small.PANELS = ()
     names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(SIZES)
     gpu = runtime.chip(torch.device("cuda", 0))
     for dtype in () if forward else (torch.bfloat16, torch.float32):
@@ -121,9 +126,7 @@ def main() -> None:
             x[:, :4] = 0.7
             with torch.no_grad():
                 module.gemm.weight[::2, 4:] = 0
-        wanted = plan.forcing(
-            WANTED["--without-small"] if "--without-small" in sys.argv else WANTED.get(name, lambda _: True)
-        )
+        wanted = plan.forcing(WANTED.get(name, lambda _: True))
         with gemmnorm.set_strategy(strategy), wanted, runtime.recording() as plans:
             if not forward:
                 with cast:
