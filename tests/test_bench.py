@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from gemmnorm.bench import accuracy, cases, comparison, documents, random_proble
 from gemmnorm.bench import cell as one_cell
 from gemmnorm.bench.cases import CASES, Case, Cell
 from gemmnorm.bench.cell import Bench, CellResult, CellRun, Options
-from gemmnorm.bench.environment import default_device
+from gemmnorm.bench.environment import current, default_device
 from gemmnorm.bench.model_files import Products
 from gemmnorm.bench.timing import Variant, WallClock
 from gemmnorm.errors import GemmNormValueError, GemmNormWarning
@@ -241,6 +242,25 @@ def document() -> dict[str, object]:
     return suite.run_suite(chosen, CPU, QUICK)
 
 
+def test_all_of_a_run_has_its_gpu_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events and graphs are of the current GPU, tensors of their own."""
+    assert current(torch.device("cuda", 1)).idx == 1
+    inside: list[bool] = []
+
+    @contextlib.contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        assert device == CPU
+        inside.append(True)
+        yield
+        inside.append(False)
+
+    measure = Bench.measure
+    monkeypatch.setattr(suite, "current", entered)
+    monkeypatch.setattr(Bench, "measure", lambda *given: (inside.append(inside[-1]), measure(*given))[1])
+    suite.run_suite(cases.select("cpu", ["tiny"], ["fp32"])[:1], CPU, QUICK)
+    assert inside == [True, True, False]
+
+
 def test_a_row_has_every_published_key_and_null_where_nothing_was_measured(document: dict[str, list[dict]]) -> None:
     assert len(document["rows"]) == 7
     for row in document["rows"]:
@@ -375,8 +395,11 @@ def test_counts_come_from_a_junit_file(tmp_path: object) -> None:
 
 
 @pytest.mark.gpu
-def test_a_small_cell_on_the_gpu_has_every_figure() -> None:
-    device = torch.device("cuda", 0)
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_small_cell_on_the_gpu_has_every_figure(index: int) -> None:
+    if index >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    device = torch.device("cuda", index)
     chosen = [
         Cell(CASES["v0"], "bf16", False, "train_fwd"),
         Cell(CASES["v0"], "fp32", False, "train_fwd_bwd"),

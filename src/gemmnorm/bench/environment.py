@@ -5,6 +5,7 @@ Nothing here needs a GPU, and nothing here raises: what cannot be found out is N
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import importlib.metadata
@@ -38,6 +39,11 @@ def default_device(name: str | None = None) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count()):
         raise GemmNormValueError(f"device: expected one of {count} CUDA GPUs, from cuda:0 on; got {name!r}")
     return found
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Within it a GPU is PyTorch's current one: events, graphs and spins are of that, whatever tensors lie on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def package_version(*names: str) -> str | None:

@@ -41,7 +41,7 @@ from ..userfiles import (
 from . import accuracy, cases, timing
 from .cases import PHASES
 from .documents import Document, new_document
-from .environment import default_device, environment
+from .environment import current, default_device, environment
 from .spans import Replays, SpansError, disagreement
 from .timing import CudaClock, Variant, WallClock
 
@@ -207,6 +207,11 @@ def child(model_path: str, candidate_paths: list[str], options: dict[str, Any]) 
     """Runs in the isolated process; see `bench_files`."""
     chosen = FileOptions(**options)
     device = default_device(chosen.device)
+    with current(device):
+        return _measured(model_path, candidate_paths, chosen, device)
+
+
+def _measured(model_path: str, candidate_paths: list[str], chosen: FileOptions, device: torch.device) -> dict[str, Any]:
     progress({"stage": f"loading {model_path}", "subject": "model"})
     spec = load_model_file(model_path, chosen.precision)
     model = spec.build(0).to(device)

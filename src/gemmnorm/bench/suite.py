@@ -22,7 +22,7 @@ from .cases import Cell
 from .cell import Bench, Options, Tell
 from .cross_check import add_spans
 from .documents import Document, command_line, new_document, write_json
-from .environment import environment
+from .environment import current, environment
 from .workers import Failure, Spent, how_many, in_rounds, one_by_one
 
 ROW_KEY = ("case", "precision", "autocast", "phase")
@@ -103,26 +103,27 @@ def run_suite(
     A cell that fails as a whole (out of memory, say) leaves a note and no rows; a lost device ends the run. `seconds`
     of the document says what `preparing` and `measuring` took.
     """
-    document = empty_result(device) | (about or {})
-    if resume:
-        document = _previous(Path(path) if path else None, document)
-    done = {tuple(row.get(k) for k in ROW_KEY) for row in (*document["rows"], *document["not_applicable"])}
-    todo = [c for c in cells if cell_key(c) not in done]
-    for cell in (c for c in cells if cell_key(c) in done):
-        on_cell(cell)
-    if todo:
-        bench = Bench(device, options, tell)
-        earlier, found = document["ceilings"], bench.measure_ceilings(cells)
-        document["ceilings"] = {**found, "tflops": earlier.get("tflops", {}) | found["tflops"]}
-        count = how_many(todo, device) if workers is None else min(workers, len(todo))
-        with _written(document, path) as write:
-            for cell in _measured(bench, todo, count, document):
-                write()
-                on_cell(cell)
-    with _written(document, path):
-        if options.extras:
-            document["notes"] += add_spans(document["rows"], cells, device, tell)
-    return document
+    with current(device):
+        document = empty_result(device) | (about or {})
+        if resume:
+            document = _previous(Path(path) if path else None, document)
+        done = {tuple(row.get(k) for k in ROW_KEY) for row in (*document["rows"], *document["not_applicable"])}
+        todo = [c for c in cells if cell_key(c) not in done]
+        for cell in (c for c in cells if cell_key(c) in done):
+            on_cell(cell)
+        if todo:
+            bench = Bench(device, options, tell)
+            earlier, found = document["ceilings"], bench.measure_ceilings(cells)
+            document["ceilings"] = {**found, "tflops": earlier.get("tflops", {}) | found["tflops"]}
+            count = how_many(todo, device) if workers is None else min(workers, len(todo))
+            with _written(document, path) as write:
+                for cell in _measured(bench, todo, count, document):
+                    write()
+                    on_cell(cell)
+        with _written(document, path):
+            if options.extras:
+                document["notes"] += add_spans(document["rows"], cells, device, tell)
+        return document
 
 
 def _measured(bench: Bench, cells: Sequence[Cell], workers: int, document: Document) -> Iterator[Cell]:

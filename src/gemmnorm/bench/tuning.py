@@ -21,6 +21,7 @@ from . import candidates as timed
 from .candidates import Clock, Run
 from .cases import tf32
 from .documents import Document, write_json
+from .environment import current
 from .timing import reason
 from .verdicts import MARGIN, judge
 
@@ -69,7 +70,8 @@ def tune(
                 title = f"{asked.batch} × {asked.in_features} → {asked.out_features}, {_kind(asked)}"
                 named = {"title": title, "phase": phase_name(asked, phase), "key": list(key)}
                 tell(f"{title}, {named['phase']}")
-                known[key] = named | measure(asked, phase, strategy, device, clock)
+                with current(device):
+                    known[key] = named | measure(asked, phase, strategy, device, clock)
                 yield known[key]
             strategy = known[key]["strategy"]  # a backward is of the forward that runs
 

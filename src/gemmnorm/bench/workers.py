@@ -30,6 +30,7 @@ from ..userfiles import how_it_died
 from . import accuracy
 from .cases import Cell
 from .cell import Bench, CellResult, Options, Ready
+from .environment import current
 from .timing import clock_for, reason
 
 MEMORY = 2**33  # bytes of the GPU that each process should find: its context, the clock's buffer, a cell
@@ -230,7 +231,7 @@ def work(pipe: Connection, device: torch.device, options: Options, ceilings: dic
         warnings.simplefilter("ignore")
     bench = Bench(device, options)
     bench.ceilings = ceilings
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
+    with current(device), contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
             cell = pipe.recv()
             try:
