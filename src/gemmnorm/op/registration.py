@@ -108,8 +108,32 @@ def _forward_impl(*args: Any) -> tuple[Tensor, ...]:
         y, *kept = reference.forward(operands._replace(x=multiplied[0], weight=multiplied[1]), options)
     if not options.save:
         return _without_kept(y, operands, options)
+    product, statistics = kept
+    if options.training and len(product):
+        product, offset = _with_offset(product, statistics[2:], options.strategy)
+        kept = product, statistics if len(statistics) == 2 + len(offset) else torch.cat((statistics[:2], offset))
     copies = (made.new_empty(0) if made is t else made for made, t in zip(multiplied, operands[:2], strict=True))
     return (y, *kept, *copies)
+
+
+def _offset_rows(batch: Any, strategy: str | None) -> Any:
+    """Means that a strategy's product lacks: for each group of rows one, or none."""
+    return -(-batch // plan.GROUP_ROWS) if strategy in plan.OWN_GEMM else 0
+
+
+def _with_offset(product: Tensor, offset: Tensor, strategy: str | None) -> tuple[Tensor, Tensor]:
+    """A product [B, O] and the means that it lacks [groups, O], as `strategy` has them.
+
+    A traced graph holds a strategy. Another one runs where that cannot serve any more: under another float32
+    arithmetic, or in a process that has the graph from a cache.
+    """
+    rows = _offset_rows(product.shape[0], strategy)
+    if offset.shape[0] == rows:
+        return product, offset
+    if rows > 0:
+        return product, offset.new_zeros((rows, product.shape[1]))
+    whole = product + offset.repeat_interleave(plan.GROUP_ROWS, 0)[: product.shape[0]]
+    return whole.to(product.dtype), offset[:0]
 
 
 def _without_kept(y: Tensor, operands: Operands, options: Options) -> tuple[Tensor, ...]:
@@ -146,8 +170,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     out = runtime.output_dtype(x, scale, options.cast)
     dtypes = [multiplied_dtype(t, options.cast) for t in (x, weight)]
     keeps = options.keep_product is not False
-    own = options.strategy in plan.OWN_GEMM and options.training and keeps
-    rows = 2 + (-(-batch // plan.GROUP_ROWS) if own else 0)
+    rows = 2 + (_offset_rows(batch, options.strategy) if options.training and keeps else 0)
     return (
         x.new_empty((batch, features), dtype=out),
         x.new_empty((batch if keeps else 0, features) if options.save else (0,), dtype=dtypes[0]),
@@ -253,12 +276,14 @@ def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:
     differentiable = torch.is_grad_enabled() and operands.require_gradients
     if not differentiable and _can_run_here(operands.x):
         return _forward_impl(*args)
-    options = Options(*args[9:])
-    options = options._replace(save=differentiable or options.save)  # a traced graph asks for it with gradients off
+    chosen = Options(*args[9:])
     dtypes = (operands.x.dtype, operands.weight.dtype)
-    copy = _cast_before(operands.weight, options.cast)
-    # The backward has to know which strategy has run, and what it has kept.
-    chosen = runtime.resolved(operands if copy is None else operands._replace(weight=copy), options)
+    copy = _cast_before(operands.weight, chosen.cast)
+    if not chosen.save:  # else the call is one of a traced graph, which holds all that is decided here
+        # The backward has to know which strategy has run, and what it has kept.
+        chosen = runtime.resolved(
+            operands if copy is None else operands._replace(weight=copy), chosen._replace(save=differentiable)
+        )
     operator = autograd.Operator(chosen, dtypes, copy)
     if differentiable:
         found: tuple[Tensor, ...] = autograd.apply(operator, operands)
@@ -322,16 +347,23 @@ def _sync_parts(operands: Operands, options: Options, count: int) -> sync.Parts:
     return ranks.find(operands, options, count, dtypes) or sync.PlainParts(options)
 
 
+def _strategy_of(parts: sync.Parts) -> str | None:
+    """The one that runs, which may be another than the graph's."""
+    return parts.options.strategy if isinstance(parts, ranks.Call) else "reference"
+
+
 def _sync_statistics(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     operands, (options, (count,)) = Operands(*args[:9]), _options_at(9, args)
     product, offset, row = _sync_parts(operands, options, count).statistics(operands)
     assert product is not None
-    return product, row.new_empty((0, product.shape[1])) if offset is None else offset, row
+    offset = row.new_empty((0, product.shape[1])) if offset is None else offset
+    return *_with_offset(product, offset, options.strategy), row
 
 
 def _sync_normalize(*args: Any) -> tuple[Tensor, Tensor]:
     operands, (options, (count,)) = Operands(*args[:9]), _options_at(12, args)
-    return _sync_parts(operands, options, count).normalize(operands, *args[9:12])
+    parts = _sync_parts(operands, options, count)
+    return parts.normalize(operands, *_with_offset(args[9], args[10], _strategy_of(parts)), args[11])
 
 
 def _sync_backward_parts(*args: Any) -> tuple[sync.Parts, Differentiable, list[bool]]:
@@ -346,13 +378,14 @@ def _sync_backward_parts(*args: Any) -> tuple[sync.Parts, Differentiable, list[b
 
 def _sync_sums(*args: Any) -> tuple[Tensor, ...]:
     parts, operands, needs = _sync_backward_parts(*args)
-    found, sums = parts.sums(needs, args[0], operands, args[7:10])
+    found, sums = parts.sums(needs, args[0], operands, (*_with_offset(args[7], args[8], _strategy_of(parts)), args[9]))
     return (*(sums.new_empty(0) if g is None else g for g in found), sums)
 
 
 def _sync_gradient(*args: Any) -> tuple[Tensor, ...]:
     parts, operands, needs = _sync_backward_parts(*args)
-    found = parts.gradient(needs, args[0], [*operands, *args[7:10]], args[10])
+    kept = *_with_offset(args[7], args[8], _strategy_of(parts)), args[9]
+    found = parts.gradient(needs, args[0], [*operands, *kept], args[10])
     return tuple(args[0].new_empty(0) if g is None else g for g in found)
 
 
@@ -366,7 +399,7 @@ def _sync_whole_fake(*args: Any) -> Tensor:
 def _sync_statistics_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     (x, weight), strategy = args[:2], _options_at(9, args)[0].strategy
     features, dtype = weight.shape[0], reference.statistics_dtype(x.dtype)
-    groups = -(-x.shape[0] // plan.GROUP_ROWS) if strategy in plan.OWN_GEMM else 0
+    groups = _offset_rows(x.shape[0], strategy)
     return (
         x.new_empty((x.shape[0], features)),
         x.new_empty((groups, features), dtype=dtype),

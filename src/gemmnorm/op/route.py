@@ -16,7 +16,7 @@ from ..runtime import call as runtime
 from ..runtime.arguments import check_arguments
 from ..runtime.arithmetic import arithmetic
 from ..runtime.operands import Likeness, Operands, Options
-from ..runtime.settings import settings
+from ..runtime.settings import settings, traced
 from ..runtime.traced import traced_as_constant
 from . import autograd, column_parallel, reference, sync
 from .registration import forward_op, has_function_modes, has_modes
@@ -58,6 +58,8 @@ def linear_scale_batch_norm(operands: Operands, options: Options, process_group:
     check_arguments(operands, options.training)
     # Dynamo of 2.8 cannot slice a named tuple.
     scale_value, training, momentum, eps, activation, strategy, _, keep, _ = options
+    if torch.compiler.is_compiling():
+        strategy, keep = traced(strategy, keep)
     y: Tensor = forward_op(*operands, scale_value, training, momentum, eps, activation, strategy, False, keep, None)[0]
     return y
 

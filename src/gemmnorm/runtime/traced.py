@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def traced_as_constant(ask: Callable[P, bool]) -> Callable[P, bool]:
+def traced_as_constant(ask: Callable[P, R]) -> Callable[P, R]:
     """`ask`, which a trace calls instead of following it: its answer then is a constant of the graph, without a guard.
 
     All that `torch.compiler.assume_constant_result` does after importing Dynamo, which takes longer than `gemmnorm`
