@@ -1500,17 +1500,21 @@ def fused_linear_scale_batch_norm(x, linear, bn, scale=1.0):
     """Linear(4096, 4096) -> scale -> BatchNorm1d: by the kernels where they serve, else by the modules."""
     in_features, out_features, dtype = 4096, 4096, torch.float32
     scale_vector = scale if _builtins.isinstance(scale, torch.Tensor) else None
-    parameters = [linear.weight, linear.bias, bn.weight, bn.bias, scale_vector]
+    modules = [m for m in (linear, bn) if _builtins.isinstance(m, torch.nn.Module)]
+    known = _builtins.type(linear) is torch.nn.Linear and _builtins.type(bn) is torch.nn.BatchNorm1d
+    parameters = [linear.weight, linear.bias, bn.weight, bn.bias, scale_vector] if known else []
+    shapes = ((), (1,), (out_features,), (1, out_features))
     serves = (
-        x.is_cuda and x.dim() == 2 and x.shape[0] > 0 and x.dtype == dtype and x.shape[1] == in_features
-        and _builtins.type(linear) is torch.nn.Linear and _builtins.type(bn) is torch.nn.BatchNorm1d
+        known and x.is_cuda and x.dim() == 2 and x.shape[0] > 0 and x.dtype == dtype and x.shape[1] == in_features
         and _builtins.tuple(linear.weight.shape) == (out_features, in_features)
+        and (scale_vector is None or _builtins.tuple(scale_vector.shape) in shapes)
         and _builtins.all(t is None or (t.device == x.device and t.dtype == dtype and t.is_contiguous())
                           for t in (*parameters, bn.running_mean, bn.running_var))
-        and not _builtins.any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in (linear, bn))
+        and not _builtins.any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+                              or "forward" in m.__dict__ for m in modules)
         and not torch.is_autocast_enabled()
     )
-    training = bn.training or bn.running_mean is None
+    training = known and (bn.training or bn.running_mean is None)
     save = torch.is_grad_enabled() and _builtins.any(t is not None and t.requires_grad for t in (x, *parameters))
     kernels = _kernels_for(x.device) if serves else None
     if kernels is None:
@@ -1531,9 +1535,29 @@ def fused_linear_scale_batch_norm(x, linear, bn, scale=1.0):
     )
 
 
+def _children(module):
+    """Names of the children, those inside of lists and dictionaries of modules included; None for no module."""
+    if not _builtins.isinstance(module, torch.nn.Module):
+        return None
+    lists = (torch.nn.ModuleList, torch.nn.ModuleDict)
+    return _builtins.tuple((name, _children(child)) if _builtins.isinstance(child, lists) else name
+                           for name, child in module._modules.items() if child is not None)
+
+
 class ModelNew(Model):
     """`Model` with its chains fused."""
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if _children(self) != ('gemm', 'bn'):
+            self.__class__ = _AsWritten
+
     def forward(self, x):
         return fused_linear_scale_batch_norm(x, self.gemm, self.bn, scale=self.scale)
+
+
+class _AsWritten(ModelNew):
+    """`ModelNew` with other children than those that its chains were found in, by other arguments: all as it was."""
+
+    forward = Model.forward
 

@@ -209,9 +209,25 @@ def python_source(activation: str) -> str:
     name = next(
         f"{prefix}.{name}" for space, prefix in spaces for name in plain if getattr(space, name, None) in row.calls
     )
-    numbers = (repr(v) if math.isfinite(v) else repr(v).replace("inf", "torch.inf") for v in values)
-    arguments = ["y", *numbers, *(f"{key}={value!r}" for key, value in row.matches)]
+    arguments = ["y", *map(_number, values), *(f"{key}={value!r}" for key, value in row.matches)]
     return name if len(arguments) == 1 else f"lambda y: {name}({', '.join(arguments)})"
+
+
+def module_source(activation: str | None) -> str:
+    """A Python expression of the classes of modules that compute φ, and of the values of their attributes; or None."""
+    if activation is None:
+        return "None"
+    row, values = parse(activation)
+    classes = [row.module, *([nn.ReLU6] if canonical(activation) == RELU6 else [])]
+    attributes = [*row.matches, *((name, value) for (name, _), value in zip(row.parameters, values, strict=True))]
+    found = (f"({name!r}, {_number(value)})," for name, value in attributes)
+    return f"(({', '.join(f'torch.nn.{c.__name__}' for c in classes)},), ({' '.join(found)}))"
+
+
+def _number(value: Any) -> str:
+    """`value` as Python source; what is not finite by PyTorch's names."""
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return repr(value) if finite else repr(value).replace("inf", "torch.inf").replace("nan", "torch.nan")
 
 
 def cuda_struct(activation: str | None) -> str:

@@ -353,7 +353,7 @@ def _publish(document: Document, temporary: Path, output: Path) -> None:
     write_text(words, report.text(document))
     write_text(shown, page(document))
     write_json(data, document)
-    os.replace(temporary, output)
+    os.replace(temporary, output.resolve())  # what a link leads to, not the link
 
 
 def _renamed(value: Any, old: str, new: str) -> Any:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .. import activations
 from ..errors import GemmNormValueError
-from ..fuse import Chain, OwnerPlan
+from ..fuse import Chain, OwnerPlan, numbered
 from ..plan import OWN_GEMM, Plan
 from . import method
 from .batches import Kind, kind_of
@@ -82,19 +83,21 @@ def generated_text(contents: Contents) -> str:
 def python_text(contents: Contents, head: str, kernels: str) -> str:
     """The Python that follows the model's own source; `kernels` defines `_kernels_for(device)`."""
     sites = contents.sites
-    own, activates, several = contents.own, any(kind.activation for kind in sites), len(sites) > 1
+    own, activates, several = contents.own, _activates(sites), len(sites) > 1
     return template("model_new.py.txt").format(
         head=head,
         kernels=kernels,
         activations=_activation_table(contents.owners),
         what="Linear, scale, BatchNorm" + (" and activation" if activates else ""),
         function=_function_head(contents),
+        modules="(linear, bn, activation)" if activates else "(linear, bn)",
+        activation_fits=_ACTIVATION_FITS if activates else "",
         unsaved=_UNSAVED if own else "",
         original=_ORIGINAL[activates],
         aligned=_ALIGNED if own else "    weight = linear.weight\n",
         mode='("training" if training else "evaluation")' + (" + suffix" if several else ""),
-        chains="".join(_chain_function(kind, site) + "\n\n" for kind, site in sites.items()) if several else "",
-        classes="\n\n".join(_classes(contents)),
+        chains="".join(_chain_function(kind, site, sites) + "\n\n" for kind, site in sites.items()) if several else "",
+        classes=numbered("\n\n".join(_classes(contents))),
     )
 
 
@@ -129,6 +132,12 @@ def ascii_text(text: str) -> str:
 
 
 _UNSAVED = "    serves = serves and (training or not save)  # in evaluation nothing is kept for a backward\n"
+# `wanted`: classes and attributes of modules that compute the kernels' activation. A string is the model's own text.
+_ACTIVATION_FITS = """\
+        and (activation is None if wanted is None else _builtins.isinstance(activation, _builtins.str) or (
+            _builtins.type(activation) in wanted[0]
+            and _builtins.all(_builtins.getattr(activation, name) == value for name, value in wanted[1])))
+"""
 # TMA reads the weight, from addresses that are multiples of 16.
 _ALIGNED = "    weight = linear.weight.clone() if linear.weight.data_ptr() % 16 else linear.weight\n"
 _ORIGINAL = {
@@ -148,7 +157,7 @@ def _what(kind: Kind) -> str:
 
 
 def _parameters(kinds: Iterable[Kind]) -> str:
-    return "x, linear, bn, scale=1.0" + (", activation=None" if any(kind.activation for kind in kinds) else "")
+    return "x, linear, bn, scale=1.0" + (", activation=None" if _activates(kinds) else "")
 
 
 def _function_head(contents: Contents) -> str:
@@ -159,26 +168,37 @@ def _function_head(contents: Contents) -> str:
         return (
             f"def _chain(problem, {_parameters(contents.sites)}):\n"
             f'    """A chain: {served}."""\n'
-            "    in_features, out_features, dtype, suffix = problem"
+            f"    {_named(contents.sites)}, suffix = problem"
         )
     return (
         f"def {_CALL}({_parameters(contents.sites)}):\n"
         f'    """{_what(kind)}: {served}."""\n'
-        f"    in_features, out_features, dtype = {_sizes(kind, site)}"
+        f"    {_named([kind])} = {_problem(kind, site, contents.sites)}"
     )
 
 
-def _sizes(kind: Kind, site: Site) -> str:
-    return f"{kind.in_features}, {kind.out_features}, torch.{site.plans[0].problem.dtype}"
+def _activates(kinds: Iterable[Kind]) -> bool:
+    return any(kind.activation for kind in kinds)
 
 
-def _chain_function(kind: Kind, site: Site) -> str:
+def _named(kinds: Iterable[Kind]) -> str:
+    """The names of what `_problem` gives."""
+    return "in_features, out_features, dtype" + (", wanted" if _activates(kinds) else "")
+
+
+def _problem(kind: Kind, site: Site, kinds: Iterable[Kind]) -> str:
+    """What the kernels of a kind are for; with its activation, where any of `kinds` has one."""
+    sizes = f"{kind.in_features}, {kind.out_features}, torch.{site.plans[0].problem.dtype}"
+    return sizes + (f", {activations.module_source(kind.activation)}" if _activates(kinds) else "")
+
+
+def _chain_function(kind: Kind, site: Site, kinds: Iterable[Kind]) -> str:
     """The Python function that stands for the chains of one of several kinds."""
     given = ", activation" if kind.activation else ""
     return (
         f"def {_CALL}{site.suffix}({_parameters([kind])}):\n"
         f'    """{_what(kind)}."""\n'
-        f"    return _chain(({_sizes(kind, site)}, {site.suffix!r}), x, linear, bn, scale{given})\n"
+        f"    return _chain(({_problem(kind, site, kinds)}, {site.suffix!r}), x, linear, bn, scale{given})\n"
     )
 
 
@@ -209,15 +229,45 @@ def _classes(contents: Contents) -> list[str]:
     root = next((owner for owner in contents.owners if not owner.path), None)
     for owner, name in ((owner, name) for owner, name in contents.classes if owner.path):
         found.append(_class(owner, name, call_name))
-        swaps.append(f'self.get_submodule("{owner.path}").__class__ = {name}')
-    lines = ["class ModelNew(Model):", '    """`Model` with its chains fused."""', ""]
+        path = json.dumps(owner.path, ensure_ascii=False)
+        swaps.append(f"            ({path}, {name}, {owner.structure!r}),")
+    lines = ["class ModelNew(Model):", '    """`Model` with its chains fused."""', "", *_CONSTRUCTOR]
     if swaps:
-        lines += ["    def __init__(self, *args, **kwargs):", "        super().__init__(*args, **kwargs)"]
-        lines += [f"        {swap}" for swap in swaps] + [""]
+        lines += ["        inside = _builtins.dict(self.named_modules())", "        for path, cls, names in (", *swaps]
+        lines += ["        ):", *_SWAP]
     if root is not None:
+        lines += [
+            f"        if _children(self) != {root.structure!r}:",
+            "            self.__class__ = _AsWritten",
+            "",
+        ]
         lines += ["    " + line for line in root.forward_source(call_name).splitlines()]
         found = [*dict.fromkeys(root.imports), *found] if root.imports else found
-    return [*found, "\n".join(lines).rstrip() + "\n"]
+    found += ["\n".join(lines).rstrip() + "\n"]
+    return [_CHILDREN, *found, *([_AS_WRITTEN] if root is not None else [])]
+
+
+_CHILDREN = '''\
+def _children(module):
+    """Names of the children, those inside of lists and dictionaries of modules included; None for no module."""
+    if not _builtins.isinstance(module, torch.nn.Module):
+        return None
+    lists = (torch.nn.ModuleList, torch.nn.ModuleDict)
+    return _builtins.tuple((name, _children(child)) if _builtins.isinstance(child, lists) else name
+                           for name, child in module._modules.items() if child is not None)
+'''
+_CONSTRUCTOR = ["    def __init__(self, *args, **kwargs):", "        super().__init__(*args, **kwargs)"]
+_SWAP = [
+    "            module = inside.get(path)",
+    "            if _builtins.type(module) is cls.__bases__[0] and _children(module) == names:",
+    "                module.__class__ = cls",
+]
+_AS_WRITTEN = '''\
+class _AsWritten(ModelNew):
+    """`ModelNew` with other children than those that its chains were found in, by other arguments: all as it was."""
+
+    forward = Model.forward
+'''
 
 
 def _class(owner: OwnerPlan, name: str, call_name: Callable[[Chain], str]) -> str:

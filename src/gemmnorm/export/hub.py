@@ -16,6 +16,7 @@ docs/source/builder/writing-kernels.md and kernel-requirements.md; `build.toml` 
 from __future__ import annotations
 
 import ast
+import keyword
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,9 @@ def check_hub_folder(folder: str | Path) -> str:
     """
     folder = Path(folder)
     name = folder.resolve().name
+    package = name.replace("-", "_")
+    if package in sys.stdlib_module_names or package == "torch" or keyword.iskeyword(package):
+        raise GemmNormValueError(f"hub: expected a name that is free for a package; got {name!r}")
     if not re.fullmatch(r"[a-z][-a-z0-9]*[a-z0-9]", name):
         raise GemmNormValueError(
             f"hub: expected a folder whose name is a kernel's: lower-case letters, digits and dashes; got {name!r}"

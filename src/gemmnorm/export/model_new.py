@@ -131,9 +131,10 @@ def write_replacement(
     source = model + generated
     path = None if output_path is None else Path(output_path)
     if path is not None:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        end = path.resolve()  # what a link leads to is replaced, not the link
+        temporary = end.with_name(f".{end.name}.{os.getpid()}.tmp")
         temporary.write_text(source, encoding="utf-8")
-        os.replace(temporary, path)
+        os.replace(temporary, end)
     return ExportResult(source, strategy, target, contents.plans, found.report, model, contents, path)
 
 

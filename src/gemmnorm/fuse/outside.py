@@ -46,6 +46,14 @@ def known_as(value: Any, name: str = "") -> str:
     return f"{HELD}{re.sub(r'[^0-9a-zA-Z_]', '_', name)}_{id(value)}"
 
 
+def numbered(text: str) -> str:
+    """`text` in which what is `known_as` has a number in the place of its identity, another in each process."""
+    held = dict.fromkeys(re.findall(rf"\b{HELD}\w+?_\d{{6,}}\b", text))
+    for number, name in enumerate(held, 1):
+        text = re.sub(rf"\b{name}\b", f"{name.rpartition('_')[0]}_{number}", text)
+    return text
+
+
 def import_line(name: str, value: Any) -> str:
     """What makes a namespace, a function or a class known as `name`."""
     if name.startswith(HELD):
