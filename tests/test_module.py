@@ -16,6 +16,7 @@ from torch import nn
 
 import gemmnorm
 from gemmnorm import GemmNormError, LinearScaleBatchNorm1d
+from gemmnorm.errors import GemmNormTypeError
 
 
 class Founding(nn.Module):
@@ -268,3 +269,43 @@ def test_a_synchronised_norm_keeps_its_group_both_ways():
     assert ours.bn.weight is norm.weight and ours.bn.running_var is norm.running_var and not ours.bn.training
     back = ours.to_modules().bn
     assert type(back) is nn.SyncBatchNorm and back.process_group == "a group" and back.weight is norm.weight
+
+
+def test_a_conversion_leaves_the_modes_of_the_children_alone():
+    ours, x = LinearScaleBatchNorm1d(6, 4).train(), torch.randn(9, 6)
+    ours.bn.eval()
+    y = ours(x)
+    plain = ours.to_modules()
+    assert plain.training and not ours.bn.training and torch.equal(ours(x), y)
+    linear = nn.Linear(6, 4).train()
+    back = LinearScaleBatchNorm1d.from_modules(linear, nn.BatchNorm1d(4).eval())
+    assert linear.training and not back.training
+
+
+def test_hooks_of_a_synchronised_norm_stay():
+    norm, seen = nn.SyncBatchNorm(4, process_group=object()), []
+    norm.register_forward_hook(lambda *_: seen.append("norm"), always_call=True)
+    ours = LinearScaleBatchNorm1d.from_modules(nn.Linear(6, 4), norm)
+    ours.bn(torch.randn(5, 4))
+    assert seen == ["norm"]
+
+
+@pytest.mark.parametrize("scale", [2.0, True, torch.ones(4)])
+def test_a_scale_that_is_no_parameter_is_refused(scale):
+    with pytest.raises(GemmNormTypeError, match=r"scale: expected an nn\.Parameter"):
+        LinearScaleBatchNorm1d.from_modules(nn.Linear(6, 4), nn.BatchNorm1d(4), scale)
+
+
+def test_a_child_that_is_a_wrapper_of_another():
+    class Adapter(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    ours = LinearScaleBatchNorm1d(6, 4)
+    ours.gemm = Adapter(ours.gemm)
+    gemmnorm.unprepare(gemmnorm.prepare(ours))
+    assert "gemm" in str(gemmnorm.fuse_report(ours, calls=True))

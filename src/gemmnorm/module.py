@@ -111,7 +111,7 @@ class LinearScaleBatchNorm1d(nn.Module):
             activation: as in the constructor.
 
         Raises:
-            GemmNormTypeError: `linear` or `bn` is of another class.
+            GemmNormTypeError: `linear`, `bn` or `scale` is of another class.
             GemmNormValueError: the sizes differ, or `scale` or `activation` is none of those above.
 
         Examples:
@@ -127,13 +127,16 @@ class LinearScaleBatchNorm1d(nn.Module):
                 f"bn: expected {linear.out_features} features, as linear gives; got {bn.num_features}"
             )
         if scale is not None:
+            if not isinstance(scale, nn.Parameter):
+                raise GemmNormTypeError(f"scale: expected an nn.Parameter or None; got {type(scale).__name__}")
             _scale_shape(tuple(scale.shape), linear.out_features)
         self = cls(1, 1, scale=False, activation=activation, device="meta")
         self.gemm, self.scale = linear, scale
         self.bn = bn
         if isinstance(bn, nn.SyncBatchNorm) and bn.process_group is not None:
             self.process_group, self.bn = bn.process_group, _with_tensors_of(bn)
-        return self.train(bn.training)
+        self.training = bn.training  # and the children keep their modes
+        return self
 
     def to_modules(self) -> nn.Sequential | PlainChain:
         """The chain as plain modules over the same parameters and buffers, under the same names: `gemm`, `bn` (a
@@ -147,14 +150,16 @@ class LinearScaleBatchNorm1d(nn.Module):
         """
         group = self.process_group
         bn = self.bn if group is None else nn.SyncBatchNorm.convert_sync_batchnorm(self.bn, group)
-        activation = None if self.activation is None else activations.to_module(self.activation)
+        activation = None if self.activation is None else activations.to_module(self.activation).train(self.training)
+        found: nn.Sequential | PlainChain = nn.Sequential()
         if self.scale is not None:
-            return PlainChain(self.gemm, self.scale, bn, activation).train(self.training)
-        found = nn.Sequential()
-        for name, child in (("gemm", self.gemm), ("bn", bn), ("activation", activation)):
-            if child is not None:
-                found.add_module(name, child)
-        return found.train(self.training)
+            found = PlainChain(self.gemm, self.scale, bn, activation)
+        else:
+            for name, child in (("gemm", self.gemm), ("bn", bn), ("activation", activation)):
+                if child is not None:
+                    found.add_module(name, child)
+        found.training = self.training  # and the children keep their modes
+        return found
 
     @property
     def in_features(self) -> int:
@@ -265,10 +270,11 @@ def _activation(activation: Any) -> str | None:
 
 
 def _with_tensors_of(norm: nn.SyncBatchNorm) -> nn.BatchNorm1d:
-    """A BatchNorm1d over the tensors of a SyncBatchNorm, with its settings and mode."""
+    """A BatchNorm1d over the tensors of a SyncBatchNorm, with its settings, hooks and mode."""
     bn = nn.BatchNorm1d(
         norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta"
     )
     bn._parameters.update(norm._parameters)
     bn._buffers.update(norm._buffers)
+    bn.__dict__.update({name: value for name, value in vars(norm).items() if "hook" in name})
     return bn.train(norm.training)

@@ -61,5 +61,5 @@ def _weights(model: nn.Module) -> Iterator[Tensor]:
             weight: Any = model.get_submodule(match.owner).get_submodule(match.linear).weight
             yield matrix(weight)
     for module in model.modules():
-        if isinstance(module, LinearScaleBatchNorm1d):
+        if isinstance(module, LinearScaleBatchNorm1d) and isinstance(module.gemm, nn.Linear):
             yield module.gemm.weight

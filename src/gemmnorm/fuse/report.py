@@ -169,5 +169,5 @@ def _call_of(owner: nn.Module, chain: Chain) -> ChainCall | None:
 
 def _match_of(path: str, module: LinearScaleBatchNorm1d) -> Match:
     scale = None if module.scale is None else "scale"
-    size = (module.in_features, module.out_features)
+    size = (getattr(module.gemm, "in_features", 0), getattr(module.gemm, "out_features", 0))  # it may be an adapter
     return Match(path, "gemm", scale, "bn", module.activation, *size, True, calls=Calls.of(module._call))

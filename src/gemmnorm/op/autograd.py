@@ -128,7 +128,7 @@ class _NotTwice(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise GemmNormRuntimeError(
             "linear_scale_batch_norm has no second derivative; run the original ops where one is needed"
-            " (gemmnorm.unfuse(model))"
+            " (with gemmnorm.set_fusion(False))"
         )
 
 
