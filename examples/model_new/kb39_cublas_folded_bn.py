@@ -1548,7 +1548,7 @@ class ModelNew(Model):
     """`Model` with its chains fused."""
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+        Model.__init__(self, *args, **kwargs)
         if _children(self) != ('gemm', 'bn'):
             self.__class__ = _AsWritten
 

@@ -256,7 +256,7 @@ def _children(module):
     return _builtins.tuple((name, _children(child)) if _builtins.isinstance(child, lists) else name
                            for name, child in module._modules.items() if child is not None)
 '''
-_CONSTRUCTOR = ["    def __init__(self, *args, **kwargs):", "        super().__init__(*args, **kwargs)"]
+_CONSTRUCTOR = ["    def __init__(self, *args, **kwargs):", "        Model.__init__(self, *args, **kwargs)"]
 _SWAP = [
     "            module = inside.get(path)",
     "            if _builtins.type(module) is cls.__bases__[0] and _children(module) == names:",
