@@ -53,6 +53,8 @@ def changes() -> Iterator[tuple[str, Callable[[Any], Any], bool]]:
     yield "load_state_dict", call(lambda m: m.load_state_dict(stir(Founding(), 3).state_dict())), True
     yield "frozen statistics", call(lambda m: m.bn.eval()), True
     yield "no momentum", call(lambda m: setattr(m.bn, "momentum", None)), True
+    yield "a momentum below 0", call(lambda m: setattr(m.bn, "momentum", -0.1)), False
+    yield "one bias for all", call(lambda m: setattr(m.gemm, "bias", nn.Parameter(torch.ones(1)))), False
     yield "untracked", call(lambda m: setattr(m.bn, "track_running_stats", False)), True
     yield "new linear", call(lambda m: setattr(m, "gemm", copy.deepcopy(new))), True
     yield "new scale", call(lambda m: setattr(m, "scale", nn.Parameter(torch.ones(1)))), True

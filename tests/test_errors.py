@@ -45,6 +45,8 @@ def test_the_base_call_is_good():
     ({"bn_bias": torch.zeros(())}, ValueError, ["bn_bias", "()"]),
     ({"running_mean": None}, ValueError, ["running_mean", "running_var", "both"]),
     ({"running_mean": None, "running_var": None, "training": False}, ValueError, ["running_mean", "training"]),
+    ({"momentum": -0.5}, ValueError, ["momentum", "from 0", "-0.5"]),
+    ({"scale": "twice"}, TypeError, ["scale", "number", "'twice'"]),
     ({"activation": "swish"}, ValueError, ["activation", "relu", "'swish'"]),
     ({"strategy": "magic"}, ValueError, ["strategy", "cublas_bn", "'magic'"]),
     ({"input": torch.ones(B, I, dtype=torch.int64)}, TypeError, ["input", "floating", "int64"]),

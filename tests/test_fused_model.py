@@ -219,3 +219,6 @@ def test_filter_fn_chooses_by_module_and_name(calls: list[Any]) -> None:
     assert str(gemmnorm.fuse_report(copy.deepcopy(model))) == str(gemmnorm.fuse_report(model))
     gemmnorm.fuse(model)
     assert all(m.fused for m in gemmnorm.fuse_report(model).matches)
+    with pytest.raises(AttributeError):
+        gemmnorm.fuse(model, lambda linear, name: linear.no_such_attribute)
+    assert all(m.fused for m in gemmnorm.fuse_report(model).matches), "what fails changes nothing"

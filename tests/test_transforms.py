@@ -63,6 +63,19 @@ def test_function_transforms(name: str) -> None:
     torch.testing.assert_close(transform(module, x), transform(lambda v: plain(module, v), x))
 
 
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+@pytest.mark.parametrize("strategy", ["one_kernel", "cublas_folded_bn", "reference"])
+def test_a_batch_of_gradients(strategy: str) -> None:
+    module, x, grads = stir(gemmnorm.LinearScaleBatchNorm1d(16, 8)), torch.randn(12, 16), torch.randn(3, 12, 8)
+    inputs = [x.requires_grad_(), *module.parameters()]
+    want = torch.autograd.grad(plain(module, x), inputs, grads, is_grads_batched=True)
+    with emulated(plan.chip_for(90, 3)), gemmnorm.set_strategy(strategy), runtime.recording() as plans:
+        y = module(x)
+        got = torch.autograd.grad(y, inputs, grads, is_grads_batched=True)
+    assert [found.strategy for found in plans][:1] == [strategy]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.skipif(torch.__version__ < "2.5", reason="a branch has no gradients there")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_through_a_branch(compiled: bool) -> None:

@@ -143,7 +143,7 @@ class ChainCall:
         reason = "the scale is None" if scale is None and self.scaled else self._in_the_way(linear, product, bn)
         if reason is None:
             tensors = tensors_of(linear, bn)
-            reason = _unfit(x, product, tensors, bn.num_features, scale, ranks)
+            reason = _unfit(x, product, tensors, bn, scale, ranks)
         is_matrix = reason is None and view is None and product is nn.Linear and x.dim() == 2
         if reason is None and not is_matrix:
             reason = _no_matrix(x, product, tensors[0], bn, any_strides)
@@ -331,12 +331,13 @@ def _unfit(
     x: Tensor,
     product: type[nn.Module],
     tensors: tuple[Any, ...],
-    features: int,
+    bn: nn.BatchNorm1d | nn.SyncBatchNorm,
     scale: Tensor | float | None,
     ranks: tuple[int, ...],
 ) -> str | None:
     """x, the modules' `tensors` or the scale are not those of one operation."""
-    weight, _, running_mean, running_var, counter, *_ = tensors
+    weight, bias, running_mean, running_var, counter, *_ = tensors
+    features = bn.num_features
     if not is_plain_tensor(x):
         return f"x is a {type(x).__name__}"
     plain = is_plain_tensor(weight)
@@ -346,6 +347,10 @@ def _unfit(
         return f"x has {x.dim()} dimensions"
     if weight.shape[:2] != (features, x.shape[-1 if product is nn.Linear else 1]):
         return "the sizes do not fit"
+    if bias is not None and bias.shape != (features,):
+        return "the bias is of another shape"
+    if bn.momentum is not None and bn.momentum < 0:
+        return "the BatchNorm1d has a negative momentum"
     if weight.dtype != x.dtype and not (
         torch.is_autocast_enabled(x.device.type) and weight.dtype in CASTABLE and x.dtype in CASTABLE
     ):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import activations, plan
-from .errors import GemmNormValueError
+from .errors import GemmNormTypeError, GemmNormValueError
 from .op import route, sync
 from .runtime.operands import Operands, Options
 
@@ -113,12 +113,19 @@ def as_vector(scale: Tensor | float | None) -> Tensor | None:
 
 def as_number(scale: Tensor | float | None) -> float:
     """The scale where it is a number, else 1."""
-    return 1.0 if scale is None or isinstance(scale, Tensor) else float(scale)
+    if scale is None or isinstance(scale, Tensor):
+        return 1.0
+    try:
+        return float(scale)
+    except (TypeError, ValueError):
+        raise GemmNormTypeError(f"scale: expected a tensor, a number or None; got {scale!r}") from None
 
 
 def as_factor(momentum: float | None, num_batches_tracked: Tensor | None) -> float:
     """`Options.momentum` of BatchNorm's `momentum`."""
     if momentum is not None:
+        if momentum < 0:
+            raise GemmNormValueError(f"momentum: expected None or a number from 0 on; got {momentum}")
         return momentum
     return 0.0 if num_batches_tracked is None else -1.0
 

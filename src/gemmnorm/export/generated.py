@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from .. import activations
 from ..errors import GemmNormValueError
-from ..fuse import Chain, OwnerPlan, numbered
+from ..fuse import Chain, OwnerPlan, import_line, is_importable, known_as, numbered
 from ..plan import OWN_GEMM, Plan
 from . import method
 from .batches import Kind, kind_of
@@ -51,20 +56,76 @@ class Contents:
         return [(owner, names.get(id(owner), "ModelNew")) for owner in self.owners]
 
 
-def beside_model(owner: OwnerPlan, module: str) -> OwnerPlan:
-    """`owner` in a file that begins with the source of `module`: what that defines is not imported."""
+def beside_model(owner: OwnerPlan, module: types.ModuleType) -> OwnerPlan:
+    """`owner` in a file that begins with the source of `module`: what that defines is not imported.
+
+    Raises:
+        GemmNormValueError: the owner's class, or something that its `forward` reads, has no name that a file can use.
+    """
     for held in owner.nameless:
         raise GemmNormValueError(
             f"forward: expected to read what has a name at the top level of a module; got {held!r}"
         )
-    own = {name: value for name, value in owner.namespace.items() if getattr(value, "__module__", "") == module}
-    imports = [line for line in owner.imports if not line.startswith((f"from {module} import ", f"import {module} "))]
-    for name, value in own.items():
-        found = str(getattr(value, "__qualname__", name))
+    name = module.__name__
+    own = {known: value for known, value in owner.namespace.items() if getattr(value, "__module__", "") == name}
+    imports = [line for line in owner.imports if not line.startswith((f"from {name} import ", f"import {name} "))]
+    for known, value in own.items():
+        found = str(getattr(value, "__qualname__", known))
         if "<locals>" in found:
             raise GemmNormValueError(f"{found}: expected a name at the top level of the model file")
-        imports += [] if found == name else [f"{name} = {found}"]
-    return replace(owner.inside(module), imports=tuple(imports))
+        imports += [] if found == known else [f"{known} = {found}"]
+    base = _name_in(module, owner.original)
+    if base is None:
+        base = known_as(owner.original)
+        if not is_importable(owner.original):
+            raise GemmNormValueError(f"{owner.original.__qualname__}: expected a class at the top level of a module")
+        imports.append(import_line(base, owner.original))
+    return replace(owner.inside(name), imports=tuple(imports), base=base)
+
+
+def _name_in(module: types.ModuleType, cls: type) -> str | None:
+    """What the source of `module` can call `cls`: a name, `Outer.Block`, `blocks.Block`; PyTorch's by where it lies."""
+    if getattr(torch.nn, cls.__name__, None) is cls:
+        return f"torch.nn.{cls.__name__}"
+    names = vars(module)
+    for name in (cls.__name__, *names):
+        if names.get(name) is cls:
+            return name
+    first, *inner = cls.__qualname__.split(".")
+    found = names.get(first)
+    for name in inner:
+        found = getattr(found, name, None)
+    return cls.__qualname__ if found is cls else None
+
+
+def check_names(generated: str, module: types.ModuleType) -> None:
+    """What is written below the source of `module` gives none of its names another meaning.
+
+    Raises:
+        GemmNormValueError: it would.
+    """
+    names = vars(module)
+    for name, meant in _bound(ast.parse(generated)):
+        if name in names and names[name] is not meant:
+            raise GemmNormValueError(
+                f"{name}: the written file needs this name for something of its own; rename the model file's"
+            )
+
+
+def _bound(tree: ast.Module) -> Iterator[tuple[str, object]]:
+    """(name, what it means, None where that is only there once the file runs) of what a file binds at its top level."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                whole = alias.name if alias.asname else alias.name.split(".")[0]
+                yield alias.asname or whole, sys.modules.get(whole)
+        elif isinstance(node, ast.ImportFrom):
+            holder = sys.modules.get(node.module or "")
+            yield from ((alias.asname or alias.name, getattr(holder, alias.name, None)) for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            yield from ((target.id, None) for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            yield node.name, None
 
 
 def generated_text(contents: Contents) -> str:
@@ -272,6 +333,4 @@ class _AsWritten(ModelNew):
 
 def _class(owner: OwnerPlan, name: str, call_name: Callable[[Chain], str]) -> str:
     text = owner.class_source(name, call_name)
-    if owner.original.__module__.startswith("torch."):
-        text = text.replace(f"({owner.original.__name__}):", f"(torch.nn.{owner.original.__name__}):", 1)
     return "\n".join([*owner.imports, *([""] if owner.imports else []), text])

@@ -173,12 +173,16 @@ def _registration(name: str, parameters: str) -> Iterator[str]:
 
 
 def _layers(contents: Contents) -> str:
-    """A layer for each class of the model's own that owns a chain; of owners with the same forward, one."""
+    """A layer for each class of the model's own that owns a chain; of owners with the same forward, one.
+
+    None where the fused forward falls back to the original one, which a layer does not inherit.
+    """
     layers: dict[str, str] = {}
     seen = set()
     for owner, name in contents.classes:
         forward = owner.class_source("_", "_")
-        if owner.original.__module__.startswith("torch.") or forward in seen:
+        falls_back = any(form.conditions for form in owner.forms)
+        if owner.original.__module__.startswith("torch.") or falls_back or forward in seen:
             continue
         seen.add(forward)
         original = owner.original.__name__

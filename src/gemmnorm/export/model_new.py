@@ -25,7 +25,7 @@ from ..plan import Plan
 from ..runtime import measured
 from ..userfiles import ModelFile, ModelFileError, load_model_file
 from .batches import Kind, common_strategy, kind_of, problem_of, sites_of
-from .generated import Contents, beside_model, generated_text
+from .generated import Contents, beside_model, check_names, generated_text
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 DEFAULT_TARGET, DEFAULT_STRATEGY = "sm_80", "cublas_folded_bn"
@@ -109,7 +109,7 @@ def write_replacement(
     found: FoundModel, output_path: str | Path | None, *, target: str | None = None, strategy: str | None = None
 ) -> ExportResult:
     """Write the replacement of a model that has been read; see `export`."""
-    owners = [beside_model(owner, found.file.module.__name__) for owner in found.owners if owner.chains]
+    owners = [beside_model(owner, found.file.module) for owner in found.owners if owner.chains]
     if not owners:
         raise GemmNormValueError(str(found.report))
     synchronised = [str(chain) for owner in owners for chain in owner.chains if chain.synchronised]
@@ -124,6 +124,7 @@ def write_replacement(
     sites = sites_of(problems, target, strategy)
     contents = Contents(owners, sites, target, strategy)
     generated = generated_text(contents)
+    check_names(generated, found.file.module)
     for word in REFUSED:
         if refused := re.search(word, generated):
             raise GemmNormRuntimeError(f"export: the generated text holds the word {refused.group()!r}")

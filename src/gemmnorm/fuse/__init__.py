@@ -42,7 +42,7 @@ from .analysis import OwnerPlan, analyse
 from .classes import Fusion, fuse, fuse_owners, restore, unfuse
 from .explain import Explanation, described, explain, plans_of, warmup
 from .matching import Chain, Refusal
-from .outside import numbered
+from .outside import import_line, is_importable, known_as, numbered
 from .prepare import prepare, unprepare
 from .report import Calls, FuseReport, Match, fuse_report, report_of
 
@@ -61,6 +61,9 @@ __all__ = [
     "fuse",
     "fuse_owners",
     "fuse_report",
+    "import_line",
+    "is_importable",
+    "known_as",
     "numbered",
     "plans_of",
     "prepare",

@@ -39,6 +39,7 @@ class OwnerPlan:
     Attributes:
         path: of the owner below the model; "" is the model itself.
         original: its class (never a generated one).
+        base: what a text calls that; "" for its name.
         chains: in the order of execution.
         refusals: the near misses.
         imports: import lines that the text of the fused `forward` needs.
@@ -70,6 +71,7 @@ class OwnerPlan:
     signature: str = ""
     forwarded: str = ""
     forms: tuple[Form, ...] = ()
+    base: str = ""
 
     def forward_source(
         self, call_name: str | Callable[[Chain], str], guard: str | None = None, original: str = "super().forward({})"
@@ -101,13 +103,13 @@ class OwnerPlan:
     def class_source(self, name: str, call_name: str | Callable[[Chain], str]) -> str:
         """The subclass of `original` with the fused `forward`, as Python."""
         forward = self.forward_source(call_name).splitlines()
-        base = self.original.__name__
+        what = self.original.__name__
         if len(self.chains) == 1:
-            lines = [f'{_INDENT}"""{base} with {self.chains[0]} as one operation."""']
+            lines = [f'{_INDENT}"""{what} with {self.chains[0]} as one operation."""']
         else:
             listed = [f"{_INDENT * 2}{chain}" for chain in self.chains]
-            lines = [f'{_INDENT}"""{base} with each of these as one operation:', "", *listed, f'{_INDENT}"""']
-        lines = [f"class {name}({base}):", *lines, ""]
+            lines = [f'{_INDENT}"""{what} with each of these as one operation:', "", *listed, f'{_INDENT}"""']
+        lines = [f"class {name}({self.base or what}):", *lines, ""]
         return "\n".join([*lines, *(_INDENT + line for line in forward)]) + "\n"
 
     @property

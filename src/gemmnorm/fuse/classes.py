@@ -67,18 +67,27 @@ def fuse(model: M, filter_fn: Filter | None = None) -> M:
         >>> model = gemmnorm.fuse(model, wide)
     """
     owners = analyse(model)
+    left_out = [_left_out(model, plan, filter_fn) for plan in owners]  # before anything changes: it may raise
     unfuse(model)
-    fuse_owners(model, owners, filter_fn)
+    for plan, linears in zip(owners, left_out, strict=True):
+        _fuse_owner(model, plan, linears)
     return model
 
 
-def fuse_owners(model: nn.Module, owners: Iterable[OwnerPlan], filter_fn: Filter | None = None) -> None:
+def fuse_owners(model: nn.Module, owners: Iterable[OwnerPlan]) -> None:
     """`fuse` for a model that has been analysed: it, or the one that it is a copy of."""
     for plan in owners:
-        owner = model.get_submodule(plan.path)
-        left_out = tuple(c.linear for c in plan.chains if filter_fn and not chosen(owner, plan, c.linear, filter_fn))
-        if len(left_out) < len(plan.chains):
-            _install_where_it_can_be(owner, plan, left_out)
+        _fuse_owner(model, plan, ())
+
+
+def _left_out(model: nn.Module, plan: OwnerPlan, filter_fn: Filter | None) -> tuple[str, ...]:
+    owner = model.get_submodule(plan.path)
+    return tuple(c.linear for c in plan.chains if filter_fn and not chosen(owner, plan, c.linear, filter_fn))
+
+
+def _fuse_owner(model: nn.Module, plan: OwnerPlan, left_out: tuple[str, ...]) -> None:
+    if len(left_out) < len(plan.chains):
+        _install_where_it_can_be(model.get_submodule(plan.path), plan, left_out)
 
 
 def _install_where_it_can_be(owner: nn.Module, plan: OwnerPlan, left_out: tuple[str, ...]) -> None:

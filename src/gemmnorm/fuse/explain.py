@@ -69,10 +69,11 @@ def explain(
     if isinstance(model_or_problem, Problem):
         return Explanation((plan.make_plan(model_or_problem, plan.check_strategy(strategy)),))
     check_is_module(model_or_problem)
+    plan.check_strategy(strategy)
     model = model_or_problem
     owners = analyse(model)
     with fused_for_now(model, owners):
-        report = str(report_of(model, owners))
+        report = str(report_of(model, owners, modules=True))
         if not inputs and not keywords:
             return Explanation((), report)
         with _undisturbed(model):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..chain import ChainCall
-from ..children import is_batch_norm
 from ..module import LinearScaleBatchNorm1d
 from .analysis import OwnerPlan, analyse
 from .classes import Filter, chosen, fusion_of
@@ -128,9 +127,13 @@ def fuse_report(model: nn.Module, filter_fn: Filter | None = None, calls: bool =
 
 
 def report_of(
-    model: nn.Module, owners: Iterable[OwnerPlan], filter_fn: Filter | None = None, calls: bool = False
+    model: nn.Module,
+    owners: Iterable[OwnerPlan],
+    filter_fn: Filter | None = None,
+    calls: bool = False,
+    modules: bool = False,
 ) -> FuseReport:
-    """The report on a model that has been analysed."""
+    """The report on a model that has been analysed. `modules`: `LinearScaleBatchNorm1d` is a chain too."""
     matches: list[Match] = []
     refusals: list[Refusal] = []
     seen: set[tuple[str, str]] = set()  # an owner may have written out its children's chains among its own
@@ -151,10 +154,12 @@ def report_of(
         seen.update(names)  # type: ignore[arg-type]
         refusals += plan.refusals
     matches += [
-        _match_of(path, m) for path, m in model.named_modules() if calls and isinstance(m, LinearScaleBatchNorm1d)
+        _match_of(path, m, calls)
+        for path, m in model.named_modules()
+        if (calls or modules) and isinstance(m, LinearScaleBatchNorm1d)
     ]
     linears = sum(isinstance(module, nn.Linear) for module in model.modules())
-    norms = sum(map(is_batch_norm, model.modules()))
+    norms = sum(isinstance(m, (nn.BatchNorm1d, nn.LazyBatchNorm1d, nn.SyncBatchNorm)) for m in model.modules())
     return FuseReport(tuple(matches), tuple(refusals), linears, norms)
 
 
@@ -167,7 +172,8 @@ def _call_of(owner: nn.Module, chain: Chain) -> ChainCall | None:
     return call if call.chosen else None
 
 
-def _match_of(path: str, module: LinearScaleBatchNorm1d) -> Match:
+def _match_of(path: str, module: LinearScaleBatchNorm1d, calls: bool) -> Match:
     scale = None if module.scale is None else "scale"
     size = (getattr(module.gemm, "in_features", 0), getattr(module.gemm, "out_features", 0))  # it may be an adapter
-    return Match(path, "gemm", scale, "bn", module.activation, *size, True, calls=Calls.of(module._call))
+    counted = Calls.of(module._call) if calls else None
+    return Match(path, "gemm", scale, "bn", module.activation, *size, True, calls=counted)

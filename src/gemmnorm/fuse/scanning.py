@@ -236,6 +236,8 @@ class Scan:
                 before += one_by_one(instruction)
 
     def _note_global(self, value: Any, namespace: Any, name: str) -> None:
+        if isinstance(namespace, dict) and str(namespace.get("__name__")).startswith("namedtuple_"):
+            return  # what `collections.namedtuple` has made, for itself alone
         if not _is_empty(namespace) if isinstance(namespace, types.CellType) else name in namespace:
             self.globals.append((namespace, name))
         if type(value) in CONTAINERS:

@@ -77,7 +77,8 @@ class LinearScaleBatchNorm(torch.autograd.Function):
         call: Call | Operator = ctx.call
         needs = ctx.needs_input_grad[2:]
         saved: Saved = [*ctx.saved_tensors]
-        if isinstance(call, Call) and torch.compiler.is_compiling():  # compiled autograd has to see the operator
+        # Compiled autograd has to see the operator; so has `vmap`, which then asks for one gradient after the other.
+        if isinstance(call, Call) and (torch.compiler.is_compiling() or not _has_storage(grad)):
             saved[6:], call = call.unpacked(saved[6:]), Operator(call.options, call.dtypes)
         if torch.is_grad_enabled():
             made_of = (grad, *saved[:6])
@@ -89,6 +90,7 @@ class LinearScaleBatchNorm(torch.autograd.Function):
         return None, None, *call.backward(needs, grad, saved)
 
 
+_has_storage = getattr(torch._C, "_has_storage", lambda _: True)  # a tensor of `vmap`'s has none (docs/private_api.md)
 # PyTorch's own, for the backward of a compiled graph (docs/private_api.md).
 _clear = getattr(torch._C._FunctionBase, "maybe_clear_saved_tensors", None)
 
