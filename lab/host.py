@@ -132,6 +132,24 @@ def cases(dtype):
     yield "eager chain, forward and backward", True, lambda: chain(x).backward(grad)
 
 
+class Points(nn.Sequential):
+    """[N, I, L] → [N, O, L]."""
+
+    def __init__(self):
+        super().__init__(nn.Conv1d(INNER, FEATURES, 1), nn.BatchNorm1d(FEATURES), nn.ReLU())
+
+
+def convolutions(dtype):
+    """A convolution over single positions: channels last, where it is fused, and first, where it is not."""
+    for name, x in (
+        ("channels last", torch.randn(2, BATCH // 2, INNER, dtype=dtype, device=DEVICE).transpose(1, 2)),
+        ("channels first", torch.randn(2, INNER, BATCH // 2, dtype=dtype, device=DEVICE)),
+    ):
+        eager, fused = (make().to(DEVICE, dtype) for make in (Points, lambda: gemmnorm.fuse(Points())))
+        yield f"fused convolution, {name}", True, lambda fused=fused, x=x: fused(x)
+        yield f"eager convolution, {name}", True, lambda eager=eager, x=x: eager(x)
+
+
 def main():
     options = argparse.ArgumentParser()
     options.add_argument("--profile", action="store_true")
@@ -143,7 +161,7 @@ def main():
         if not GPU:
             pretend_hopper(stack)
         with plan.set_strategy("one_kernel"):
-            for name, grad, f in cases(torch.bfloat16):
+            for name, grad, f in (*cases(torch.bfloat16), *convolutions(torch.bfloat16)):
                 if options.only not in name:
                     continue
                 with torch.set_grad_enabled(grad):

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import COMPILER, emulated
+from support import assert_same, step, stir, twin
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -15,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmnorm
-from gemmnorm import chain
+from gemmnorm import chain, plan
 from gemmnorm.op import route, sync
 from gemmnorm.runtime import binding
 from gemmnorm.runtime import call as runtime
@@ -219,7 +221,7 @@ def test_not_many_are_kept(monkeypatch):
     for rows in range(2, 60):
         primed.x = torch.randn(rows, INNER)
         primed()
-        assert len(primed.module._call._cached) <= chain._KEPT
+        assert len(primed.module._call._known) <= chain._KEPT
     assert primed.is_cached(primed)
 
 
@@ -235,13 +237,81 @@ def test_ranks_are_asked_whether_they_agree_at_each_call(monkeypatch):
         if i == 2:
             module.gemm.weight = nn.Parameter(torch.randn(FEATURES, INNER))
         module(torch.randn(BATCH, INNER))
-        assert len(module._call._cached) == 1 and len(asked) == i + 1 and asked[-1] is module.gemm.weight
+        assert len(module._call._known) == 1 and len(asked) == i + 1 and asked[-1] is module.gemm.weight
 
 
 def test_nothing_is_kept_on_the_cpu():
     module = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES)
     module(torch.randn(BATCH, INNER))
-    assert not module._call._cached
+    assert not module._call._known
+
+
+def convolution(inner: int, features: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(inner, features, 1, bias=False), nn.BatchNorm2d(features), nn.ReLU())
+
+
+def points(inner: int, features: int) -> nn.Module:
+    return nn.Sequential(nn.Conv1d(inner, features, 1), nn.BatchNorm1d(features))
+
+
+class Rows(nn.Module):
+    """A Linear over [N, L, I] whose BatchNorm takes [N · L, O]."""
+
+    def __init__(self, inner: int, features: int) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(inner, features), nn.BatchNorm1d(features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.bn(self.linear(x).flatten(0, 1))
+        return y
+
+
+LAID_OUT: dict[str, tuple[Any, Callable[[], Tensor]]] = {
+    "channels last": (convolution, lambda: torch.randn(2, 16, 3, 4).to(memory_format=torch.channels_last)),
+    "points": (points, lambda: torch.randn(3, 5, 16).transpose(1, 2)),
+    "rows": (Rows, lambda: torch.randn(3, 5, 16)),
+}
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_what_is_laid_out_as_rows_is_cached_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, draw = LAID_OUT[name]
+    original = stir(make(16, 8))
+    fused, asked = gemmnorm.fuse(twin(original)), []
+    find = chain.cached_call
+    monkeypatch.setattr(chain, "cached_call", lambda *given: asked.append(1) or find(*given))
+    with emulated(plan.chip_for(90, 3)), gemmnorm.set_strategy("cublas_folded_bn"):
+        for _ in range(3):
+            x = draw()
+            grad = torch.randn_like(twin(original)(x))
+            assert_same(step(fused, fused, x, grad), step(original, original, x, grad), 1e-4, 1e-5)
+        for _ in range(2):
+            y, like = fused.eval()(x), original.eval()(x)
+            torch.testing.assert_close(y, like, rtol=1e-4, atol=1e-5)
+            assert y.stride() == like.stride()
+    calls = gemmnorm.fuse_report(fused, calls=True).matches[0].calls
+    assert calls is not None and calls.fused == 5 and not calls.unfused
+    assert len(asked) == 2, "once in training, once in evaluation"
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+def test_a_refusal_is_kept_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = stir(convolution(16, 8))
+    fused, looked = gemmnorm.fuse(twin(original)), []
+    look = chain._unfit
+    monkeypatch.setattr(chain, "_unfit", lambda *given: looked.append(1) or look(*given))
+    with emulated(plan.chip_for(90, 3)), gemmnorm.set_strategy("cublas_folded_bn"), torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(2, 16, 3, 4)
+            torch.testing.assert_close(fused(x), original(x))
+        call = gemmnorm.fuse_report(fused, calls=True).matches[0].calls
+        assert call is not None and (call.fused, call.unfused) == (0, {"x does not lie channels last": 3})
+        assert len(looked) == 1
+        x = x.to(memory_format=torch.channels_last)
+        torch.testing.assert_close(fused(x), original(x), rtol=1e-4, atol=1e-5)
+    call = gemmnorm.fuse_report(fused, calls=True).matches[0].calls
+    assert call is not None and call.fused == 1 and len(looked) == 2
 
 
 def test_packed_arguments_are_kept_once_their_addresses_have_come_twice() -> None:

@@ -11,7 +11,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from . import activations, plan
 from .children import (
+    NORMS,
+    POINTWISE,
     channels_last,
     dimensions,
     from_rows,
@@ -38,6 +40,7 @@ from .op.route import (
     cached_call,
     in_a_subgraph,
     is_exporting,
+    kept_call,
     runs_plain_ops,
     surroundings,
     why_plain_ops,
@@ -49,7 +52,6 @@ from .runtime.operands import CASTABLE, Operands, Options
 _NAME_OF = {row.module: row.name for row in activations.TABLE if not row.parameters and not row.matches}
 View = Callable[[Tensor], Tensor]
 _KEPT = 16  # calls that a chain remembers: batch sizes, training and evaluation, with gradients and without
-_PLAIN_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm)
 _global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)  # PyTorch 2.4 has none
 
 
@@ -85,6 +87,25 @@ def _restoring(previous: bool) -> Iterator[None]:
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
+class _Known(NamedTuple):
+    """What was found out for a call, for later ones of its `_state` whose operands the `call` serves.
+
+    reason: why the modules run one by one; None: they are one operation, which `call.run` computes.
+    product: the class whose x has to be laid out as rows for it; None: x is a matrix.
+    """
+
+    call: CachedCall
+    reason: str | None
+    product: type[nn.Module] | None
+
+    def by_rows(self, operands: Operands, view: View | None, any_strides: bool) -> Tensor:
+        """y of an x that is laid out as rows, before and after."""
+        x, weight = operands[:2]
+        product: Any = self.product
+        y = self.call.run(operands._replace(x=rows_of(x, product), weight=matrix(weight)))
+        return _laid_out(from_rows(y, x, product), view, any_strides)
+
+
 class ChainCall:
     """activation(bn(view(linear(x) · scale))), and a count of the ways that it went.
 
@@ -102,7 +123,7 @@ class ChainCall:
         self.fused = 0
         self.unfused: Counter[str] = Counter()
         self.compiled = ""
-        self._cached: dict[tuple[Any, ...] | None, CachedCall] = {}  # by `_state`
+        self._known: dict[tuple[Any, ...] | None, _Known] = {}  # by `_state`
 
     def __call__(
         self,
@@ -133,15 +154,21 @@ class ChainCall:
             GemmNormRuntimeError: `process_group` is to synchronise the statistics and the modules must run one by one.
         """
         state, scale = None, read_scale(x, scale)
-        if view is None and is_plain_tensor(x) and not torch.compiler.is_compiling():
-            state = self._state(x, linear, bn, scale, activation, process_group, keep_product)
-            found = self._cached.get(state)
-            if found is not None and found.serves(operands := _operands(x, _kept_tensors(linear, bn), bn, scale)):
+        if is_plain_tensor(x) and not torch.compiler.is_compiling():
+            how = (view is None, ranks, any_strides, keep_product, process_group)
+            state = self._state(x, linear, bn, scale, activation, how)
+            known = self._known.get(state)
+            if known is not None and known.call.serves(operands := _operands(x, _kept_tensors(linear, bn), bn, scale)):
+                if known.reason is not None:
+                    self.unfused[known.reason] += 1
+                    return self._one_by_one(x, linear, bn, scale, view, activation)
                 self.fused += 1
-                return found.run(operands)
+                return known.call.run(operands) if known.product is None else known.by_rows(operands, view, any_strides)
         product: Any = product_class(linear)  # None has its reason
         reason = "the scale is None" if scale is None and self.scaled else self._in_the_way(linear, product, bn)
-        if reason is None:
+        if reason is not None:
+            state = None
+        else:
             tensors = tensors_of(linear, bn)
             reason = _unfit(x, product, tensors, bn, scale, ranks)
         is_matrix = reason is None and view is None and product is nn.Linear and x.dim() == 2
@@ -151,9 +178,11 @@ class ChainCall:
         if reason is not None:
             if process_group is not None and bn.training and synchronises(process_group):
                 raise GemmNormRuntimeError(f"process_group: {reason}, and so the statistics are not synchronised")
+            if state is not None:
+                self._remember(state, kept_call(_operands(x, tensors, bn, scale), _never), reason, None)
             return self._one_by_one(x, linear, bn, scale, view, activation)
         group = (process_group or _group_of(bn)) if bn.training else None  # as nn.SyncBatchNorm
-        rows = x
+        rows, given = x, tensors
         if not is_matrix:
             if group is None and not torch.compiler.is_compiling() and runs_plain_ops(x, None):
                 # The plain ops of rows would add up in another order than those of x as it is.
@@ -162,13 +191,11 @@ class ChainCall:
         child, name = (activation, _name_of(activation)) if isinstance(activation, nn.Module) else (None, activation)
         operands = _operands(rows, tensors, bn, scale)
         options = _options(operands, bn, scale, name, keep_product)
-        found = cached_call(operands, options, group) if state is not None and is_matrix else None
+        found = cached_call(operands, options, group) if state is not None else None
         if found is not None:
-            if len(self._cached) >= _KEPT:
-                self._cached.clear()
-            self._cached[state] = found
-            return found.run(operands)
-        y = call(operands, options, group)
+            kept = found if is_matrix else kept_call(_operands(x, given, bn, scale), found.run)
+            self._remember(state, kept, None, None if is_matrix else product)
+        y = call(operands, options, group) if found is None else found.run(operands)
         if not is_matrix:
             y = _laid_out(from_rows(y, x, product), view, any_strides)
         return y if child is None or name is not None else child(y)  # type: ignore[no-any-return]
@@ -180,17 +207,23 @@ class ChainCall:
         bn: nn.BatchNorm1d | nn.SyncBatchNorm,
         scale: Tensor | float | None,
         activation: nn.Module | str | None,
-        process_group: Any | None,
-        keep_product: bool | str,
+        how: tuple[Any, ...],
     ) -> tuple[Any, ...] | None:
         """All but its tensors that decides how a call goes; None where each call has to be looked at.
 
-        Two calls of one state whose operands are alike go the same way.
+        Two calls of one state whose operands are alike go the same way. `how`: what else the call was told; the process
+        group comes last.
         """
         around = surroundings(x)
         if around is None or not (self.chosen and _enabled) or _global_hooks():
             return None
-        if type(linear) is not nn.Linear or type(bn) not in _PLAIN_NORMS:
+        convolution: tuple[Any, ...] = ()
+        cls: type[nn.Module] = type(linear)
+        if cls is not nn.Linear:
+            if cls not in POINTWISE:
+                return None
+            convolution = product_class(linear), x.dtype == torch.float32 and convolutions_differ()
+        if type(bn) not in NORMS:
             return None
         norm = bn.__dict__  # read once: an attribute of a module costs more
         if not (_is_bare(linear.__dict__) and _is_bare(norm)):
@@ -199,12 +232,18 @@ class ChainCall:
             activation = _name_of(activation)
             if activation is None:
                 return None
-        if process_group is None and type(bn) is nn.SyncBatchNorm:
-            process_group = _group_of(bn)
+        group = _group_of(bn) if how[-1] is None and type(bn) is nn.SyncBatchNorm else None
         return (
             around, x.numel(), norm["training"], norm["track_running_stats"], norm["momentum"], norm["eps"],
-            norm["num_features"], activation, None if isinstance(scale, Tensor) else scale, keep_product, process_group,
+            norm["num_features"], activation, None if isinstance(scale, Tensor) else scale, *how, group, *convolution,
         )  # fmt: skip
+
+    def _remember(
+        self, state: tuple[Any, ...] | None, call: CachedCall, reason: str | None, product: type[nn.Module] | None
+    ) -> None:
+        if len(self._known) >= _KEPT:
+            self._known.clear()
+        self._known[state] = _Known(call, reason, product)
 
     def _in_the_way(self, linear: nn.Module, product: type[nn.Module] | None, bn: nn.Module) -> str | None:
         """Why the modules must run one by one whatever the tensors are."""
@@ -304,6 +343,11 @@ def _group_of(bn: nn.BatchNorm1d | nn.SyncBatchNorm) -> Any:
     if not (isinstance(bn, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized()):
         return None
     return bn.process_group or dist.group.WORLD
+
+
+def _never(_: Operands) -> Tensor:
+    """`run` of a call that is none: the modules run one by one."""
+    raise AssertionError("the modules run one by one")
 
 
 def _laid_out(y: Tensor, view: View | None, any_strides: bool) -> Tensor:

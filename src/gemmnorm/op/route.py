@@ -103,8 +103,14 @@ class CachedCall(NamedTuple):
 
 def cached_call(operands: Operands, options: Options, process_group: Any | None) -> CachedCall | None:
     """`prepared`, to be kept."""
-    run, x = prepared(operands, options, process_group), operands.x
-    return None if run is None else CachedCall(Likeness(operands), _autocast_dtype(x), arithmetic(x.dtype), run)
+    run = prepared(operands, options, process_group)
+    return None if run is None else kept_call(operands, run)
+
+
+def kept_call(operands: Operands, run: Callable[[Operands], Tensor]) -> CachedCall:
+    """`run`, for operands like these in surroundings like now."""
+    x = operands.x
+    return CachedCall(Likeness(operands), _autocast_dtype(x), arithmetic(x.dtype), run)
 
 
 def surroundings(x: Tensor) -> tuple[Any, ...] | None:
