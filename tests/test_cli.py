@@ -385,9 +385,40 @@ def _writes(text: str) -> object:
     return instead
 
 
+def test_sizes_are_explained_in_the_arithmetic_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("explain", "1024", "1024", "1024", "--json", "-")
+    monkeypatch.setenv("GEMMNORM_FLOAT32", "ieee")
+    assert run(*asked) == 0
+    assert "float32 (ieee)" in json.loads(capsys.readouterr().out)["plans"][0]["text"]
+    monkeypatch.setenv("GEMMNORM_FLOAT32", "bogus")
+    assert run(*asked) == 2
+    assert "GEMMNORM_FLOAT32: expected" in capsys.readouterr().err
+    monkeypatch.delenv("GEMMNORM_FLOAT32")
+    assert run(*asked, "--dtype", "amp") == 0
+    assert "cast" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell's pipe")
+def test_a_reader_who_leaves_changes_no_verdict(tmp_path: Path) -> None:
+    Path("new.py").write_text(MODEL.replace("class Model(", "class ModelNew(").replace("bn(", "bn(2 * "))
+    command = f"{sys.executable} -m gemmnorm verify model.py new.py --quick --no-report 2>&1"
+    codes = [
+        subprocess.run(["bash", "-c", f"{command} | {reader}; exit ${{PIPESTATUS[0]}}"], check=False).returncode
+        for reader in ("true", "cat >/dev/null")
+    ]
+    assert codes == [1, 1]
+
+
 @pytest.mark.parametrize(
-    ("output", "complaint"), [("model.py", "which is model.py as well"), ("no/where.py", "existing directory")]
-)
+    ("output", "complaint"), [
+        ("model.py", "other than the model's own"),
+        ("no/where.py", "existing directory"),
+        (".", "ends in .py"),
+        ("data.txt", "ends in .py"),
+    ],
+)  # fmt: skip
 def test_optimize_does_not_overwrite_its_model_or_invent_directories(
     output: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

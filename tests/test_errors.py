@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -45,6 +46,14 @@ def test_the_base_call_is_good():
     ({"bn_bias": torch.zeros(())}, ValueError, ["bn_bias", "()"]),
     ({"running_mean": None}, ValueError, ["running_mean", "running_var", "both"]),
     ({"running_mean": None, "running_var": None, "training": False}, ValueError, ["running_mean", "training"]),
+    ({"input": None}, TypeError, ["input", "tensor", "NoneType"]),
+    ({"weight": [1.0]}, TypeError, ["weight", "tensor", "list"]),
+    ({"bn_bias": 3}, TypeError, ["bn_bias", "tensor", "int"]),
+    ({"num_batches_tracked": torch.tensor([1, 2])}, ValueError, ["num_batches_tracked", "(2,)"]),
+    ({"bias": torch.randn(O + 1)}, RuntimeError, ["bias"]),
+    ({"scale": torch.randn(O + 1)}, RuntimeError, ["scale"]),
+    ({"activation": ["relu"]}, ValueError, ["activation", "list"]),
+    ({"momentum": "a"}, ValueError, ["momentum", "'a'"]),
     ({"momentum": -0.5}, ValueError, ["momentum", "from 0", "-0.5"]),
     ({"scale": "twice"}, TypeError, ["scale", "number", "'twice'"]),
     ({"activation": "swish"}, ValueError, ["activation", "relu", "'swish'"]),
@@ -99,9 +108,21 @@ def test_the_modules_arguments():
         LinearScaleBatchNorm1d(I, O, activation="nope")
     with pytest.raises(GemmNormError, match=r"activation: expected one of nn.ReLU, .*; got ELU"):
         LinearScaleBatchNorm1d(I, O, activation=nn.ELU())
-    for scale in ((3, 3), (I,), 2.0, 1, "yes"):
+    for scale in ((3, 3), (I,), 2.0, 1, "yes", (2.0,), np.ones(O)):
         with pytest.raises(GemmNormError, match=r"scale: expected True, False, None or a shape of \(2,\), \(1, 2\)"):
             LinearScaleBatchNorm1d(I, O, scale=scale)
+
+
+@pytest.mark.parametrize("shape", [(B, I), (B, O, I)])
+def test_a_function_that_is_switched_off_is_the_chain_of_operations(shape):
+    x, weight = torch.randn(shape, dtype=torch.float64), torch.randn(O, I, dtype=torch.float64, requires_grad=True)
+    with gemmnorm.set_strategy("reference"), gemmnorm.set_fusion(False):
+        y = gemmnorm.linear_scale_batch_norm(x, weight, training=True)
+        (first,) = torch.autograd.grad(y.pow(3).sum(), weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.pow(2).sum(), weight)
+        with pytest.raises(GemmNormError, match="weight: expected"):
+            gemmnorm.linear_scale_batch_norm(x[..., 1:] if len(shape) == 2 else x[0, :, 1:], weight, training=True)
+    assert second.abs().max() > 0
 
 
 def fused():

@@ -7,9 +7,8 @@ import sys as _sys
 if (_sys.argv[0] == "-m" and "gemmnorm" in _sys.orig_argv) or _sys.argv[0].endswith(("/gemmnorm", "gemmnorm.exe")):
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
-from .chain import set_fusion
 from .errors import GemmNormError
-from .functional import linear_scale_batch_norm
+from .functional import linear_scale_batch_norm, set_fusion
 from .fuse import explain, fuse, fuse_report, prepare, unfuse, unprepare, warmup
 from .module import LinearScaleBatchNorm1d
 from .plan import set_keep_product, set_strategy

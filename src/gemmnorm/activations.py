@@ -172,7 +172,12 @@ def _parse(activation: str) -> tuple[Activation, tuple[float, ...]]:
     return row, values
 
 
-parse = functools.lru_cache(maxsize=256)(_parse)
+_parsed = functools.lru_cache(maxsize=256)(_parse)
+
+
+def parse(activation: str) -> tuple[Activation, tuple[float, ...]]:
+    """`_parse`, which is remembered for texts."""
+    return _parsed(activation) if isinstance(activation, str) else _parse(activation)
 
 
 def _traceable(activation: str) -> tuple[Activation, tuple[float, ...]]:

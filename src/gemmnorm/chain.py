@@ -6,11 +6,10 @@ because anything may have been done to them since the last one.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from .children import (
     rows_of,
 )
 from .errors import GemmNormRuntimeError, GemmNormWarning
-from .functional import as_factor, as_number, call, read_scale, synchronises
+from .functional import as_factor, as_number, call, fusion_is_on, read_scale, synchronises
 from .op import column_parallel
 from .op.route import (
     UNKNOWN,
@@ -53,35 +52,6 @@ _NAME_OF = {row.module: row.name for row in activations.TABLE if not row.paramet
 View = Callable[[Tensor], Tensor]
 _KEPT = 16  # calls that a chain remembers: batch sizes, training and evaluation, with gradients and without
 _global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)  # PyTorch 2.4 has none
-
-
-# --- the switch ------------------------------------------------------------------------------------------------------
-
-_enabled = True
-
-
-def set_fusion(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Switch the fused operation of fused models and of `LinearScaleBatchNorm1d` off or on, in all later calls.
-
-    While it is off, their modules run one by one. Takes effect at once; used as a context manager it is undone at the
-    end.
-
-    Examples:
-        >>> with gemmnorm.set_fusion(False):
-        ...     y = model(torch.randn(32, 128))
-    """
-    global _enabled
-    previous, _enabled = _enabled, bool(enabled)
-    return _restoring(previous)
-
-
-@contextlib.contextmanager
-def _restoring(previous: bool) -> Iterator[None]:
-    global _enabled
-    try:
-        yield
-    finally:
-        _enabled = previous
 
 
 # --- the call --------------------------------------------------------------------------------------------------------
@@ -215,7 +185,7 @@ class ChainCall:
         group comes last.
         """
         around = surroundings(x)
-        if around is None or not (self.chosen and _enabled) or _global_hooks():
+        if around is None or not (self.chosen and fusion_is_on()) or _global_hooks():
             return None
         convolution: tuple[Any, ...] = ()
         cls: type[nn.Module] = type(linear)
@@ -247,7 +217,7 @@ class ChainCall:
 
     def _in_the_way(self, linear: nn.Module, product: type[nn.Module] | None, bn: nn.Module) -> str | None:
         """Why the modules must run one by one whatever the tensors are."""
-        if not (self.chosen and _enabled):
+        if not (self.chosen and fusion_is_on()):
             return "switched off"
         return _changed(linear, product, "Linear") or _changed(bn, norm_class(bn), "BatchNorm1d") or _watched()
 

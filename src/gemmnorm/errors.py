@@ -18,7 +18,7 @@ class GemmNormTypeError(GemmNormError, TypeError):
 
 
 class GemmNormProductValueError(GemmNormValueError, RuntimeError):
-    """Sizes that cannot be multiplied, for which `F.linear` raises a `RuntimeError`."""
+    """Sizes that do not go together, for which `F.linear` and `F.batch_norm` raise a `RuntimeError`."""
 
 
 class GemmNormProductTypeError(GemmNormTypeError, RuntimeError):

@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import activations, plan
-from .errors import GemmNormTypeError, GemmNormValueError
-from .op import route, sync
+from .errors import GemmNormProductTypeError, GemmNormRuntimeError, GemmNormTypeError, GemmNormValueError
+from .op import reference, route, sync
+from .runtime.arguments import check_arguments
 from .runtime.operands import Operands, Options
+
+_fusion = True
+
+
+def set_fusion(enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Switch the fused operation off or on, in all later calls.
+
+    While it is off, the modules of fused models and of `LinearScaleBatchNorm1d` run one by one, and
+    `linear_scale_batch_norm` is the chain of PyTorch's operations, which has second derivatives. Takes effect at once;
+    used as a context manager it is undone at the end.
+
+    Examples:
+        >>> with gemmnorm.set_fusion(False):
+        ...     y = model(torch.randn(32, 128))
+    """
+    global _fusion
+    previous, _fusion = _fusion, bool(enabled)
+    return _restoring(previous)
+
+
+@contextlib.contextmanager
+def _restoring(previous: bool) -> Iterator[None]:
+    global _fusion
+    try:
+        yield
+    finally:
+        _fusion = previous
+
+
+def fusion_is_on() -> bool:
+    """What `set_fusion` said last."""
+    return _fusion
 
 
 def linear_scale_batch_norm(
@@ -73,6 +108,9 @@ def linear_scale_batch_norm(
         >>> x, weight = torch.randn(32, 128), torch.randn(256, 128)
         >>> y = gemmnorm.linear_scale_batch_norm(x, weight, scale=torch.randn(256), training=True, activation="relu")
     """
+    for name, given in (("input", input), ("weight", weight)):
+        if not isinstance(given, Tensor):
+            raise GemmNormProductTypeError(f"{name}: expected a tensor; got {type(given).__name__}")
     scale = read_scale(input, scale)
     operands = Operands(
         input, weight, bias, as_vector(scale), running_mean, running_var, num_batches_tracked, bn_weight, bn_bias
@@ -88,6 +126,8 @@ def call(operands: Operands, options: Options, process_group: Any | None) -> Ten
     """`linear_scale_batch_norm` of operands and options that are put together."""
     if operands.x.dim() != 2:
         _check_dimensions(operands.x, options.training and process_group is not None and synchronises(process_group))
+    if not _fusion:
+        return _plain(operands, options, process_group)
     if not torch.compiler.is_compiling():  # an unknown name is refused before anything is updated
         if options.activation is not None:
             activations.parse(options.activation)
@@ -97,6 +137,15 @@ def call(operands: Operands, options: Options, process_group: Any | None) -> Ten
             with torch.profiler.record_function("gemmnorm.linear_scale_batch_norm"):
                 return route.linear_scale_batch_norm(operands, options, process_group)
     return route.linear_scale_batch_norm(operands, options, process_group)
+
+
+def _plain(operands: Operands, options: Options, process_group: Any | None) -> Tensor:
+    """The chain of PyTorch's operations."""
+    if options.training and process_group is not None and synchronises(process_group):
+        raise GemmNormRuntimeError("process_group: switched off, and so the statistics are not synchronised")
+    if operands.x.dim() == 2:
+        check_arguments(operands, options.training)
+    return reference.chain(operands, options)
 
 
 def read_scale(x: Tensor, scale: Tensor | float | None) -> Tensor | float | None:
@@ -124,8 +173,8 @@ def as_number(scale: Tensor | float | None) -> float:
 def as_factor(momentum: float | None, num_batches_tracked: Tensor | None) -> float:
     """`Options.momentum` of BatchNorm's `momentum`."""
     if momentum is not None:
-        if momentum < 0:
-            raise GemmNormValueError(f"momentum: expected None or a number from 0 on; got {momentum}")
+        if isinstance(momentum, str) or momentum < 0:
+            raise GemmNormValueError(f"momentum: expected None or a number from 0 on; got {momentum!r}")
         return momentum
     return 0.0 if num_batches_tracked is None else -1.0
 

@@ -252,11 +252,12 @@ def _scale_shape(scale: Any, out_features: int) -> tuple[int, ...] | None:
     if scale is None or scale is False:
         return None
     shapes = ((out_features,), (1, out_features), (1,), ())
-    shape = (out_features,) if scale is True else tuple(scale) if isinstance(scale, (tuple, list)) else scale
-    if shape not in shapes:
+    shape = (out_features,) if scale is True else scale
+    sizes = isinstance(shape, (tuple, list)) and all(isinstance(size, int) for size in shape)
+    if not sizes or tuple(shape) not in shapes:
         listed = ", ".join(map(str, shapes))
         raise GemmNormValueError(f"scale: expected True, False, None or a shape of {listed}; got {scale!r}")
-    return shape  # type: ignore[no-any-return]
+    return tuple(shape)
 
 
 def _activation(activation: Any) -> str | None:
@@ -264,7 +265,7 @@ def _activation(activation: Any) -> str | None:
         return activations.canonical(activation)
     name = activations.from_module(activation)
     if name is None:
-        known = ", ".join(row.module.__name__ for row in activations.TABLE)
+        known = ", ".join(dict.fromkeys((*(row.module.__name__ for row in activations.TABLE), "ReLU6")))
         raise GemmNormValueError(f"activation: expected one of nn.{known}; got {type(activation).__name__}")
     return name
 

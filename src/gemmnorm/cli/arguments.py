@@ -23,7 +23,7 @@ COMMANDS = ("optimize", "verify", "bench", "explain", "tune", "report", "doctor"
 ARCHITECTURES = (80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121)  # NVIDIA's, from Ampere on
 STANDARD_OUTPUT = "-"  # as a path of --json
 TIME_LIMIT = 600.0  # seconds
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "amp")
 EPILOG = """\
 examples:
   gemmnorm optimize model.py                      write model_new.py, verified and timed
@@ -320,9 +320,10 @@ def _check_distinct(
     """No two files that are written are one file, and none is a file that is read."""
     written = {"--json": data, page: arguments.page}
     if arguments.command == "optimize":
-        from .optimize import output_path, reports_of
+        from .optimize import check_output, output_path, reports_of
 
         output = output_path(arguments.model, arguments.output)
+        check_output(output, Path(arguments.model))
         beside = {f"NEW{path.suffix}": path for path in reports_of(output)}
         if data and _identity(data) == _identity(beside["NEW.json"]):  # one document
             del written["--json"]

@@ -94,9 +94,9 @@ def gather() -> Facts:
 def _cache_problem(directory: Path) -> str | None:
     """Why no file can be made in `directory` (or in the nearest of its parents that exists), or None."""
     place = directory
-    while not place.exists() and place != place.parent:
-        place = place.parent
     try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
         if not place.is_dir():
             return f"{place} is not a directory"
         if place == directory:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import activations
 from ..bench import (
     PHASES,
@@ -43,6 +45,7 @@ from ..bench import (
 )
 from ..errors import GemmNormError
 from ..plan import Problem
+from ..runtime.arithmetic import arithmetic as arithmetic_of
 from ..userfiles import PRECISIONS
 from . import report
 from .arguments import STANDARD_OUTPUT, TIME_LIMIT, check_options, check_outputs, make_parser
@@ -51,8 +54,14 @@ from .progress import reporting
 
 EQUAL, NOT_EQUAL, BAD_MODEL = 0, 1, 2
 RANDOM_COUNT = 20  # problems of a seed
-_DTYPES = {"fp32": ("float32", "float32"), "tf32": ("float32", "tf32"), "bf16": ("bfloat16", "native")}
-_DTYPES["fp16"] = ("float16", "native")
+# --dtype → of the product; of the parameters; arithmetic; what autocast casts.
+_DTYPES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
+    "fp32": ("float32", "float32", "float32", ()),
+    "tf32": ("float32", "float32", "tf32", ()),
+    "bf16": ("bfloat16", "bfloat16", "native", ()),
+    "fp16": ("float16", "float16", "native", ()),
+    "amp": ("bfloat16", "float32", "native", ("x", "weight")),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("gemmnorm: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EQUAL
+    except BrokenPipeError:  # the reader of a pipe has left, and there is no verdict
+        _drop(sys.stdout, sys.stderr)
+        return 128 + 13  # as SIGPIPE would
     except OSError as error:  # a full disk, a folder that is gone
         print(f"gemmnorm: {error}", file=sys.stderr)
         return BAD_MODEL
@@ -288,12 +297,16 @@ def _explain(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 def _model_or_problem(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str | Problem:
     """What `MODEL.py | BATCH IN OUT` and the options for three numbers say."""
     what: list[str] = arguments.what
+    if len(what) == 1 and not Path(what[0]).is_file():
+        parser.error(f"{arguments.command}: there is no file {what[0]!r}")
     check_options(arguments, "MODEL.py" if len(what) == 1 else "three numbers", parser)
     if len(what) == 1:
         return what[0]
     if len(what) != 3 or not all(word.isdecimal() for word in what):
         parser.error(f"{arguments.command}: expected MODEL.py, or three numbers: batch, in_features, out_features")
-    dtype, arithmetic = _DTYPES[arguments.dtype or "fp32"]
+    kind = arguments.dtype or "fp32"
+    dtype, linear_dtype, arithmetic, cast = _DTYPES[kind]
+    asked = arithmetic_of(torch.float32)
     batch, in_features, out_features = map(int, what)
     if batch == 1 and not arguments.eval:
         parser.error(
@@ -304,10 +317,11 @@ def _model_or_problem(arguments: argparse.Namespace, parser: argparse.ArgumentPa
         in_features,
         out_features,
         dtype=dtype,
-        out_dtype=dtype,
-        linear_dtype=dtype,
-        norm_dtype=dtype,
-        arithmetic=arithmetic,
+        out_dtype=dtype if arguments.no_scale else linear_dtype,
+        linear_dtype=linear_dtype,
+        norm_dtype=linear_dtype,
+        arithmetic=asked if kind == "fp32" and asked != "tf32" else arithmetic,
+        cast=cast,
         activation=activations.canonical(arguments.activation),
         training=not arguments.eval,
         scaled=not arguments.no_scale,
@@ -376,9 +390,18 @@ def _finish(document: dict[str, Any], arguments: argparse.Namespace) -> None:
                 out.print(part)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop(sys.stdout)
     if written:
-        print(f"wrote {' and '.join(written)}", file=sys.stderr)
+        try:
+            print(f"wrote {' and '.join(written)}", file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            _drop(sys.stderr)
+
+
+def _drop(*streams: Any) -> None:
+    """What is still written to them goes nowhere."""
+    for stream in streams:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 _RUN: dict[str, Callable[[argparse.Namespace, argparse.ArgumentParser], int]] = {

@@ -99,7 +99,7 @@ def optimize(
     """
     options = options or OptimizeOptions()
     output = output_path(model_path, options.output)
-    _check_output(output, Path(model_path))
+    check_output(output, Path(model_path))
     if options.hub is not None:
         check_hub_folder(options.hub)
     device = str(default_device(options.device))
@@ -135,7 +135,7 @@ def optimize(
     return document
 
 
-def _check_output(output: Path, model: Path) -> None:
+def check_output(output: Path, model: Path) -> None:
     """Before anything runs: can the files be written, and is nothing lost that this tool did not write?"""
     if output.resolve() == model.resolve():
         raise GemmNormValueError(f"output: expected a path other than the model's own; got {output}")
@@ -199,6 +199,9 @@ def _steps(
     if not verdict["equal"]:
         status = "bad model" if verdict["exit_code"] == 2 else "not equal"
         document.update(status=status, detail=document["verify"]["reason"])
+        here, there = Path(document["output"]).resolve().parent, Path(model).resolve().parent
+        if here != there and "FileNotFoundError" in document["detail"]:
+            document["detail"] += f"; where the model reads files beside itself, write this one there too: -o {there}/…"
         return {}
     document["status"] = "equal"
     tell("timing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -40,7 +41,11 @@ class Reporter:
         if not self._quiet and (key != self._last or elapsed - self._printed > EVERY_S):
             self._last, self._printed = key, elapsed
             part = "" if self._total is None else f" {self._done}/{self._total}"
-            print(f"[{elapsed:5.0f} s]{part} {self._label}: {text}", file=sys.stderr, flush=True)
+            try:
+                print(f"[{elapsed:5.0f} s]{part} {self._label}: {text}", file=sys.stderr, flush=True)
+            except BrokenPipeError:  # nobody reads any more; what is done goes on
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+                self._quiet = True
 
     def advance(self) -> None:
         """One part is done."""

@@ -27,9 +27,9 @@ def check_arguments(operands: Operands, training: bool, synchronised: bool = Fal
             f"Expected more than 1 value per channel when training, got input size {torch.Size([1, features])}"
         )
     if (operands.running_mean is None) != (operands.running_var is None):
-        raise GemmNormValueError("running_mean and running_var: expected both or neither; got one of them")
+        raise GemmNormProductValueError("running_mean and running_var: expected both or neither; got one of them")
     if not training and operands.running_mean is None:
-        raise GemmNormValueError("running_mean: expected a tensor when training is False; got None")
+        raise GemmNormProductValueError("running_mean: expected a tensor when training is False; got None")
     device = x.device
     if not x.is_floating_point():
         raise GemmNormProductTypeError(f"input: expected a floating-point tensor; got {x.dtype}")
@@ -43,17 +43,23 @@ def check_arguments(operands: Operands, training: bool, synchronised: bool = Fal
         vector = getattr(operands, name)
         if vector is None:
             continue
+        if not isinstance(vector, torch.Tensor):
+            raise GemmNormTypeError(f"{name}: expected a tensor or None; got {type(vector).__name__}")
         if vector.shape != (features,):
-            raise GemmNormValueError(f"{name}: expected shape ({features},); got {tuple(vector.shape)}")
+            raise GemmNormProductValueError(f"{name}: expected shape ({features},); got {tuple(vector.shape)}")
         if vector.device != device:
             raise GemmNormTypeError(f"{name}: expected a tensor on {device}, as input is; got {vector.device}")
     if scale is not None:
         if tuple(scale.shape) not in ((features,), (1, features), (1,), ()):
-            raise GemmNormValueError(
+            raise GemmNormProductValueError(
                 f"scale: expected shape ({features},), (1, {features}), (1,) or (); got {tuple(scale.shape)}"
             )
         if scale.device != device and scale.dim() > 0:
             raise GemmNormTypeError(f"scale: expected a tensor on {device}, as input is; got {scale.device}")
+    if counter is not None and not isinstance(counter, torch.Tensor):
+        raise GemmNormTypeError(f"num_batches_tracked: expected a tensor or None; got {type(counter).__name__}")
+    if counter is not None and counter.numel() != 1:
+        raise GemmNormValueError(f"num_batches_tracked: expected one number; got shape {tuple(counter.shape)}")
     if counter is not None and counter.dtype != torch.int64:
         raise GemmNormTypeError(f"num_batches_tracked: expected torch.int64; got {counter.dtype}")
     if counter is not None and counter.device != device:

@@ -93,10 +93,18 @@ class Table(NamedTuple):
     current: bool
 
 
+def _files() -> list[Path]:
+    """The tables' files; none where nobody may look."""
+    try:
+        return sorted(folder().glob("measured-*.json"))
+    except OSError:
+        return []
+
+
 def stored() -> list[Table]:
     """The tables there are, of any GPU; a broken one has no lines."""
     found = []
-    for file in sorted(folder().glob("measured-*.json")):
+    for file in _files():
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
             current = (document["sources"], document["torch"]) == (sources.source_hash(), torch.__version__)
@@ -108,7 +116,7 @@ def stored() -> list[Table]:
 
 def forget() -> list[Path]:
     """Delete every table, of other GPUs and of other sources too; the files that there were."""
-    found = sorted(folder().glob("measured-*.json"))
+    found = _files()
     for file in found:
         file.unlink(missing_ok=True)
     for chip in tables.here:

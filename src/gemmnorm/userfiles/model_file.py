@@ -181,8 +181,10 @@ def load_source(source: str, name: str, *, file: str | None = None) -> types.Mod
     try:
         code = compile(source, shown, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise ModelFileError(f"{name}: must be Python source, got {_first_line(error)}{line}") from error
+        what = _first_line(error)
+        if isinstance(error, SyntaxError) and error.lineno:
+            what = f"{type(error).__name__}: {error.msg}, line {error.lineno}"
+        raise ModelFileError(f"{name}: must be Python source, got {what}") from error
     sys.modules[module.__name__] = module
     try:
         exec(code, module.__dict__)
@@ -196,10 +198,10 @@ def load_source(source: str, name: str, *, file: str | None = None) -> types.Mod
 
 def _execute_file(path: str | Path) -> types.ModuleType:
     file = Path(path)
-    if not file.is_file():
-        found = "a directory" if file.is_dir() else "no such file"
-        raise ModelFileError(f"{path}: expected a Python file that defines the model, found {found}")
     try:
+        if not file.is_file():
+            found = "a directory" if file.is_dir() else "no such file"
+            raise ModelFileError(f"{path}: expected a Python file that defines the model, found {found}")
         with tokenize.open(str(file)) as stream:
             source = stream.read()
     except (OSError, SyntaxError, UnicodeDecodeError) as error:

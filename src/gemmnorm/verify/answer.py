@@ -74,6 +74,14 @@ SCHEMA = 1
 _PATIENT = {"OMP_WAIT_POLICY": "passive"}
 
 
+def _is_here(device: str) -> bool:
+    """The name of a device that this machine has."""
+    try:
+        return torch.device(device).type in ("cpu", "cuda" if torch.cuda.is_available() else "")
+    except RuntimeError:
+        return False
+
+
 def verify(
     model_path: str | Path,
     candidate_path: str | Path,
@@ -106,16 +114,21 @@ def verify(
         fields. Whatever the files do is told there, and raises nothing.
 
     Raises:
-        GemmNormValueError: `seeds` is below 1, or there is no such device or precision.
+        GemmNormValueError: `seeds` is below 1, `time_limit` not above 0, or there is no such device, precision or
+            effort.
 
     Examples:
         >>> gemmnorm.verify.verify("model.py", "new.py", effort="quick")["verdict"]  # doctest: +SKIP
         'equal'
     """
+    if effort not in SEEDS:
+        raise GemmNormValueError(f"verify: effort must be one of {', '.join(SEEDS)}, got {effort!r}")
     seeds = SEEDS[effort] if seeds is None else seeds
-    if seeds < 1:
-        raise GemmNormValueError(f"verify: seeds must be at least 1, got {seeds}")
-    if device is not None and torch.device(device).type not in ("cpu", "cuda" if torch.cuda.is_available() else ""):
+    if not isinstance(seeds, int) or seeds < 1:
+        raise GemmNormValueError(f"verify: seeds must be a whole number from 1 on, got {seeds!r}")
+    if not time_limit > 0:
+        raise GemmNormValueError(f"verify: time_limit must be a positive number of seconds, got {time_limit!r}")
+    if device is not None and not _is_here(device):
         raise GemmNormValueError(f"verify: device must be cpu, or cuda but not without CUDA, got {device!r}")
     if precision is not None and precision not in PRECISIONS:
         raise GemmNormValueError(f"verify: precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
