@@ -62,6 +62,10 @@ class LinearScaleBatchNorm(torch.autograd.Function):
         bn_bias: Tensor | None,
     ) -> Any:
         y, kept, (x, weight) = call.forward(operands)
+        if isinstance(call, Call):
+            hooked = _hooks is not None and _hooks(True) is not None  # others see it, and may give something else back
+            kept = call.to_save(kept, hooked)
+            ctx.memory = None if hooked else _memory_of(weight)
         ctx.save_for_backward(x, weight, bias, scale, bn_weight, bn_bias, *kept[:2])
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -80,6 +84,10 @@ class LinearScaleBatchNorm(torch.autograd.Function):
         # Compiled autograd has to see the operator; so has `vmap`, which then asks for one gradient after the other.
         if isinstance(call, Call) and (torch.compiler.is_compiling() or not _has_storage(grad)):
             saved[6:], call = call.unpacked(saved[6:]), Operator(call.options, call.dtypes)
+        if isinstance(call, Call) and ctx.memory is not None and _memory_of(saved[1]) != ctx.memory:
+            raise GemmNormRuntimeError(
+                "weight: its `data` was exchanged since the forward; what it was multiplied by is not there any more"
+            )
         if torch.is_grad_enabled():
             made_of = (grad, *saved[:6])
             with torch.no_grad():
@@ -90,6 +98,12 @@ class LinearScaleBatchNorm(torch.autograd.Function):
         return None, None, *call.backward(needs, grad, saved)
 
 
+def _memory_of(t: Tensor | None) -> int:
+    """Which memory a tensor lies in; `t.data = …` changes it and no version."""
+    return t.untyped_storage()._cdata  # type: ignore[union-attr, no-any-return]
+
+
+_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # docs/private_api.md
 _has_storage = getattr(torch._C, "_has_storage", lambda _: True)  # a tensor of `vmap`'s has none (docs/private_api.md)
 # PyTorch's own, for the backward of a compiled graph (docs/private_api.md).
 _clear = getattr(torch._C._FunctionBase, "maybe_clear_saved_tensors", None)

@@ -152,7 +152,9 @@ def _backward_impl(*args: Any) -> tuple[Tensor, ...]:
         keep = kept[0].shape[0] > 0
         options = options if options.keep_product is keep else options._replace(keep_product=keep)
         wanted = tuple(need and t is not None for need, t in zip(needs, operands, strict=True))
-        found = runtime.find_backward(operands, options, dtypes).run(wanted, grad, [*operands, *kept])
+        found = runtime.find_backward(operands, options, dtypes).run(
+            wanted, grad, [*operands, *(t.contiguous() for t in kept)]
+        )
     return tuple(grad.new_empty(0) if g is None else g for g in found)
 
 

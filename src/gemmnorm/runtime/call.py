@@ -23,6 +23,7 @@ from . import binding, driver, measured, memory, prepared
 from .arguments import check_arguments
 from .arithmetic import arithmetic
 from .operands import (
+    AsSaved,
     Differentiable,
     Likeness,
     Operands,
@@ -238,7 +239,11 @@ class Call:
         self._with_prepared = _prepared_plan(self.plan)
         self._bound_prepared: binding.Bound | None = None
         self._as_they_are = all_served_as_they_are(operands)
-        self._backwards: dict[str, BackwardCall] = {}  # by the arithmetic that holds when one runs
+        # By the arithmetic that holds when one runs, and how many tensors were saved.
+        self._backwards: dict[tuple[str, int], BackwardCall] = {}
+        self._saved: dict[int, AsSaved] = {}  # by how many the forward kept
+        vectors_ = operands.bias, operands.scale, operands.bn_weight, operands.bn_bias
+        self._vectors = [None if v is None else (None, v.dtype) for v in vectors_]
 
     def forward(self, operands: Operands) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]]:
         """y; if it was asked for, what the backward needs besides; x and weight as they were multiplied.
@@ -281,19 +286,30 @@ class Call:
 
     def backward(self, needs: tuple[bool, ...], grad: Tensor, saved: Saved) -> Sequence[Tensor | None]:
         """Gradients of what is differentiable, None where `needs` is False; of x and weight in their own dtypes."""
-        now = arithmetic(saved[0].dtype)  # type: ignore[union-attr]
-        found = self._backwards.get(now)
+        saved = self._saved[len(saved) - 6](saved)
+        key = arithmetic(saved[0].dtype), len(saved)  # type: ignore[union-attr]
+        found = self._backwards.get(key)
         if found is None:
-            found = BackwardCall(Differentiable(*saved[:6]), self.options, self.dtypes, self._packed)
-            self._backwards[now] = found
+            packed = self._packed and len(saved) == 7
+            found = self._backwards[key] = BackwardCall(Differentiable(*saved[:6]), self.options, self.dtypes, packed)
         return found.run(needs, grad, saved)
+
+    def to_save(self, kept: list[Tensor], hooked: bool) -> list[Tensor]:
+        """What `forward` kept, for `backward`. `hooked`: others see it, and may store it in less: each by its dtype."""
+        kept = [*self.unpacked(kept)] if hooked and self._packed else kept
+        if len(kept) not in self._saved:
+            p = self.plan.problem
+            dtype = memory.DTYPES[p.dtype]
+            kinds = [((p.batch, p.in_features), dtype), ((p.out_features, p.in_features), dtype)]
+            self._saved[len(kept)] = AsSaved([*kinds, *self._vectors, *((tuple(t.shape), t.dtype) for t in kept)])
+        return kept
 
     def unpacked(self, kept: Sequence[Any]) -> Sequence[Tensor]:
         """Product and statistics of what `forward` kept; a product that was not kept has no rows."""
         if self.options.keep_product is False:
             features, dtype = self.plan.problem.out_features, memory.DTYPES[self.plan.problem.dtype]
             return kept[0].new_empty((0, features), dtype=dtype), kept[0]
-        return memory.unpacked(kept[0], self.plan.problem) if self._packed else kept
+        return memory.unpacked(kept[0], self.plan.problem) if self._packed and len(kept) == 1 else kept
 
     def _find_prepared(self, weight: Tensor) -> prepared.PreparedWeight | None:
         """The prepared weight, once its kernels are there too; there may be memory for them at a later call."""

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import GemmNormRuntimeError
+
 CASTABLE = {torch.float32, torch.float16, torch.bfloat16}  # what autocast casts
 _VECTOR_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
@@ -201,11 +203,46 @@ class Likeness:
             present = self._present(tensors)
             self._check = guards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
-    def __call__(self, tensors: tuple[Tensor | None, ...]) -> bool:
+    def __call__(self, tensors: Sequence[Tensor | None]) -> bool:
         for i in self._absent:
             if tensors[i] is not None:
                 return False
         return self._check(*self._present(tensors))
+
+
+class AsSaved:
+    """What autograd has kept, as it was: hooks of saved tensors may give back others, in other places of memory.
+
+    Args:
+        kinds: of each tensor its shape, None for any, and its dtype; None where it is absent.
+    """
+
+    def __init__(self, kinds: Sequence[tuple[tuple[int, ...] | None, torch.dtype] | None]) -> None:
+        self._kinds = kinds
+        self._alike: Likeness | None = None
+
+    def __call__(self, saved: Saved) -> Saved:
+        """`saved`, all but x and the weight contiguous.
+
+        Raises:
+            GemmNormRuntimeError: of another shape or dtype.
+        """
+        if self._alike is not None and self._alike(saved):
+            return saved
+        for t, known in zip(saved, self._kinds, strict=True):
+            if known is None or t is None:
+                continue
+            shape, dtype = known
+            if t.dtype != dtype or (shape is not None and t.shape != shape):
+                raise GemmNormRuntimeError(
+                    f"a hook of saved tensors gave back {tuple(t.shape)} of {t.dtype}"
+                    f" for {'' if shape is None else f'{shape} of '}{dtype}"
+                )
+        dense_ = [*saved[:2], *(None if t is None else t.contiguous() for t in saved[2:])]
+        if self._alike is None and all(a is b for a, b in zip(saved, dense_, strict=True)):
+            self._alike = Likeness(tuple(saved))
+        saved.clear()
+        return dense_
 
 
 def served_as_they_are(*vectors: Tensor | None) -> bool:
