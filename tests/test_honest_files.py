@@ -142,7 +142,7 @@ def test_a_written_file_calls_nothing_that_the_model_could_have_renamed() -> Non
     [
         ("optimize m.py -o j.py --json j.py", "--json: expected a file of its own; got j.py, which is NEW.py as well"),
         ("optimize m.py --json m_new.txt", "got m_new.txt, which is NEW.txt as well"),
-        ("optimize m.py -o link.py", "NEW.py: expected a file of its own; got link.py, which is m.py as well"),
+        ("optimize m.py -o link.py", "output: expected a path other than the model's own; got link.py"),
         ("verify m.py m.py --json r.html", "--report: expected a file of its own; got r.html, which is --json as well"),
         ("verify m.py m.py --json r --report ./r", "got ./r, which is --json as well"),
     ],

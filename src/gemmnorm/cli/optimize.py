@@ -137,7 +137,7 @@ def optimize(
 
 def check_output(output: Path, model: Path) -> None:
     """Before anything runs: can the files be written, and is nothing lost that this tool did not write?"""
-    if output.resolve() == model.resolve():
+    if output.resolve() == model.resolve() or (output.exists() and output.samefile(model)):
         raise GemmNormValueError(f"output: expected a path other than the model's own; got {output}")
     if output.suffix != ".py" or output.is_dir():
         raise GemmNormValueError(f"output: expected a file that ends in .py; got {output}")

@@ -14,19 +14,32 @@ docs/verification.md says where the constants come from.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["EAGER", "FLIP", "PERIOD", "SLACK", "STORE", "Limits", "Measure", "compare", "pool"]
+__all__ = [
+    "EAGER",
+    "FLIP",
+    "NO_DIGITS",
+    "PERIOD",
+    "SLACK",
+    "STORE",
+    "Limits",
+    "Measure",
+    "compare",
+    "pool",
+    "without_digits",
+]
 
 EAGER = 1.25  # as good as eager, with room for another order of the same operations
 # How many spreads an error may measure.  One element lies in the tails of its own error and of its estimated spread;
 # the errors of a row or a column may all come from one rounding (of an outlier, of a mean); a whole tensor's do not.
 SLACK = {"global": 3.0, "row": 6.0, "column": 6.0, "worst": 9.0}
-_NO_DIGITS = 0.1  # a spread of so much of the value: its effect is not linear in the roundings, and its tails are heavy
+NO_DIGITS = 0.1  # a spread of so much of the value: its effect is not linear in the roundings, and its tails are heavy
 STORE = 4.0  # the rounding of the result itself, and of what it was made from, in ulps
 FLIP = 2.0  # some of the elements near a kink may weigh more than the subsets that were flipped
 PERIOD = 8  # features and rows of one role repeat with this period (gemmnorm.verify.families)
@@ -60,7 +73,8 @@ class Limits:
     """What rounding may do to one tensor, in the tensor's own units.
 
     spread  standard deviation per element of one rounding error per operation (float64, the tensor's shape)
-    flips   largest change of each element when elements within reach of a kink lie on the other side, or None
+    flips   largest change of each element when elements within reach of a kink lie on the other side, or None; of
+            integers and booleans, which of them a rounding error changes
     """
 
     spread: Tensor | None = None
@@ -96,16 +110,16 @@ def compare(
     """Measure a candidate's tensor against eager and golden: one entry per measure, each with its worst position.
 
     A shape or dtype that differs from eager's gives a single failed measure of that name.  Tensors of integers and
-    booleans must agree exactly.  NaN and infinities: where golden and eager are finite the candidate must be; where
-    the golden is not finite the candidate must not be either, unless eager is; where only eager overflowed
-    anything goes.
+    booleans must agree exactly, but where rounding errors decide them.  NaN and infinities: where golden and eager are
+    finite the candidate must be; where the golden is not finite the candidate must not be either, unless eager is;
+    where only eager overflowed anything goes.
     """
     if tuple(candidate.shape) != tuple(eager.shape):
         return [_failure("shape", f"shape {list(candidate.shape)}, expected {list(eager.shape)}")]
     if candidate.dtype != eager.dtype:
         return [_failure("dtype", f"dtype {candidate.dtype}, expected {eager.dtype}".replace("torch.", ""))]
     if not eager.is_floating_point():
-        return [_exact(candidate, eager)]
+        return [_exact(candidate, eager, limits.flips if limits else None)]
     if candidate.numel() == 0:
         return [Measure("worst", 0.0, 0.0, 0.0, 0.0, True, [])]
     unit = torch.finfo(eager.dtype).eps / 2 if unit is None else unit
@@ -124,7 +138,7 @@ def compare(
     for name, value in (("spread", limits.spread), ("flips", limits.flips)):
         if value is not None:
             fields[name] = torch.where(judged, value, zero).nan_to_num(0.0)
-        if name == "spread" and value is not None and fields[name].norm() > _NO_DIGITS * fields["golden"].norm():
+        if name == "spread" and value is not None and fields[name].norm() > NO_DIGITS * fields["golden"].norm():
             fields[name] = 2 * fields[name]
     shape = list(golden.shape)
     columns = shape[-1] if shape else 1
@@ -145,6 +159,12 @@ def compare(
         matrix["spread"] = torch.maximum(matrix["spread"], quiet)
     measures.append(_judge("worst", {name: value.abs() for name, value in matrix.items()}, 1, unit, tiny, shape))
     return measures
+
+
+def without_digits(measures: Sequence[Measure]) -> list[Measure]:
+    """The measures of a tensor of which nobody's arithmetic has a digit: errors are told and not judged."""
+    note = "rounding errors of any size change it altogether"
+    return [replace(m, ratio=0.0, ok=True, note=note) if m.measure in SLACK and not m.ok else m for m in measures]
 
 
 def _judge(measure: str, norms: dict[str, Tensor], count: int, unit: float, tiny: float, shape: list[int]) -> Measure:
@@ -188,8 +208,11 @@ def _finite(candidate: Tensor, eager: Tensor, golden: Tensor) -> tuple[Tensor, M
     return judged, None
 
 
-def _exact(candidate: Tensor, eager: Tensor) -> Measure:
+def _exact(candidate: Tensor, eager: Tensor, ties: Tensor | None) -> Measure:
+    """`ties`: where a rounding error makes another of them."""
     different = candidate != eager
+    if ties is not None:
+        different &= ~ties.to(different.device)
     if not bool(different.any()):
         return Measure("exact", 0.0, 0.0, 0.0, 0.0, True, [])
     where = tuple(int(i) for i in different.nonzero()[0])

@@ -220,6 +220,7 @@ def _draw(value: Tensor, role: str, weights: str, generator: torch.Generator) ->
         return torch.randn(value.shape, generator=generator)
 
     plain = weights in PLAIN
+    zeros = value.is_floating_point() and not bool(value.any())
     if role == "counter":
         return torch.full_like(value, int(torch.randint(0, 5, (), generator=generator)))
     if role == "gamma":
@@ -232,8 +233,12 @@ def _draw(value: Tensor, role: str, weights: str, generator: torch.Generator) ->
         new = uniform(0.5, 1.5) * _pattern(value, _SCALES, generator)
     elif role == "bias" and weights == "large bias":
         new = LARGE * normal()
+    elif zeros and weights == "updated" and role in ("matrix", "vector"):  # as an adapter begins: others train it
+        new = normal() * 0.1
     elif weights == "updated" and role in ("matrix", "bias", "vector"):
         return value * uniform(0.5, 1.5).to(value)
+    elif weights == "scales" and role == "other" and value.is_floating_point():  # what a checkpoint brings
+        new = normal() * 0.1 if zeros else value * uniform(0.5, 1.5).to(value)
     elif role == "matrix" and weights == "graded":
         return value * _pattern(value, _GRADES, generator).to(value)
     else:

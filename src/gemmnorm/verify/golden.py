@@ -8,10 +8,12 @@ candidates can be judged by the same references.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..runtime.arithmetic import tf32_allowed, tf32_allowed_to_convolutions
 from ..userfiles import ModelFile, ModelFileError
 from .conventions import conventions
-from .equality import PERIOD, Limits, pool
+from .equality import NO_DIGITS, PERIOD, Limits, pool
 from .families import ORDINARY, Case, draw_inputs, draw_state, leading_rows, roles
 from .rounding import Arithmetic, DtypeRecorder, Kinks, Units, unit_roundoff
 from .trial import (
@@ -47,6 +49,7 @@ _SUBSETS = 6  # runs beyond the kinks: all elements near one, and random halves 
 _FIRST_DRAWS = 2  # noisy runs before a candidate is looked at; one of either kind for 16-bit storage
 _MOVES = 1e-2  # of an output's norm: what moves the original's by so much must move a candidate's
 _CAUTION = 0.5  # of the spread that so few show: what is within it needs no more runs
+_FINER, _LINEAR = 16.0, 4.0  # errors of a sixteenth, and by how much less they must change a quantity that has digits
 _FULL_SAMPLE = 1 << 24  # and in the full-size case
 
 
@@ -86,6 +89,7 @@ class Reference:
     insensitive which of the named parameters, buffers and inputs the original's output does not depend on
     shared      which outputs two calls of the original have in the same memory: a parameter, a buffer
     conventions what a program finds of the original besides (conventions.py)
+    undetermined  which quantities have no digits: rounding errors of a sixteenth change them as much
     refine      makes provisional limits, which are tighter as a rule, the final ones: all noisy runs, and those beyond
                 the kinks; None where they are final
     """
@@ -111,6 +115,7 @@ class Reference:
     spoils: bool = False
     error: str | None = None
     spreads_of: Callable[[Units], dict[str, Tensor]] = lambda units: {}
+    undetermined: Callable[[], set[str]] = set
     insensitive: Callable[[Sequence[str]], set[str]] = lambda names: set()
     shared: Callable[[], list[int]] = lambda: []
     conventions: Callable[[], dict[str, Any]] = dict
@@ -136,6 +141,7 @@ class _Noise:
     units: Units
     kinks: Kinks
     squares: dict[str, Tensor] = field(default_factory=dict)
+    ties: dict[str, Tensor] = field(default_factory=dict)  # which integers and booleans are not always the same
 
     def units_of(self, run: int) -> Units:
         """Storage in 16 bits has two kinds of runs, which alternate."""
@@ -143,9 +149,19 @@ class _Noise:
 
     def add(self, noisy: dict[str, Tensor], golden: dict[str, Tensor]) -> None:
         for name, value in noisy.items():
-            if value.is_floating_point() and name in golden:
+            if name in golden and not value.is_floating_point():
+                apart = value != golden[name]
+                self.ties[name] = self.ties[name] | apart if name in self.ties else apart
+            elif name in golden:
                 squared = (value - golden[name]).square_()
                 self.squares[name] = self.squares[name].add_(squared) if name in self.squares else squared
+
+    def limits(self, caution: float = 1.0, flips: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Limits]:
+        """What rounding may do to each quantity."""
+        found = {name: Limits(caution * spread, flips.get(name)) for name, spread in self.spreads().items()}
+        # A column of which a quarter changes has none that is sure.
+        columns = {n: t | (t.double().mean(0) > 0.25) if t.ndim > 1 else t for n, t in self.ties.items()}
+        return found | {name: Limits(flips=apart) for name, apart in columns.items()}
 
     def spreads(self) -> dict[str, Tensor]:
         """The standard deviation of every element, by quantity."""
@@ -285,14 +301,14 @@ class Original:
         reference.golden = self._golden_run(reference, kinks)
         noise = _Noise(_units(dtypes, self.device, reference.case.use), kinks)
         self._draw(reference, noise, _FIRST_DRAWS)
-        reference.limits = {name: Limits(_CAUTION * spread) for name, spread in noise.spreads().items()}
+        reference.limits = noise.limits(_CAUTION)
 
         def refine() -> None:
             flips: dict[str, Tensor] = {}
             with contextlib.suppress(ModelFileError):  # by a rounding error that it does not stand: those before count
                 self._draw(reference, noise, self.repeats)
                 flips = self._flips(reference, kinks) if reference.gradients and kinks.mark(pool) else {}
-            reference.limits = {name: Limits(spread, flips.get(name)) for name, spread in noise.spreads().items()}
+            reference.limits = noise.limits(flips=flips)
             reference.refine = None
 
         def spreads_of(units: Units) -> dict[str, Tensor]:
@@ -300,6 +316,22 @@ class Original:
             self._golden_run(reference, other.kinks)
             self._draw(reference, other, _FIRST_DRAWS)
             return other.spreads()
+
+        @functools.cache
+        def undetermined() -> set[str]:
+            u, usual = noise.units, noise.spreads()
+            if u.grid is None:
+                less = spreads_of(
+                    Units(u.storage / _FINER, u.accumulate / _FINER, u.operand / _FINER, u.convolved / _FINER)
+                )
+                found = {n for n in less if float(usual[n].norm()) < _LINEAR * float(less[n].norm())}
+            else:  # what is stored in 16 bits is rounded for real, and by no less
+                golden = reference.golden
+                found = {n for n in usual if float(usual[n].norm()) > NO_DIGITS * float(golden[n].norm())}
+                found = {n for n in found if n.startswith("output")}
+            # Gradients are taken where the forward has been: without its digits they have none.
+            lost = any(name.startswith("output") for name in found)
+            return found | {name for name in usual if lost and name.startswith("grad:")}
 
         def insensitive(names: Sequence[str]) -> set[str]:
             inputs = _copies(reference.inputs)
@@ -315,7 +347,7 @@ class Original:
             return conventions(self.model, _copies(reference.inputs))
 
         reference.refine, reference.spreads_of, reference.insensitive = refine, spreads_of, insensitive
-        reference.shared, reference.conventions = shared, own_conventions
+        reference.shared, reference.conventions, reference.undetermined = shared, own_conventions, undetermined
         if self.thorough:
             refine()
         return reference

@@ -117,8 +117,9 @@ def run_trial(
             if STATISTICS in use:
                 _freeze_statistics(model)
             with mode or contextlib.nullcontext(), torch.set_grad_enabled(backward):
+                before_it: dict[str, Tensor] = {}
                 if AFTER in use:
-                    _train_before(model, leaves)
+                    before_it = _train_before(model, leaves)
                     set_mode(model, training)
                 if backward and {ADDED, DOUBLED} & {*use}:
                     _give_gradients(model)
@@ -127,10 +128,10 @@ def run_trial(
                 left = ["grad mode"] if torch.is_grad_enabled() != backward else []
                 torch.set_grad_enabled(backward)
                 outputs = output.tensors
-                values = {_output_name(i, len(outputs)): y.detach().clone() for i, y in enumerate(outputs)}
+                values = before_it | {_output_name(i, len(outputs)): _as_plain(y) for i, y in enumerate(outputs)}
                 require = [y.requires_grad for y in outputs]
                 others = _call_others(model, leaves, training) if BETWEEN in use else []
-                if cotangent is not None:
+                if cotangent is not None and all(cotangent(i, y).shape == y.shape for i, y in enumerate(outputs)):
                     spoiled = _run_backward(outputs, cotangent, use)
                     spoiled |= _run_backward(others, lambda i, y: 0.5 * cotangent(i, y), use)
             left += changed_settings(found)
@@ -258,15 +259,21 @@ def _half(value: Any) -> Any:
     return copied.mul_(0.5) if copied.is_floating_point() else copied
 
 
-def _train_before(model: nn.Module, leaves: Sequence[Any]) -> None:
-    """Evaluation in inference mode, a training step with its backward, and a training call without one."""
+def _train_before(model: nn.Module, leaves: Sequence[Any]) -> dict[str, Tensor]:
+    """Evaluation in inference mode, whose outputs these are, a training step with its backward, and a training call
+    without one."""
+    found: dict[str, Tensor] = {}
     for training, backward in ((False, False), (True, True), (True, False)):
         set_mode(model, training)
         with torch.set_grad_enabled(backward), torch.inference_mode(not training):
             outputs = take_apart(model(*map(_half, leaves))).tensors
             if roots := [y for y in outputs if y.requires_grad and backward]:
                 torch.autograd.backward(roots, [torch.ones_like(y) for y in roots])
+        if not training:
+            names = (f"{_output_name(i, len(outputs))} in inference mode" for i in range(len(outputs)))
+            found = {name: _as_plain(y) for name, y in zip(names, outputs, strict=True)}
         model.zero_grad(set_to_none=True)
+    return found
 
 
 def _run_backward(outputs: Sequence[Tensor], cotangent: Callable[[int, Tensor], Tensor], use: Sequence[str]) -> bool:
@@ -390,10 +397,18 @@ def _output_name(index: int, count: int) -> str:
     return "output" if count == 1 else f"output[{index}]"
 
 
+def _as_plain(y: Tensor) -> Tensor:
+    """A copy, of no subclass."""
+    copied = y.detach().clone()
+    return copied if type(copied) is Tensor else copied.as_subclass(Tensor)
+
+
 def _kind(value: Tensor) -> str:
     """What is special about a tensor: its class, or attributes of its own that stand before PyTorch's."""
     if type(value) not in (Tensor, nn.Parameter):
-        return type(value).__qualname__
+        return type(value).__qualname__ or "subclass of Tensor"
+    if value.is_inference():
+        return "tensor of inference mode"
     own = sorted(name for name in vars(value) if hasattr(Tensor, name)) if hasattr(value, "__dict__") else []
     return f"Tensor with its own {', '.join(own)}" if own else ""
 
