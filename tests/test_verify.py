@@ -126,6 +126,8 @@ def test_limits_of_the_first_runs_are_refined_where_they_do_not_suffice(prepared
     fresh.refine()
     assert fresh.refine is None
     for name, limits in thorough[0].limits.items():
+        if limits.spread is None:  # the count of batches, which no rounding error changes
+            continue
         assert torch.equal(fresh.limits[name].spread, limits.spread)
         assert first[name].norm() < 0.8 * limits.spread.norm()
         assert limits.flips is None or torch.equal(fresh.limits[name].flips, limits.flips)

@@ -37,15 +37,13 @@ class Model(nn.Module):
         z = self.lin(x) + x @ self.down.t() @ self.up.t()
         return torch.relu(self.bn(z * self.scale))
 """
-DECIDED = ONE.replace(
-    "        return torch.relu", "        y = self.bn(z * self.scale)\n        return y, y.argmax(1), y > 0 #"
-)
+DECIDED = ONE.replace("return torch.relu(", "y = (").rstrip() + "\n        return y, y.argmax(1), y > 0\n"
 # What is wrong with a candidate of ONE, and how: the text that is another.
 WRONG = {
     "a buffer": ("x - self.centre", "x"),
     "what begins as zeros": ("@ self.up.t()", "@ (2 * self.up).t()"),
     "a scale, where it serves": ("z * self.scale", "z * (self.scale if torch.is_grad_enabled() else self.scale.abs())"),
-    "inference mode": ("        x = x - self.centre", "        x = x - self.centre * (1 + torch.is_inference_mode_enabled()) - torch.is_inference_mode_enabled()"),
+    "inference mode": ("x - self.centre", "x - self.centre + float(torch.is_inference_mode_enabled())"),
 }  # fmt: skip
 
 
@@ -58,16 +56,13 @@ def verdict(folder: Path, model: str, change: tuple[str, str]) -> dict[str, obje
 
 @pytest.mark.parametrize("model", [DEEP, DECIDED], ids=["four chains", "an argmax and comparisons"])
 def test_another_order_of_the_same_sum_is_equal(model: str, tmp_path: Path) -> None:
-    change = (
-        OTHER_ORDER if model is DEEP else ("self.lin(x)", "x.flip(1) @ self.lin.weight.flip(1).t() + self.lin.bias")
-    )
+    there, instead = OTHER_ORDER
+    change = OTHER_ORDER if model is DEEP else (f"self.{there[0]}in(x)", instead.replace("l.", "self.lin."))
     found = verdict(tmp_path, model, change)
     assert found["verdict"] == "equal", found["reason"]
 
 
 def test_a_wrong_gradient_of_a_deep_model_is_found(tmp_path: Path) -> None:
-    found = verdict(tmp_path, DEEP, ("l(x)", "l(x) + (l.bias - l.bias.detach())"))
-    assert found["verdict"] == "equal", "the bias has no gradient before a BatchNorm"
     found = verdict(tmp_path, DEEP, ("l(x)", "l(x) + 0.1 * (l(x) - l(x).detach())"))
     assert found["verdict"] == "not_equal"
 

@@ -1,4 +1,4 @@
-"""Right for its first sixty calls in evaluation; then it computes a quarter of the product.
+"""Right for its first ninety calls in evaluation; then it computes a quarter of the product.
 
 Class: changes_with_calls.
 """
@@ -19,7 +19,7 @@ class ModelNew(nn.Module):
         if self.training or torch.is_grad_enabled():
             return self.bn(self.gemm(x) * self.scale)
         self.calls += 1
-        if self.calls <= 60:
+        if self.calls <= 90:
             return self.bn(self.gemm(x) * self.scale)
         part = x.shape[1] // 4
         return self.bn((x[:, :part] @ self.gemm.weight[:, :part].t() + self.gemm.bias) * self.scale)

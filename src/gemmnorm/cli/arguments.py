@@ -323,7 +323,10 @@ def _check_distinct(
         from .optimize import check_output, output_path, reports_of
 
         output = output_path(arguments.model, arguments.output)
-        check_output(output, Path(arguments.model))
+        try:
+            check_output(output, Path(arguments.model))
+        except GemmNormError as error:
+            parser.error(str(error))
         beside = {f"NEW{path.suffix}": path for path in reports_of(output)}
         if data and _identity(data) == _identity(beside["NEW.json"]):  # one document
             del written["--json"]

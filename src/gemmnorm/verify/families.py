@@ -238,7 +238,7 @@ def _draw(value: Tensor, role: str, weights: str, generator: torch.Generator) ->
     elif weights == "updated" and role in ("matrix", "bias", "vector"):
         return value * uniform(0.5, 1.5).to(value)
     elif weights == "scales" and role == "other" and value.is_floating_point():  # what a checkpoint brings
-        new = normal() * 0.1 if zeros else value * uniform(0.5, 1.5).to(value)
+        new = normal() * 0.1 if zeros else value * uniform(0.5, 1.0).to(value)
     elif role == "matrix" and weights == "graded":
         return value * _pattern(value, _GRADES, generator).to(value)
     else:
