@@ -89,7 +89,10 @@ def least(f, rounds):
 
 def cases(dtype):
     """name → (gradients on, call)."""
-    x, grad = torch.randn(BATCH, INNER, dtype=dtype, device=DEVICE), torch.randn(BATCH, FEATURES, dtype=dtype, device=DEVICE)
+    x, grad = (
+        torch.randn(BATCH, INNER, dtype=dtype, device=DEVICE),
+        torch.randn(BATCH, FEATURES, dtype=dtype, device=DEVICE),
+    )
     chain, fused = (make().to(DEVICE, dtype) for make in (Chain, lambda: gemmnorm.fuse(Chain())))
     m = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, dtype=dtype, device=DEVICE)
     frozen = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, dtype=dtype, device=DEVICE).eval()

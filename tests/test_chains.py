@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from emulator import COMPILER, emulated
 from fuse_support import MyLinear, Written, compare
 from support import twin
 from torch import Tensor, nn
 
 import gemmnorm
+from gemmnorm import plan
 from gemmnorm.export.model_new import read_model
 
 
@@ -189,6 +191,26 @@ class PointNet(nn.Module):
 def test_from_one_convolution_to_the_next_nothing_is_copied(calls: list[Any]) -> None:
     compare(PointNet(), torch.randn(4, 3, 7))
     assert len(calls) == 9
+
+
+REORDERED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "transpose": lambda self, x: self.bn(self.gemm(x).transpose(1, 2)).transpose(1, 2),
+    "permute": lambda self, x: self.bn(self.gemm(x).transpose(1, 2)).permute(2, 0, 1),
+    "mT": lambda self, x: self.bn(self.gemm(x).transpose(1, 2)).mT,
+}
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+@pytest.mark.parametrize("name", REORDERED)
+def test_a_result_that_is_only_reordered_lies_as_it_would(name: str) -> None:
+    """The caller may `view` what it makes of it."""
+    original, x = Written(REORDERED[name]), torch.randn(5, 7, 6)
+    fused = gemmnorm.fuse(twin(original))
+    with emulated(plan.chip_for(90, 3)), gemmnorm.set_strategy("cublas_folded_bn"):
+        y, like = fused(x), original(x)
+    assert gemmnorm.fuse_report(fused, calls=True).matches[0].calls.fused == 1  # type: ignore[union-attr]
+    assert y.stride() == like.stride()
+    torch.testing.assert_close(y, like, rtol=1e-4, atol=1e-5)
 
 
 def test_a_result_that_leaves_lies_as_it_would(calls: list[Any]) -> None:

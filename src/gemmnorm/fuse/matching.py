@@ -57,11 +57,12 @@ _NORMALISED: dict[Any, tuple[tuple[int, ...], ...]] = {
 }  # fmt: skip
 _PRODUCTS = (operator.matmul, torch.matmul, torch.mm, torch.addmm, torch.bmm, torch.einsum, "matmul", "mm", "addmm")
 _FUNCTIONS = {F.linear: "nn.Linear", F.conv1d: "nn.Conv1d", F.conv2d: "nn.Conv2d"}
-# What takes a value however it lies in memory, and after which every `view` works that would work otherwise.
+# What takes a value however it lies in memory, and gives the same; and what lays it out otherwise, for those after it.
 _TAKES_ANY_STRIDES = {
     *("max", "amax", "min", "amin", "mean", "sum", "logsumexp"),
-    *("transpose", "permute", "swapaxes", "mT", "contiguous", "reshape", "flatten"),
+    *("contiguous", "reshape", "flatten"),
 }
+_REORDERS = {"transpose", "permute", "swapaxes", "mT"}
 
 
 @dataclass(frozen=True)
@@ -344,6 +345,8 @@ def _with_strides(found: Found, all_found: list[Found]) -> Found:
             name = user.args[1] if user.target is getattr else getattr(user.target, "__name__", "")
         else:
             name = user.target if user.op == "call_method" else None
+        if name in _REORDERS:  # a `view` of it works or not by how it lies
+            return bool(user.users) and all(map(takes_any, user.users))
         return (found.result, user) in inputs or name in _TAKES_ANY_STRIDES
 
     if found.chain.is_plain or not users or not all(map(takes_any, users)):
