@@ -79,10 +79,7 @@ def main() -> None:
                 try:
                     measure(options.rows, options.width, dtype, fused, mode)
                 except Exception as error:
-                    print(
-                        f"{dtype} {'fused' if fused else 'plain'} {mode}: {type(error).__name__}: {str(error)[:300]}",
-                        flush=True,
-                    )
+                    print(f"{dtype} {'fused' if fused else 'plain'} {mode}: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
 
 if __name__ == "__main__":

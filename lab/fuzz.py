@@ -25,27 +25,7 @@ def problem(seed):
     name = r.choice(list(DTYPES))
     strategy = r.choice(["one_kernel"] * 3 + ["gemm_stats_apply", "cublas_bn", "cublas_folded_bn"])
     multiple = 8 if strategy in plan.OWN_GEMM else r.choice([1, 2, 4, 8])
-    batch = r.choice(
-        [
-            *([2, 3] if name != "tf32" else []),
-            63,
-            64,
-            65,
-            127,
-            128,
-            129,
-            191,
-            192,
-            193,
-            256,
-            257,
-            320,
-            384,
-            513,
-            2049,
-            r.randint(2, 700),
-        ]
-    )
+    batch = r.choice([*([2, 3] if name != "tf32" else []), 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 320, 384, 513, 2049, r.randint(2, 700)])
     inner, features = (multiple * r.randint(1, 400 // multiple) for _ in range(2))
     options = {
         "bias": r.random() < 0.5,

@@ -1,6 +1,6 @@
 """Statistics by the Gram matrix of x: errors against float64 and times, beside the best other candidates.
 
-PYTHONPATH=src python lab/gram_check.py [BATCHxINxOUT …]
+    PYTHONPATH=src python lab/gram_check.py [BATCHxINxOUT …]
 """
 
 from __future__ import annotations
@@ -63,11 +63,7 @@ def exact(given, dtype):
 def check(sizes, kind, dtype="bfloat16", tile=(256, 128)):
     problem = described(sizes, dtype, save=True)
     every = [c for c in candidates.candidates(problem) if c.refusal is None]
-    gram = next(
-        c
-        for c in every
-        if getattr(c.variant, "schedule", "") == "gram" and (c.variant.tile.rows, c.variant.tile.columns) == tile
-    )
+    gram = next(c for c in every if getattr(c.variant, "schedule", "") == "gram" and (c.variant.tile.rows, c.variant.tile.columns) == tile)
     args, given = inputs(problem, kind)
     scalars = binding.scalars(problem, given["scale"], 1.0, 0.1, 1e-5)
     torch.full((1 << 28,), float("nan"), device="cuda")
@@ -83,19 +79,13 @@ def check(sizes, kind, dtype="bfloat16", tile=(256, 128)):
     a = args[0].double() @ args[1].double().t()
     offset = kept[2:].repeat_interleave(64, 0)[: problem.batch]
     stored = float(((product.double() + offset.double()) - a).norm() / (a - mean).norm())
-    print(
-        f"{sizes} {dtype} {kind:9s} {tile} error {error(y):.2e} eager {error(eager):.2e} rstd {rstd:.1e} mean {centre:.1e} "
-        f"product {stored:.1e} same bits {same} counted {int(given['num_batches_tracked'])}",
-        flush=True,
-    )
+    print(f"{sizes} {dtype} {kind:9s} {tile} error {error(y):.2e} eager {error(eager):.2e} rstd {rstd:.1e} mean {centre:.1e} "
+          f"product {stored:.1e} same bits {same} counted {int(given['num_batches_tracked'])}", flush=True)
 
 
 def times(sizes, save):
     problem = described(sizes, save=save)
-    every = sorted(
-        (c for c in candidates.candidates(problem) if c.refusal is None and c.strategy != "cublas_bn"),
-        key=lambda c: c.cost(),
-    )
+    every = sorted((c for c in candidates.candidates(problem) if c.refusal is None and c.strategy != "cublas_bn"), key=lambda c: c.cost())
     gram = [c for c in every if getattr(c.variant, "schedule", "") == "gram"][:3]
     others = [c for c in every if c not in gram][:5]
     args, given = inputs(problem)

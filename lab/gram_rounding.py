@@ -71,7 +71,9 @@ def main():
                 worst.setdefault(name, []).append(figures)
         for name, seeds in worst.items():
             product, now, before, share = torch.tensor(seeds).T
-            print(f"{name:22} {rows:5} {product.max():9.5f} {now.max():9.5f} {share.mean():7.0%} {before.max():9.5f}")
+            print(
+                f"{name:22} {rows:5} {product.max():9.5f} {now.max():9.5f} {share.mean():7.0%} {before.max():9.5f}"
+            )
 
 
 if __name__ == "__main__":

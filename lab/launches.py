@@ -37,10 +37,7 @@ def main():
         grad = torch.randn(batch, out, device="cuda", dtype=DTYPES[precision])
 
         def call():
-            with (
-                gemmnorm.set_strategy(None if strategy == "auto" else strategy),
-                torch.set_grad_enabled(phase == "step"),
-            ):
+            with gemmnorm.set_strategy(None if strategy == "auto" else strategy), torch.set_grad_enabled(phase == "step"):
                 y = module(x)
                 if phase == "step":
                     y.backward(grad)
@@ -58,9 +55,7 @@ def main():
             times.setdefault(event.name, []).append(event.device_time_total)
         print(f"{case} {precision} {strategy} {phase}")
         for name, values in times.items():
-            if not name.startswith(
-                "void at::native::vectorized_elementwise_kernel<16, at::native::FillFunctor<unsigned"
-            ):
+            if not name.startswith("void at::native::vectorized_elementwise_kernel<16, at::native::FillFunctor<unsigned"):
                 print(f"  {statistics.median(values):9.1f} us  {len(values) / calls:4.1f} x  {name[:100]}")
 
 

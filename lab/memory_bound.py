@@ -1,6 +1,6 @@
 """Bandwidth of each memory-bound kernel alone, beside PyTorch's `relu_` and `sum` of a tensor of that size.
 
-PYTHONPATH=src python lab/memory_bound.py [BATCHxOUTxDTYPE …]
+    PYTHONPATH=src python lab/memory_bound.py [BATCHxOUTxDTYPE …]
 """
 
 from __future__ import annotations
@@ -38,15 +38,7 @@ def measure(text):
         ("forward", True, None), ("forward", True, "relu"), ("forward", False, None), ("backward", True, None), ("backward", True, "relu")
     ):  # fmt: skip
         problem = plan.Problem(
-            batch,
-            8,
-            features,
-            *[dtype] * 4,
-            arithmetic,
-            activation,
-            chip=plan.chip_for(90, 132),
-            training=training,
-            save=phase == "backward",
+            batch, 8, features, *[dtype] * 4, arithmetic, activation, chip=plan.chip_for(90, 132), training=training, save=phase == "backward"
         )
         made = backward(problem) if phase == "backward" else cublas.forward(problem, "cublas_folded_bn")
         given = timed.tensors(problem, phase, "cuda")

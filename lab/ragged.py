@@ -1,6 +1,6 @@
 """Rows and features that fill no tile: the planner's first choices, beside the bare product, in µs.
 
-PYTHONPATH=src python lab/ragged.py [BATCHxINxOUT …]
+    PYTHONPATH=src python lab/ragged.py [BATCHxINxOUT …]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which columns of the benchmark's own data have the largest error, and what is special about them.
 
-PYTHONPATH=src python lab/worst.py [case] [precision]        on a GPU
+    PYTHONPATH=src python lab/worst.py [case] [precision]        on a GPU
 """
 
 import sys
@@ -16,9 +16,7 @@ prepared = prepare(cell, torch.device("cuda"))
 eager, x = prepared.eager, prepared.x
 with torch.no_grad():
     a = x.double() @ eager.gemm.weight.double().t()
-    scale = (
-        eager.scale.double() if eager.has_scale else torch.ones(case.out_features, device="cuda", dtype=torch.float64)
-    )
+    scale = eager.scale.double() if eager.has_scale else torch.ones(case.out_features, device="cuda", dtype=torch.float64)
     gamma, beta = eager.bn.weight.double(), eager.bn.bias.double()
     mean, var = a.mean(0), a.var(0, unbiased=False)
     slope = gamma * scale * (scale * scale * var + eager.bn.eps).rsqrt()

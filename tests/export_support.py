@@ -9,6 +9,19 @@ import torch
 from gemmnorm import export as exporting
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+# Around a class `Model(width)`: a model file of 24 inputs.
+HEAD, INPUTS = (
+    "import torch\nfrom torch import nn\n",
+    "def get_inputs():\n    return [torch.randn(16, 24)]\ndef get_init_inputs():\n    return [24]\n",
+)
+
+
+def written(folder: Path, model: str) -> str:
+    """The text of a written file of `model`, which stands between `HEAD` and `INPUTS`."""
+    (folder / "model.py").write_text(HEAD + model + INPUTS)
+    exporting.export(folder / "model.py", folder / "new.py")
+    return (folder / "new.py").read_text()
+
 
 NESTED = """
 import torch

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import gemmnorm
 from gemmnorm import plan
 from gemmnorm.errors import GemmNormRuntimeError
+from gemmnorm.op import autograd
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 STRATEGIES = ("one_kernel", "gemm_stats_apply", "cublas_folded_bn", "cublas_bn")
@@ -64,6 +65,8 @@ def model() -> nn.Sequential:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_may_give_back_other_places_of_memory_and_rounded_numbers(name: str, strategy: str) -> None:
+    if name == "quantised" and autograd._hooks is None:
+        pytest.skip("PyTorch 2.4 does not say that there are hooks")
     *hooks, tolerance = HOOKS[name]
     original, x, grad = model(), torch.randn(70, 64), torch.randn(70, 48)
     fused = gemmnorm.fuse(twin(original))

@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from export_support import written
 from torch import Tensor, nn
 
 import gemmnorm
 from gemmnorm.errors import GemmNormValueError
-from gemmnorm.export import export
 from gemmnorm.export.hub import check_hub_folder
 
-HEAD, INPUTS = (
-    "import torch\nfrom torch import nn\n",
-    ("def get_inputs():\n    return [torch.randn(16, 24)]\ndef get_init_inputs():\n    return [24]\n"),
-)
 ONE = """
 class Model(nn.Module):
     def __init__(self, width, act="leaky_relu", shape=(24,)):
@@ -66,12 +62,6 @@ class Model(nn.Module):
         return x
 ''',
 }  # fmt: skip
-
-
-def written(folder: Path, model: str) -> str:
-    (folder / "model.py").write_text(HEAD + model + INPUTS)
-    export(folder / "model.py", folder / "new.py")
-    return (folder / "new.py").read_text()
 
 
 def loaded(text: str) -> dict[str, Any]:

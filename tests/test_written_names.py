@@ -9,14 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from export_support import HEAD, written
 
 from gemmnorm.errors import GemmNormValueError
-from gemmnorm.export import export
 
-HEAD, INPUTS = (
-    "import torch\nfrom torch import nn\n",
-    "def get_inputs():\n    return [torch.randn(16, 24)]\ndef get_init_inputs():\n    return [24]\n",
-)
 BLOCK = """
 class Block(nn.Module):
     def __init__(self, width):
@@ -37,12 +33,6 @@ class Model(nn.Module):
 
 def indented(text: str) -> str:
     return "\n".join("    " + line for line in text.splitlines())
-
-
-def written(folder: Path, model: str) -> str:
-    (folder / "model.py").write_text(HEAD + model + INPUTS)
-    export(folder / "model.py", folder / "new.py")
-    return (folder / "new.py").read_text()
 
 
 def the_same(text: str) -> bool:

@@ -99,10 +99,10 @@ def linear_scale_batch_norm(
         y [B, O], of the dtype that the chain of PyTorch ops would return, under autocast too.
 
     Raises:
-        GemmNormValueError: a wrong shape, or one row in training mode (a `ValueError`, as in BatchNorm1d; where it is
-            the product that does not fit, also a `RuntimeError`, as in F.linear), or ranks that differ in the number
-            of features.
-        GemmNormTypeError: dtypes or devices that do not go together (a `TypeError`, and a `RuntimeError` as above).
+        GemmNormValueError: a wrong shape (also a `RuntimeError`, as in F.linear and F.batch_norm), one row in training
+            mode (a `ValueError`, as in BatchNorm1d), a momentum below 0, or ranks that differ in out_features.
+        GemmNormTypeError: no tensors, or dtypes or devices that do not go together (of x and weight also a
+            `RuntimeError`).
 
     Examples:
         >>> x, weight = torch.randn(32, 128), torch.randn(256, 128)

@@ -65,7 +65,7 @@ class LinearScaleBatchNorm(torch.autograd.Function):
         if isinstance(call, Call):
             hooked = _hooks is not None and _hooks(True) is not None  # others see it, and may give something else back
             kept = call.to_save(kept, hooked)
-            ctx.memory = None if hooked else _memory_of(weight)
+            ctx.weight, ctx.memory = id(weight), _memory_of(weight)
         ctx.save_for_backward(x, weight, bias, scale, bn_weight, bn_bias, *kept[:2])
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -84,7 +84,8 @@ class LinearScaleBatchNorm(torch.autograd.Function):
         # Compiled autograd has to see the operator; so has `vmap`, which then asks for one gradient after the other.
         if isinstance(call, Call) and (torch.compiler.is_compiling() or not _has_storage(grad)):
             saved[6:], call = call.unpacked(saved[6:]), Operator(call.options, call.dtypes)
-        if isinstance(call, Call) and ctx.memory is not None and _memory_of(saved[1]) != ctx.memory:
+        # The same tensor, which no hook has given back, in other memory.
+        if isinstance(call, Call) and id(saved[1]) == ctx.weight and _memory_of(saved[1]) != ctx.memory:
             raise GemmNormRuntimeError(
                 "weight: its `data` was exchanged since the forward; what it was multiplied by is not there any more"
             )
