@@ -25,6 +25,11 @@ from gemmnorm.runtime import call as runtime
 BATCH, INNER, FEATURES = 6, 4, 8
 
 
+class Turned(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return -super().forward(input)
+
+
 class Primed:
     """A module that has been called: `is_cached(run)` says whether all calls in `run` took what was prepared then."""
 
@@ -73,6 +78,25 @@ def test_a_call_like_an_earlier_one_is_cached(monkeypatch):
     assert primed.module._call.fused == primed.taken  # every call counts
 
 
+def test_a_class_that_computes_what_a_linear_does_is_cached(monkeypatch):
+    class Derived(nn.Linear):
+        """Adds nothing that runs."""
+
+    class Alike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(FEATURES, INNER)), nn.Parameter(torch.randn(FEATURES))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    for linear in (Derived(INNER, FEATURES), Alike()):
+        primed = Primed(monkeypatch)
+        model = gemmnorm.fuse(nn.Sequential(linear, nn.BatchNorm1d(FEATURES)))
+        assert not primed.is_cached(lambda model=model, x=primed.x: model(x))
+        assert primed.is_cached(lambda model=model, x=primed.x: model(x))
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "rows": lambda p: setattr(p, "x", torch.randn(BATCH + 1, INNER)),
     "strides": lambda p: setattr(p, "x", torch.randn(INNER, BATCH).t()),
@@ -91,7 +115,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook of the Linear": lambda p: p.module.gemm.register_forward_hook(lambda *_: None),
     "a hook before the BatchNorm": lambda p: p.module.bn.register_forward_pre_hook(lambda *_: None),
     "a forward of its own": lambda p: setattr(p.module.gemm, "forward", p.module.gemm.forward),
-    "a class derived later": lambda p: setattr(p.module.gemm, "__class__", type("Derived", (nn.Linear,), {})),
+    "a class derived later": lambda p: setattr(p.module.gemm, "__class__", Turned),
     "a strategy": lambda p: gemmnorm.set_strategy("cublas_bn"),
     "whether products are kept": lambda p: gemmnorm.set_keep_product(True),
     "everything forgotten": lambda p: runtime.forget(),

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from . import activations, plan
 from .children import (
     NORMS,
-    POINTWISE,
     channels_last,
     dimensions,
     from_rows,
@@ -188,11 +187,12 @@ class ChainCall:
         if around is None or not (self.chosen and fusion_is_on()) or _global_hooks():
             return None
         convolution: tuple[Any, ...] = ()
-        cls: type[nn.Module] = type(linear)
-        if cls is not nn.Linear:
-            if cls not in POINTWISE:
+        if type(linear) is not nn.Linear:
+            product = product_class(linear)
+            if product is None:
                 return None
-            convolution = product_class(linear), x.dtype == torch.float32 and convolutions_differ()
+            if product is not nn.Linear:
+                convolution = product, x.dtype == torch.float32 and convolutions_differ()
         if type(bn) not in NORMS:
             return None
         norm = bn.__dict__  # read once: an attribute of a module costs more

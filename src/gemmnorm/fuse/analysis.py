@@ -15,7 +15,9 @@ from torch import fx, nn
 
 from .. import children
 from ..errors import GemmNormTypeError
-from . import comparing, giving, guards, lines, matching, optional, outside, spanning, structure, tracing, writing
+from . import (
+    comparing, giving, guards, lines, matching, optional, outside, places, spanning, structure, tracing, writing,
+)  # fmt: skip
 from .beside import recording_alone
 from .matching import Chain, Refusal
 from .scanning import Untraceable, in_a_line
@@ -53,6 +55,7 @@ class OwnerPlan:
             exchanges that.
         kinds: (path as names, class, what it counts as) of the children that the chains compute.
         forms: what `forward` does, by which of its parameters are given.
+        places: where the modules are that its text names (`places.found`).
     """
 
     path: str
@@ -71,6 +74,7 @@ class OwnerPlan:
     signature: str = ""
     forwarded: str = ""
     forms: tuple[Form, ...] = ()
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     base: str = ""
 
     def forward_source(
@@ -229,7 +233,8 @@ def plan_of(owner: nn.Module, path: str = "", records: Records | None = None) ->
         with _refusing():
             plan = _plan_of_traces(path, owner, records, pair)
         if plan.chains:
-            return _with_further_forms(plan, owner, records)
+            plan = _with_further_forms(plan, owner, records)
+            return replace(plan, places=places.found(owner, plan.forward_source("call")))
         train, _ = pair
         if plan.refusals or not train.whole or not _may_hold_chain(owner):
             return plan

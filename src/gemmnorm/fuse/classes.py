@@ -32,6 +32,7 @@ from torch import nn
 from ..chain import ChainCall
 from ..errors import GemmNormRuntimeError, GemmNormWarning
 from ..runtime.traced import traced_as_constant
+from . import places
 from .analysis import OwnerPlan, analyse, check_is_module, plan_of
 from .beside import one_at_a_time
 from .comparing import KEPT
@@ -212,10 +213,9 @@ def _drop_idle_forward(module: nn.Module) -> None:
 def _forward(plan: OwnerPlan) -> Callable[..., Any]:
     """The function that `plan` describes; equal owners share one, and with it what torch.compile made of it."""
     calls = {chain: f"self.{_KEY}.calls[{i}]" for i, chain in enumerate(plan.chains)}
-    separator = ", " if plan.forwarded else ""
-    source = plan.forward_source(
-        lambda chain: calls[chain], f"not self.{_KEY}.holds_for(self)", f"self.{_KEY}.original(self{separator}{{}})"
-    )
+    original = f"self.{_KEY}.original(self{', ' if plan.forwarded else ''}{{}})"
+    source = plan.forward_source(lambda chain: calls[chain], f"not self.{_KEY}.holds_for(self)", original)
+    source = places.looked_up(source, plan.places, f"return {original.format(plan.forwarded)}")
     # The recorded names belong to the function, so they are part of what makes two of them equal.
     # Those of kept containers say what is in there.
     names = ((name, 0 if name.startswith(KEPT) else id(value)) for name, value in plan.namespace.items())

@@ -50,11 +50,11 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 def child_names(owner: nn.Module) -> tuple[Any, ...]:
     """Names of the children that are not None, those inside of lists and dictionaries of modules included."""
-    return tuple(
+    return tuple([  # at every call: a list is faster than a generator
         (name, child_names(child)) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else name
         for name, child in owner._modules.items()
         if child is not None
-    )
+    ])  # fmt: skip
 
 
 def written(function: types.FunctionType) -> tuple[Any, ...]:
@@ -100,20 +100,24 @@ def is_as_recorded(owner: nn.Module, plan: OwnerPlan) -> bool:
 def _still(owner: nn.Module, assumed: Assumed) -> bool:
     path, cls, attributes, inner, runs = assumed
     module: Any = below(owner, path)
-    if module is None or original_class(module) is not cls:
+    if type(module) is not cls and (module is None or original_class(module) is not cls):
         return False
-    if not runs and not (children.is_untouched(module) and child_names(module) == inner):
+    if not runs and not (
+        children.is_untouched(module)
+        and module.training == owner.training
+        and ((not inner and not module._modules) or child_names(module) == inner)
+    ):
         return False
-    if not runs and module.training != owner.training:
-        return False
-    return all(getattr(module, name) == value for name, value in attributes)
+    return not attributes or all(getattr(module, name) == value for name, value in attributes)
 
 
 def below(owner: nn.Module, path: str) -> nn.Module | None:
     """The descendant at `path`, None where there is none."""
     module: nn.Module | None = owner
     for name in path.split("."):
-        module = None if module is None else module._modules.get(name)
+        if module is None:
+            break
+        module = module._modules.get(name)
     return module
 
 
