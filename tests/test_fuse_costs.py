@@ -86,8 +86,8 @@ def test_a_mode_asks_only_what_it_needs() -> None:
     model.gain, model.other = 2.0, 3.0  # type: ignore[assignment]
     fused: Any = gemmnorm.fuse(model)
     text = text_of(fused)
-    assert "or self.training and (type(self.gain) is not float or self.gain != 2.0)" in text
-    assert "or not self.training and (type(self.other) is not float or self.other != 3.0)" in text
+    assert "(self.training and (type(self.gain) is not float or self.gain != 2.0))" in text
+    assert "(not self.training and (type(self.other) is not float or self.other != 3.0))" in text
     (call, *_) = fused._gemmnorm.calls
     for training, changed, unfused in ((False, "gain", 0), (True, "other", 1), (True, "gain", 2)):
         fused.train(training)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from . import activations, plan
 from .children import (
     NORMS,
+    POINTWISE,
     channels_last,
     dimensions,
     from_rows,
@@ -59,12 +60,10 @@ _global_hooks = getattr(nn.modules.module, "_has_any_global_hook", lambda: False
 class _Known(NamedTuple):
     """What was found out for a call, for later ones of its `_state` whose operands the `call` serves.
 
-    reason: why the modules run one by one; None: they are one operation, which `call.run` computes.
     product: the class whose x has to be laid out as rows for it; None: x is a matrix.
     """
 
     call: CachedCall
-    reason: str | None
     product: type[nn.Module] | None
 
     def by_rows(self, operands: Operands, view: View | None, any_strides: bool) -> Tensor:
@@ -124,16 +123,22 @@ class ChainCall:
         """
         state, scale = None, read_scale(x, scale)
         if is_plain_tensor(x) and not torch.compiler.is_compiling():
+            product: Any = type(linear)
+            if product in POINTWISE and process_group is None and self.chosen and fusion_is_on():
+                # Asked first: what is not fused is to lose no time.
+                features: Any = linear.out_channels
+                fits = x.dim() == dimensions(product)
+                apart = _positions_apart(x, product, features, bn, any_strides) if fits else None
+                if apart is not None:
+                    self.unfused[apart] += 1
+                    return self._one_by_one(x, linear, bn, scale, view, activation)
             how = (view is None, ranks, any_strides, keep_product, process_group)
             state = self._state(x, linear, bn, scale, activation, how)
             known = self._known.get(state)
             if known is not None and known.call.serves(operands := _operands(x, _kept_tensors(linear, bn), bn, scale)):
-                if known.reason is not None:
-                    self.unfused[known.reason] += 1
-                    return self._one_by_one(x, linear, bn, scale, view, activation)
                 self.fused += 1
                 return known.call.run(operands) if known.product is None else known.by_rows(operands, view, any_strides)
-        product: Any = product_class(linear)  # None has its reason
+        product = product_class(linear)  # None has its reason
         reason = "the scale is None" if scale is None and self.scaled else self._in_the_way(linear, product, bn)
         if reason is not None:
             state = None
@@ -147,8 +152,6 @@ class ChainCall:
         if reason is not None:
             if process_group is not None and bn.training and synchronises(process_group):
                 raise GemmNormRuntimeError(f"process_group: {reason}, and so the statistics are not synchronised")
-            if state is not None:
-                self._remember(state, kept_call(_operands(x, tensors, bn, scale), _never), reason, None)
             return self._one_by_one(x, linear, bn, scale, view, activation)
         group = (process_group or _group_of(bn)) if bn.training else None  # as nn.SyncBatchNorm
         rows, given = x, tensors
@@ -163,7 +166,7 @@ class ChainCall:
         found = cached_call(operands, options, group) if state is not None else None
         if found is not None:
             kept = found if is_matrix else kept_call(_operands(x, given, bn, scale), found.run)
-            self._remember(state, kept, None, None if is_matrix else product)
+            self._remember(state, kept, None if is_matrix else product)
         y = call(operands, options, group) if found is None else found.run(operands)
         if not is_matrix:
             y = _laid_out(from_rows(y, x, product), view, any_strides)
@@ -208,12 +211,10 @@ class ChainCall:
             norm["num_features"], activation, None if isinstance(scale, Tensor) else scale, *how, group, *convolution,
         )  # fmt: skip
 
-    def _remember(
-        self, state: tuple[Any, ...] | None, call: CachedCall, reason: str | None, product: type[nn.Module] | None
-    ) -> None:
+    def _remember(self, state: tuple[Any, ...] | None, call: CachedCall, product: type[nn.Module] | None) -> None:
         if len(self._known) >= _KEPT:
             self._known.clear()
-        self._known[state] = _Known(call, reason, product)
+        self._known[state] = _Known(call, product)
 
     def _in_the_way(self, linear: nn.Module, product: type[nn.Module] | None, bn: nn.Module) -> str | None:
         """Why the modules must run one by one whatever the tensors are."""
@@ -315,11 +316,6 @@ def _group_of(bn: nn.BatchNorm1d | nn.SyncBatchNorm) -> Any:
     return bn.process_group or dist.group.WORLD
 
 
-def _never(_: Operands) -> Tensor:
-    """`run` of a call that is none: the modules run one by one."""
-    raise AssertionError("the modules run one by one")
-
-
 def _laid_out(y: Tensor, view: View | None, any_strides: bool) -> Tensor:
     y = y if view is None else view(y)
     return y if any_strides or y.dim() != 3 else y.contiguous()  # as BatchNorm1d gives it
@@ -386,13 +382,18 @@ def _no_matrix(x: Tensor, product: type[nn.Module], weight: Tensor, bn: nn.Modul
     """x is not to be multiplied as rows. For a convolution that is where copying it costs more than is saved."""
     if not is_plain_tensor(weight):
         return f"the weight is a {type(weight).__name__}"
-    if product is nn.Linear:
-        return None
+    return None if product is nn.Linear else _positions_apart(x, product, weight.shape[0], bn, any_strides)
+
+
+def _positions_apart(
+    x: Tensor, convolution: type[nn.Module], features: int, bn: nn.Module, any_strides: bool
+) -> str | None:
+    """A convolution's x is not to be multiplied as rows, one for each position."""
     if isinstance(bn, nn.SyncBatchNorm):
         return "the ranks would have to agree how a convolution's x lies in memory"
     if x.is_cuda and x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda") and convolutions_differ():
         return "PyTorch's switches allow TF32 to products or to convolutions, not to both"
-    if channels_last(x) or (product is nn.Conv1d and any_strides and x.shape[1] <= weight.shape[0]):
+    if channels_last(x) or (convolution is nn.Conv1d and any_strides and x.shape[1] <= features):
         return None
     return "x does not lie channels last"
 

@@ -162,4 +162,4 @@ def from_rows(rows: Tensor, x: Tensor, product: type[nn.Module]) -> Tensor:
 
 def channels_last(x: Tensor) -> bool:
     """x [N, C, ...] lies in memory as [N, ..., C]."""
-    return x.movedim(1, -1).is_contiguous() and not x.is_contiguous()
+    return not x.is_contiguous() and x.movedim(1, -1).is_contiguous()

@@ -16,6 +16,7 @@ Read in this order:
 - `suite.py`        a suite of cells → a result file
 - `random_problems.py`  problems drawn from a seed, and what a result file of them says
 - `model_files.py`  MODEL.py and replacements of it → a result file
+- `products.py`     the matrix products of a model, for the bare GEMMs beside it
 - `candidates.py`   every candidate of the planner beside the others
 - `tuning.py`       what beats the planner's choices on this GPU → its table
 - `comparison.py`   a result file against an older one

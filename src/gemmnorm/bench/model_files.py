@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import gemmnorm
@@ -32,9 +31,11 @@ from ..userfiles import (
     ModelFile,
     ModelFileError,
     Outcome,
+    functions,
     load_candidate_file,
     load_model_file,
     progress,
+    replaced,
     run_isolated,
     without_dropout,
 )
@@ -42,6 +43,7 @@ from . import accuracy, cases, timing
 from .cases import PHASES
 from .documents import Document, new_document
 from .environment import current, default_device, environment
+from .products import Products
 from .spans import Replays, SpansError, disagreement
 from .timing import CudaClock, Variant, WallClock
 
@@ -109,7 +111,7 @@ def bench_files(
         outcome = _timed(str(model_path), able, options, left, tell)
         subject = outcome.last.get("subject", "model")
         if not outcome.ok and subject != "model":
-            gone[subject] = f"{outcome.status} while {outcome.stage}"
+            gone[subject] = outcome.why() if outcome.names_the_file else f"{outcome.status} while {outcome.stage}"
         if not outcome.ok:
             why_gone.append(outcome.why())
         if outcome.ok or subject not in able or time.monotonic() - begin > time_limit / 2:
@@ -145,39 +147,6 @@ def _timed(
 # --- the child -------------------------------------------------------------------------------------------------------
 
 
-class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operands' shapes, layouts and dtype of every matrix product that runs inside."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            a, b = args[-2:]
-            self.found.append((a, b))
-        return func(*args, **(kwargs or {}))
-
-    def flops(self) -> float:
-        """Multiplications and additions of all products."""
-        return sum(2.0 * a.shape[0] * a.shape[1] * b.shape[1] for a, b in self.found)
-
-    def replay(self) -> Callable[[], object]:
-        """A function that computes the same products on random numbers of the same layout."""
-        pairs = [(_like(a), _like(b)) for a, b in self.found]
-        return lambda: [torch.mm(a, b) for a, b in pairs]
-
-
-def _like(tensor: Tensor) -> Tensor:
-    transposed = tensor.stride(0) == 1 and tensor.stride(1) != 1
-    rows, columns = tensor.shape
-    if transposed:
-        return torch.randn(columns, rows, device=tensor.device).to(tensor.dtype).t()
-    return torch.randn(rows, columns, device=tensor.device).to(tensor.dtype)
-
-
 @dataclass
 class _Subject:
     """One thing to time: its kind ("eager", "compile", "fused", "candidate"), the module, the strategy around it."""
@@ -190,13 +159,14 @@ class _Subject:
 
 @dataclass
 class _Run:
-    """State of a child: what it was given and what it has found out."""
+    """State of a child: what it was given and what it has found out. `written`: PyTorch's functions, as they were."""
 
     options: FileOptions
     device: torch.device
     inputs: list[Any]
     state: dict[str, Tensor]
     clock: WallClock | CudaClock
+    written: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -217,7 +187,7 @@ def _measured(model_path: str, candidate_paths: list[str], chosen: FileOptions, 
     model = spec.build(0).to(device)
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
     inputs = [tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, item) for item in spec.inputs(0)]
-    run = _Run(chosen, device, inputs, state, timing.clock_for(device))
+    run = _Run(chosen, device, inputs, state, timing.clock_for(device), functions())
     progress({"stage": f"running {model_path} once", "subject": "model"})
     first_s = _first_call(spec, model, run)
     subjects = [_Subject("eager", "eager", model)]
@@ -306,8 +276,17 @@ def _candidate(path: str, spec: ModelFile, run: _Run) -> _Subject | None:
         module.load_state_dict(run.state)
     except Exception as error:
         run.failed[path] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"  # the names of keys, too
-        return None
-    return _Subject(path, "candidate", module)
+        module = None
+    _look_for_patches(run, path)
+    return None if module is None else _Subject(path, "candidate", module)
+
+
+def _look_for_patches(run: _Run, path: str) -> None:
+    """Raise where `path` has put functions in the place of PyTorch's: the others are timed without it then."""
+    if names := replaced(run.written):
+        text = f"replaces {', '.join(names[:5])}{', …' * (len(names) > 5)}, which the others are timed by"
+        progress({"stage": text, "subject": path})
+        raise ModelFileError(f"{path} {text}")
 
 
 def _runner(module: nn.Module, inputs: list[Any], phase: str) -> Callable[[], object]:
@@ -386,19 +365,26 @@ def _interleave(
 ) -> timing.Timings:
     """Sample the floors and the subjects side by side, saying at each step whose code is running."""
     variants = [*floors, *(_variant(s, phase, inputs, run) for s in subjects)]
-    candidates = {s.name for s in subjects if s.kind == "candidate"}
+    candidates = [s.name for s in subjects if s.kind == "candidate"]
+    begun: list[str] = []  # whose code has run first, one after the other
 
     def tell(text: str) -> None:
         name = text.removeprefix("warming up ")
+        if begun and begun[-1] in candidates:
+            _look_for_patches(run, begun[-1])
+        begun.append(name)
         progress({"stage": f"{phase}: {text}", "subject": name if name in candidates else "timing"})
 
     limit_s = max(run.options.limit_s - (time.monotonic() - run.started), 1.0)
     peers = [s.name for s in subjects if s.kind in PEERS]
     decide = [(s.name, peer) for s in subjects if s.kind not in PEERS for peer in peers]
     budget_s = run.options.budget_s
-    return timing.interleave(
+    times = timing.interleave(
         variants, run.clock, budget_s=budget_s, min_samples=3, limit_s=limit_s, on_progress=tell, decide=decide
     )
+    for name in candidates:
+        _look_for_patches(run, name)
+    return times
 
 
 def _variant(subject: _Subject, phase: str, inputs: list[Any], run: _Run) -> Variant:
@@ -474,6 +460,8 @@ def _errors(subjects: list[_Subject], run: _Run, phase: str) -> dict[str, float]
             continue
         finally:
             s.module.load_state_dict(run.state)
+            if s.kind == "candidate":
+                _look_for_patches(run, s.name)
         floor = 64 * torch.finfo(got[0].dtype).eps if got and got[0].is_floating_point() else 0.0
         if "eager" in found and not found[s.name] <= _BOUNDARY * found["eager"] + floor:
             run.failed[s.name] = (

@@ -16,7 +16,18 @@ from torch import fx, nn
 from .. import children
 from ..errors import GemmNormTypeError
 from . import (
-    comparing, giving, guards, lines, matching, optional, outside, places, spanning, structure, tracing, writing,
+    comparing,
+    giving,
+    guards,
+    lines,
+    matching,
+    optional,
+    outside,
+    places,
+    spanning,
+    structure,
+    tracing,
+    writing,
 )  # fmt: skip
 from .beside import recording_alone
 from .matching import Chain, Refusal

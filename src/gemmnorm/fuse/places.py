@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Container, Iterator, Mapping
 
 from torch import nn
@@ -98,7 +99,7 @@ class _Exchange(ast.NodeTransformer):
         for count in range(1, len(names) + 1):  # those on the way first
             above = names[:count]
             if above not in self.variables:
-                variable = "_".join(("self", *above))
+                variable = re.sub(r"\W", "_", "_".join(("self", *above)))
                 while variable in self.taken or variable in self.variables.values():
                     variable += "_"
                 self.variables[above] = variable

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GemmNormRuntimeError
+from ..runtime import casts
 from ..runtime.call import Call
 from ..runtime.operands import Operands, Options, Saved
 
@@ -61,8 +62,12 @@ class LinearScaleBatchNorm(torch.autograd.Function):
         bn_weight: Tensor | None,
         bn_bias: Tensor | None,
     ) -> Any:
+        if isinstance(call, Call):
+            call, operands = call.sharing(operands)
         y, kept, (x, weight) = call.forward(operands)
         if isinstance(call, Call):
+            if call.casts_weight:
+                casts.keep(_weight, weight)
             hooked = _hooks is not None and _hooks(True) is not None  # others see it, and may give something else back
             kept = call.to_save(kept, hooked)
             ctx.weight, ctx.memory = id(weight), _memory_of(weight)

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import activations
 from ..errors import GemmNormValueError
-from ..runtime import driver, peers, ranks
+from ..runtime import casts, driver, peers, ranks
 from ..runtime.arguments import check_arguments
 from ..runtime.operands import Differentiable, Operands, Options, Saved, cast_operands
 from . import autograd, reference
@@ -383,8 +383,11 @@ def prepared(operands: Operands, options: Options, handle: Any) -> Callable[[Ope
 
         def cast_first(operands: Operands) -> Tensor:
             check_agreement(operands.weight, group)
+            copy = casts.find(operands.weight, dtype)
             with torch.no_grad():
-                multiplied = cast_operands(operands, dtype)
+                multiplied = cast_operands(operands if copy is None else operands._replace(weight=copy), dtype)
+                if save and copy is None and multiplied.weight is not operands.weight:
+                    casts.keep(operands.weight, multiplied.weight)
             parts: Parts = ranks.find(multiplied, options, group.ranks, dtypes) or PlainParts(options, dtypes)
             with torch.autocast(device, enabled=False):
                 return apply(parts, group, multiplied, operands.differentiable)

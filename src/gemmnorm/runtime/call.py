@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import plan
 from ..errors import GemmNormWarning
 from ..plan import Chip, Plan, Problem
-from . import binding, driver, measured, memory, prepared
+from . import binding, casts, driver, measured, memory, prepared
 from .arguments import check_arguments
 from .arithmetic import arithmetic
 from .operands import (
@@ -215,12 +215,14 @@ class Call:
         plan: what runs. kernels: whether that is kernels, rather than the plain PyTorch ops of the reference.
         options: those of the call, with the strategy that runs and whether anything is saved.
         dtypes: of x and weight as they are handed in, and of their gradients.
+        casts_weight: the kernels cast the weight, and the copy is kept for the backward.
     """
 
     def __init__(self, operands: Operands, options: Options, direct: bool = False) -> None:
         """`direct`: what is kept need not be two tensors."""
         check_arguments(operands, options.training, cast=options.cast is not None)
         problem = _decided(describe(operands, options), options)
+        self._asked = options, direct
         name = resolve(problem, options.strategy)
         self.plan = plan.cached_plan(problem, name, "forward")
         self.options = options._replace(strategy=name, keep_product=problem.keep_product or name == "reference")
@@ -230,6 +232,8 @@ class Call:
             return
         self._cast_before = None if problem.cast else options.cast
         self._cast_and_kept = problem.cast if options.save else ()
+        self.casts_weight = "weight" in self._cast_and_kept
+        self._of_copy: Call | None = None
         self._packed = direct and options.save and self.plan.keeps_offsets
         self._bound = binding.bind(self.plan, self._packed)
         self._scalars = binding.scalars(problem, operands.scale, options.scale_value, options.momentum, options.eps)
@@ -279,6 +283,17 @@ class Call:
             multiplied = (made.get("x", multiplied[0]), made.get("weight", multiplied[1]))
             kept = kept[:-count]
         return outputs[0], kept, multiplied  # type: ignore[return-value]
+
+    def sharing(self, operands: Operands) -> tuple[Call, Operands]:
+        """Where an earlier call of this step has cast the weight, the call by its copy, and operands with that."""
+        copy = casts.find(operands.weight, self.options.cast) if self.casts_weight else None  # type: ignore[arg-type]
+        if copy is None:
+            return self, operands
+        by_copy = operands._replace(weight=copy)
+        if self._of_copy is None:
+            self._of_copy = Call(by_copy, *self._asked)
+            self._of_copy.dtypes = self.dtypes
+        return (self._of_copy, by_copy) if self._of_copy.kernels else (self, operands)
 
     def result(self, operands: Operands) -> Tensor:
         """y alone."""

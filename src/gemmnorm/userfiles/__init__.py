@@ -2,6 +2,7 @@
 
 - `model_file.py`  a problem file → its `Model`, inputs and constructor arguments; errors that name the file
 - `dropout.py`     dropout that keeps every element while two models are compared
+- `originals.py`   functions of PyTorch's that a file has put others in the place of
 - `isolate.py`     one function in a fresh interpreter, under a time limit; how it ended
 - `bare.py`        an object in a process that holds nothing of its caller
 - `serving.py`     the other side of it
@@ -20,6 +21,7 @@ from .model_file import (
     load_model_file,
     load_source,
 )
+from .originals import functions, replaced
 
 __all__ = [
     "DROPOUT_NOTE",
@@ -30,12 +32,14 @@ __all__ = [
     "ModelFile",
     "ModelFileError",
     "Outcome",
+    "functions",
     "how_it_died",
     "is_seen",
     "load_candidate_file",
     "load_model_file",
     "load_source",
     "progress",
+    "replaced",
     "run_isolated",
     "without_dropout",
     "would_drop",

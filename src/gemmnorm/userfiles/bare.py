@@ -37,11 +37,15 @@ __all__ = ["Bare", "BareCallError", "BareProcessError"]
 _PACKAGE = Path(__file__).resolve().parents[1]
 _NEUTRAL = "problem"  # the package's name over there
 _SOURCES = (
-    *("errors", "userfiles.dropout", "userfiles.model_file", "userfiles"),
+    *("errors", "userfiles.dropout", "userfiles.model_file", "userfiles.originals", "userfiles"),
     *("verify", "verify.outputs", "verify.conventions", "verify.trial", "verify.runner", "serving"),
 )
 _TEXTS = {
-    "userfiles": "from .dropout import is_seen, without_dropout, would_drop\nfrom .model_file import *\n",
+    "userfiles": (
+        "from .dropout import is_seen, without_dropout, would_drop\n"
+        "from .model_file import *\n"
+        "from .originals import functions, replaced\n"
+    ),
     "verify": "",
 }  # of packages; of modules it is the file's
 _FILES = {"serving": "userfiles/serving.py"}

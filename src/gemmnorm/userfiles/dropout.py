@@ -30,11 +30,17 @@ DROPOUT_NOTE = "dropout kept every element in both models while their results we
 
 _drops: list[tuple[str, float, int]] = []  # kind, probability, elements
 _compiled: list[str] = []  # functions that dropped in a compiled model
+_standing: list[Any] = []  # the functions that are in the place of PyTorch's now
 
 
 def is_seen() -> bool:
     """Whether `would_drop` has seen every dropout since they drop nothing: it sees none of a compiled model."""
     return not _compiled
+
+
+def stands_in(function: object) -> bool:
+    """`without_dropout` has put `function` in the place of one of PyTorch's."""
+    return any(function is one for one in _standing)
 
 
 @contextlib.contextmanager
@@ -79,9 +85,11 @@ def without_dropout() -> Iterator[list[str]]:
     before = {(owner, name): getattr(owner, name) for owner, name in instead}
     for (owner, name), function in instead.items():
         setattr(owner, name, function)
+    outside, _standing[:] = [*_standing], instead.values()
     try:
         yield used
     finally:
+        _standing[:] = outside
         for (owner, name), function in before.items():
             setattr(owner, name, function)
 

@@ -21,7 +21,7 @@ __all__ = ["FAULTS", "Fault", "name_fault"]
 
 # Class in the JSON → what it means; in the order in which they are told where several apply.
 FAULTS: dict[str, str] = {
-    "tampering": "replaces or resets what measures, compares or draws",
+    "tampering": "replaces or resets what computes, measures, compares or draws",
     "out_of_memory": "takes more memory than there is",
     "raises": "raises where the original computes",
     "crashes": "ends its process",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..userfiles import ModelFile, load_candidate_file, load_model_file, without_dropout
+from ..userfiles import ModelFile, functions, load_candidate_file, load_model_file, replaced, without_dropout
 from .conventions import conventions
 from .trial import (
     arranged,
@@ -43,18 +42,6 @@ _SEED = 8_675_309_421  # nobody else's
 _COPIED = 1 << 28  # elements of a state of which there is room for two more
 _CALLS, _CALLS_SECONDS = 150, 0.5  # further calls, for what counts them
 
-# What measures, compares and draws, wherever harnesses do so: nobody's model has to replace it.
-_WATCHED = {
-    "time": "time perf_counter perf_counter_ns monotonic process_time",
-    "torch": "allclose equal isclose manual_seed initial_seed get_rng_state set_rng_state rand randn randn_like",
-    "torch.testing": "assert_close",
-    "torch.Tensor": "__eq__ allclose equal clone copy_ cpu data_ptr normal_ uniform_",
-    "torch.cuda": "synchronize Event Stream current_stream manual_seed",
-    "torch.cuda.Event": "record elapsed_time synchronize",
-    "torch.nn.Module": "load_state_dict state_dict __call__",
-    "torch.autograd": "backward",
-}
-
 
 class Runner:
     """A candidate's file and its model, built anew for each seed.
@@ -73,7 +60,7 @@ class Runner:
         self.settings_left: list[str] = []
         self._memory: dict[tuple[Any, ...], Tensor] = {}
         self._outputs: list[tuple[torch.Size, torch.dtype]] = []
-        self.functions = _watched()
+        self.functions = functions()
         self.dropout: tuple[contextlib.ExitStack, list[str]] = (contextlib.ExitStack(), [])
 
     def use_threads(self, count: int) -> None:
@@ -335,9 +322,8 @@ class Runner:
         return bool(self.dropout[1])
 
     def patched(self) -> list[str]:
-        """Which functions that measure, compare or draw are no longer PyTorch's or Python's own."""
-        now = _watched()
-        return [n for n, function in self.functions.items() if now.get(n) is not function and _foreign(now.get(n))]
+        """Which functions that compute, measure, compare or draw are no longer PyTorch's or Python's own."""
+        return replaced(self.functions)
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.is_floating_point()}
@@ -371,23 +357,6 @@ class Runner:
                 held += [torch.full(shape, float("nan"), dtype=dtype, device=self.device) for _ in range(3)]
 
 
-def _watched() -> dict[str, object]:
-    found: dict[str, object] = {}
-    for owner, names in _WATCHED.items():
-        first, *rest = owner.split(".")
-        value: Any = {"time": time, "torch": torch}[first]
-        for part in rest:
-            value = getattr(value, part, None)
-        found.update({f"{owner}.{name}": getattr(value, name, None) for name in names.split()})
-    return found
-
-
-def _foreign(function: object) -> bool:
-    """Whether PyTorch did not define it: importing its compiler wraps functions of its own."""
-    code = getattr(function, "__code__", None)
-    return code is None or not code.co_filename.startswith(os.path.dirname(torch.__file__) + os.sep)
-
-
 def _made(outputs: Sequence[Tensor], given: Sequence[Any], own: Sequence[int]) -> list[Tensor]:
     """The outputs without those of these numbers, and without an input that is given back: that is no fault."""
     memory = {memory_of(v) for v in given if isinstance(v, Tensor)}
@@ -411,11 +380,10 @@ def load(model_path: str, candidate_path: str, device: str, precision: str | Non
     """The runner of a file in this process, after the model's file: what that sets (default dtype) holds for both."""
     with contextlib.suppress(Exception):  # the judge has run it as well, and says what is wrong with it
         load_model_file(model_path)
-    functions = _watched()
     off = contextlib.ExitStack()  # for as long as the process lives
     dropped = off.enter_context(without_dropout())
-    found = settings()
+    found, written = settings(), functions()
     runner = Runner(load_candidate_file(candidate_path, precision), device)
     runner.settings_left = changed_settings(found)
-    runner.functions, runner.dropout = functions, (off, dropped)
+    runner.functions, runner.dropout = written, (off, dropped)
     return runner
