@@ -77,13 +77,20 @@ def of_functions(functions: Iterable[types.FunctionType]) -> Effects:
                 waiting += [(f.__code__, f.__globals__)] if (f.__code__, f.__globals__) not in waiting else []
         mentioned.update(code.co_names)
         by_name |= "-packages" not in code.co_filename and not _BY_NAME.isdisjoint(code.co_names)
-        for instruction in dis.get_instructions(code):
-            if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
-                assigned.add(instruction.argval)
-            changes |= instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
+        names_assigned, changes_items = _stored(code)
+        assigned |= names_assigned
+        changes |= changes_items
     if by_name:
         assigned.add(ANYTHING)
     return Effects(frozenset(assigned), frozenset(mentioned), changes or bool(mentioned & _CHANGES))
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored(code: types.CodeType) -> tuple[frozenset[str], bool]:
+    """The attributes that `code` assigns, and whether it assigns items."""
+    found = [*dis.get_instructions(code)]
+    names = frozenset(i.argval for i in found if i.opname in ("STORE_ATTR", "DELETE_ATTR"))
+    return names, any(i.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE") for i in found)
 
 
 @by_methods
@@ -91,11 +98,23 @@ def _of_class(methods: list[types.FunctionType]) -> Effects:
     return of_functions(methods)
 
 
-def of_module(module: nn.Module) -> Effects:
-    """Of a call of `module`: of its methods and its children's, and of the objects' that they hold."""
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """`module` and all below it, without asking a module by `getattr`, which a recorder may be watching."""
+    found = {id(module): module}
+    waiting = [module]
+    for m in waiting:  # which grows
+        for child in object.__getattribute__(m, "_modules").values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                waiting.append(child)
+    return waiting
+
+
+def of_modules(modules: Iterable[nn.Module]) -> Effects:
+    """Of calls of these: of their methods, and of the objects' that they hold."""
     classes: dict[type, None] = {}
     found = Effects()
-    for m in module.modules():
+    for m in modules:
         classes |= {type(m): None}
         classes |= {type(value): None for _, value in held_by(m) if is_an_object(value)}
         attributes = vars(m)  # and not by its attributes, which a recorder may be watching

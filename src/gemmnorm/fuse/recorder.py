@@ -287,13 +287,15 @@ class Recorder:
     def effects_of(self, child: nn.Module) -> tuple[effects.Effects, set[int], dict[int, str]]:
         """Of a call of it; ids of the modules in it, and of the containers and objects that these hold, with names."""
         if id(child) not in self.known_effects:
-            modules = [*child.modules()]
-            held = {id(v): name for m in modules for name, one in effects.held_by(m) for v in effects.inside(one)}
-            self.known_effects[id(child)] = effects.of_module(child), {*map(id, modules)}, held
+            with self.tracer.watch.paused():
+                modules = effects.modules_of(child)
+                held = {id(v): name for m in modules for name, one in effects.held_by(m) for v in effects.inside(one)}
+                self.known_effects[id(child)] = effects.of_modules(modules), {*map(id, modules)}, held
         return self.known_effects[id(child)]
 
     def effects_of_method(self, name: str) -> effects.Effects:
-        return effects.of_method(self.owner, inspect.getattr_static(type(self.owner), name))
+        with self.tracer.watch.paused():
+            return effects.of_method(self.owner, inspect.getattr_static(type(self.owner), name))
 
     def hand_over(self, called: effects.Effects, values: tuple[Any, ...]) -> None:
         """Refuse a list, a dictionary or an object among arguments that is needed again: the call gets a copy."""

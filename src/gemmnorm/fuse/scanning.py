@@ -397,6 +397,7 @@ def is_own(module: Any) -> bool:
     return bool(file) and is_of_users(str(file)) and "-packages" not in str(file)
 
 
+@functools.lru_cache(maxsize=4096)  # each call that a recording watches asks
 def is_of_users(filename: str) -> bool:
     """Neither PyTorch's nor Python's own, nor of `fuse`, nor of pytest's `assert`."""
     of_others = is_of_python(filename) or filename.startswith((TORCH, HERE, "<gemmnorm"))
@@ -410,6 +411,7 @@ def is_bound(value: Any) -> bool:
     return isinstance(value, types.MethodType)
 
 
+@functools.lru_cache(maxsize=4096)
 def is_of_python(filename: str) -> bool:
     return filename.startswith("<frozen") or (filename.startswith(_STDLIB) and "-packages" not in filename)
 
