@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from emulator import COMPILER, emulated
 from support import stir
+from test_collective import needs_gloo, on_ranks
 from test_emulated import SMALL_HOPPER
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
@@ -204,6 +206,45 @@ def test_without_gradients_nothing_is_kept(region: Region) -> None:
     with torch.no_grad():
         called(m, view(1))
     assert not casts._made
+
+
+# --- synchronised statistics ------------------------------------------------------------------------------------------
+
+
+def _views_on_a_rank(rank: int, kernels: bool, share: bool) -> tuple[list[Any], int]:
+    """Results and gradients of three steps of two views each, and how many calls multiplied by another's copy."""
+    find, shared = casts.find, []
+
+    def counted(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        found = find(weight, dtype) if share else None
+        shared.append(found is not None)
+        return found
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(casts, "find", counted))
+        if kernels:
+            stack.enter_context(emulated(plan.chip_for(90, 3)))
+            stack.enter_context(mock.patch.object(casts, "_region", Region()))
+        torch.manual_seed(0)
+        m = LinearScaleBatchNorm1d(INNER, FEATURES, process_group=torch.distributed.group.WORLD)
+        found = []
+        for step in range(3):
+            m.zero_grad()
+            results = [called(m, view(4 * step + 2 * rank + i)) for i in range(2)]
+            (results[0].float().square().sum() + results[1].float().cos().sum()).backward()
+            found += [y.detach().float() for y in results] + [p.grad.clone() for p in m.parameters()]
+            with torch.no_grad():
+                m.gemm.weight.mul_(1.5)
+    return [t.numpy() for t in found], sum(shared)
+
+
+@needs_gloo
+@pytest.mark.parametrize("kernels", [True, False])
+def test_calls_that_synchronise_share_a_copy(kernels: bool) -> None:
+    want, got = (on_ranks(2, _views_on_a_rank, kernels, share) for share in (False, True))
+    for (a, none), (b, shared) in zip(want, got, strict=True):
+        assert (none, shared) == (0, 2 * kernels)  # from the second step on
+        assert all((one == other).all() for one, other in zip(a, b, strict=True))
 
 
 # --- autocast's own cache, on a GPU -----------------------------------------------------------------------------------

@@ -66,14 +66,16 @@ def keep(weight: Tensor, copy: Tensor) -> None:
     if not (weight.requires_grad and weight.is_leaf and copy.is_contiguous()):
         return
     before = _made.get(id(weight))
-    if before is None or not before.repeated:
+    repeated = before is not None and before.repeated
+    region = _region(weight.device) if repeated else None
+    if region is None:
         if len(_made) >= _KEPT:
             _made.clear()
-        _made[id(weight)] = _Made(weakref.ref(copy), weight._version)
+        _made[id(weight)] = _Made(weakref.ref(copy), weight._version, repeated)
         return
     memory, stream = weight.untyped_storage()._cdata, driver.stream_handle(weight.device.index)
     copy._gemmnorm_of = weight  # type: ignore[attr-defined] # so that no other weight gets its `id` meanwhile
-    _made[id(weight)] = _Made(TensorWeakRef(copy), weight._version, True, memory, stream, _region(weight.device))
+    _made[id(weight)] = _Made(TensorWeakRef(copy), weight._version, True, memory, stream, region)
 
 
 def _region(device: torch.device) -> TensorWeakRef | None:

@@ -30,12 +30,14 @@ from .trial import (
     BETWEEN,
     EXPANDED,
     FROZEN,
+    MATRICES_FROZEN,
     NO_INPUT_GRADIENT,
     SLICED,
     SMALL,
     STATISTICS,
     TRANSPOSED,
     TURNED,
+    VECTORS_FROZEN,
     WRITTEN,
     autocast_dtype,
 )
@@ -52,7 +54,8 @@ class Case:
 
     rows       leading dimension of the inputs; None: as get_inputs() made them
     weights    "plain", "updated" (plain, but no matrix as constructed), "scales", "graded", "large bias"
-    inputs     "plain", "large mean", "offset", "constant", "outliers", "tiny", "not finite"
+    inputs     "plain", "large mean", "offset", "constant", "outliers", "tiny", "not finite", "exchanged" (those of the
+               case before, two rows in the middle in each other's place: sums, first and last rows stay)
     settled    evaluation uses the statistics of this very batch instead of random ones, as after training
     load       how the state reaches the models: "state_dict", "in place" (an optimizer's update), "keep" (unchanged
                parameters of the case before: only the inputs are new, in the same memory)
@@ -81,6 +84,7 @@ class Case:
 FAMILIES: tuple[Case, ...] = (
     Case("plain", 33),
     Case("new inputs, same weights", 33, load="keep", phases=("eval", "train")),  # the next one loads in training
+    Case("two rows exchanged, same weights", 33, inputs="exchanged", load="keep"),
     Case("same inputs, weights updated in place", 33, weights="updated", load="in place", same_inputs=True),
     Case("tiny, zero and negative scales", 31, weights="scales"),
     Case("graded and zero weights", 17, weights="graded", settled=True),
@@ -92,6 +96,8 @@ FAMILIES: tuple[Case, ...] = (
     Case("tiny inputs", 15, inputs="tiny", settled=True),
     Case("two rows", 2, phases=("eval", "train")),
     Case("three rows", 3, use=(FROZEN,)),
+    Case("four rows", 4, use=(MATRICES_FROZEN,)),
+    Case("eight rows", 8, use=(VECTORS_FROZEN,)),
     Case("one row", 1, gradients=("eval",)),
     Case("63 rows", 63, use=(TRANSPOSED, TURNED)),
     Case("64 rows", 64, use=(ADDED,)),
@@ -118,11 +124,13 @@ QUICK = frozenset(
     (
         "plain",
         "new inputs, same weights",
+        "two rows exchanged, same weights",
         "same inputs, weights updated in place",
         "tiny, zero and negative scales",
         "graded and zero weights",
         "columns with |mean| = 1e4 std",
         "two rows",
+        "four rows",
         "one row",
         "64 rows",
         "65 rows",
@@ -271,6 +279,15 @@ def draw_inputs(full: Sequence[Any], case: Case, generator: torch.Generator, *, 
             value = _adverse(value.clone(), case.inputs, generator)
         result.append(value.clone() if isinstance(value, Tensor) else value)
     return result
+
+
+def exchanged(inputs: Sequence[Any]) -> list[Any]:
+    """These with two rows in the middle in each other's place: sums, moments, first and last rows stay."""
+    rows = leading_rows(inputs) or 0
+    order = torch.arange(rows)
+    if rows > 3:
+        order[[rows // 2 - 1, rows // 2]] = order[[rows // 2, rows // 2 - 1]]
+    return [v[order] if isinstance(v, Tensor) and v.ndim and v.shape[0] == rows else v for v in inputs]
 
 
 def leading_rows(inputs: Sequence[Any]) -> int | None:

@@ -25,7 +25,7 @@ from ..runtime.arithmetic import tf32_allowed, tf32_allowed_to_convolutions
 from ..userfiles import ModelFile, ModelFileError
 from .conventions import conventions
 from .equality import NO_DIGITS, PERIOD, Limits, pool
-from .families import ORDINARY, Case, draw_inputs, draw_state, leading_rows, roles
+from .families import ORDINARY, Case, draw_inputs, draw_state, exchanged, leading_rows, roles
 from .rounding import Arithmetic, DtypeRecorder, Kinks, Units, unit_roundoff
 from .trial import (
     VOLATILE,
@@ -216,7 +216,9 @@ class Original:
                 state = draw_state(self.initial, self.role_of, case.weights, generator)
                 state.update({name: state[one] for name, one in self.tied.items()})
             offset = 131 * index
-            if not (case.same_inputs and inputs):
+            if case.inputs == "exchanged" and inputs:
+                inputs = exchanged(inputs)
+            elif not (case.same_inputs and inputs):
                 inputs = draw_inputs(self.inputs, case, generator, offset=offset)
             try:
                 settled = self._settle(state, inputs) if case.settled else state

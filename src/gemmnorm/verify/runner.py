@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..userfiles import ModelFile, functions, load_candidate_file, load_model_file, replaced, without_dropout
 from .conventions import conventions
+from .outputs import take_apart
 from .trial import (
     arranged,
     changed_settings,
@@ -31,6 +32,7 @@ from .trial import (
     run_trial,
     same_inputs,
     set_back,
+    set_mode,
     settings,
 )
 
@@ -40,6 +42,7 @@ _WAIT = 0.05  # seconds in which work that goes on after the call shows
 _STILL = 1e-5  # of an output's norm: what moves it by less has left rounding errors behind
 _SEED = 8_675_309_421  # nobody else's
 _COPIED = 1 << 28  # elements of a state of which there is room for two more
+_HELD, _HELD_ELEMENTS = 20, 1 << 26  # calls whose outputs are all kept, as far as those go
 _CALLS, _CALLS_SECONDS = 150, 0.5  # further calls, for what counts them
 
 
@@ -157,10 +160,10 @@ class Runner:
         }
 
     def side_effects(self, inputs: list[Any], training: bool, own: Sequence[int] = ()) -> dict[str, bool]:
-        """Call twice, then again as at first, after a run on the same inputs.
+        """Call twice, some times more, then again as at first, after a run on the same inputs.
 
         own        which outputs two calls of the original share as well, such as a parameter: not looked at
-        shared     the two calls' outputs lie in the same memory; changed: the second overwrote the first's
+        shared     outputs of two calls, all of which are kept, lie in the same memory; changed: one overwrote another's
         late       an output changed while nothing was called, whatever the two calls share
         repeats    the same inputs gave the same bits; strays: quite another answer than that run, which was judged
         """
@@ -183,12 +186,37 @@ class Runner:
         first, second = flat
         shared = any(memory_of(a) == memory_of(b) != 0 for a in first for b in second)
         changed = not _all_same(first, kept[0])
+        del flat
+        for gradients in (False, True):  # in memory that is written again after some calls, or where nobody is to
+            shares, overwrites = self._held(inputs, training, gradients, own)
+            shared, changed = shared or shares, changed or overwrites
         self._restore()
         given = self._inputs(inputs)
         again = run_trial(self.model, given, training=training, cotangent=None).outputs
         repeats = _all_same(_made(again, given, own), kept[0])
         strays = strays or _any_far(again, judged)
         return {"shared": shared, "changed": changed, "late": late, "repeats": repeats, "strays": strays}
+
+    def _held(self, inputs: list[Any], training: bool, gradients: bool, own: Sequence[int]) -> tuple[bool, bool]:
+        """Whether the outputs of several calls, all kept, lie in the same memory, and whether they change meanwhile."""
+        held: list[Tensor] = []
+        copies: list[Tensor] = []
+        places: list[int] = []
+        size = sum(v.numel() for v in self._state.values()) if gradients else 1  # of what a graph may keep
+        for call in range(min(_HELD, max(3, _HELD_ELEMENTS // max(size, 1)))):
+            given = self._inputs(inputs)
+            if call % 2:
+                given = [0.5 * v if isinstance(v, Tensor) and v.is_floating_point() else v for v in given]
+            with torch.set_grad_enabled(gradients):
+                set_mode(self.model, training)
+                outputs = _made(take_apart(self.model(*given)).tensors, given, own)
+            held += outputs
+            copies += [y.detach().clone() for y in outputs]
+            places += {memory_of(y) for y in outputs} - {0}
+            if sum(y.numel() for y in held) > _HELD_ELEMENTS:
+                break
+        changed = not all(_all_same([y.detach()], [copy]) for y, copy in zip(held, copies, strict=True))
+        return len({*places}) < len(places), changed
 
     def instances(self, inputs: list[Any]) -> str:
         """What goes wrong with a second instance beside the model, and with a copy of it; empty if nothing does.

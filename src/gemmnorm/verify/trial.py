@@ -42,6 +42,8 @@ __all__ = [
 NO_INPUT_GRADIENT = "inputs without gradients"
 FROZEN = "every second parameter frozen"
 ALL_FROZEN = "all parameters frozen"
+MATRICES_FROZEN = "matrices frozen"  # as where norms alone are trained
+VECTORS_FROZEN = "vectors frozen"
 STATISTICS = "normalisations alone in evaluation"  # `model.bn.eval()` after `model.train()`
 TRANSPOSED = "inputs transposed in memory"
 SLICED = "inputs in a wider tensor"
@@ -205,11 +207,14 @@ def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _chosen(model: nn.Module, training: bool, use: Sequence[str]) -> list[nn.Parameter]:
-    """The parameters that a use freezes: all, or those of odd places by name in training, the others in evaluation."""
-    if not {FROZEN, ALL_FROZEN} & {*use}:
-        return []
+    """The parameters that a use freezes; by `FROZEN` those of odd places in training, the others in evaluation."""
     named = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    return [p for _, p in (named if ALL_FROZEN in use else named[1 if training else 0 :: 2])]
+    found = [p for _, p in named]
+    if FROZEN in use:
+        return found[1 if training else 0 :: 2]
+    kinds = ((ALL_FROZEN, found), (MATRICES_FROZEN, [p for p in found if p.dim() > 1]),
+             (VECTORS_FROZEN, [p for p in found if p.dim() < 2]))  # fmt: skip
+    return next((chosen for word, chosen in kinds if word in use), [])
 
 
 def _freeze_statistics(model: nn.Module) -> None:
