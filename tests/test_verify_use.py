@@ -276,6 +276,7 @@ class ModelNew(Model):
         "output written to", "grad:bn.weight",
     ),
     "default dtype": (after("torch.set_default_dtype(torch.float64)"), "plain", "settings"),
+    "default device": (after("torch.set_default_device('meta')"), "plain", "settings"),
     "grad mode": (after("torch.set_grad_enabled(False)"), "plain", "settings"),
     "the third training call": (after("self.n += self.training; y = y * (self.n != 3)"), "plain", "output"),
     "without autograd": (after("y = y if torch.is_grad_enabled() else y * 3"), "plain", "output"),

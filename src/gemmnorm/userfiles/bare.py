@@ -38,7 +38,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _NEUTRAL = "problem"  # the package's name over there
 _SOURCES = (
     *("errors", "userfiles.dropout", "userfiles.model_file", "userfiles.originals", "userfiles"),
-    *("verify", "verify.outputs", "verify.conventions", "verify.trial", "verify.runner", "serving"),
+    *("verify", "verify.outputs", "verify.conventions", "verify.process", "verify.trial", "verify.runner", "serving"),
 )
 _TEXTS = {
     "userfiles": (

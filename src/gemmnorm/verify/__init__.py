@@ -8,6 +8,7 @@ Read in this order:
 - `golden.py`     a case → what is right (float64), and how far rounding may lead away from it
 - `rounding.py`   rounding errors made on purpose, in float64
 - `outputs.py`    what a forward returns, taken apart
+- `process.py`    settings of the process, and which a call has left changed
 - `trial.py`      one run of a model, original or candidate, in the way that a case uses it
 - `conventions.py` what a program finds of a module besides its values
 - `runner.py`     the candidate's side: its calls, in a process that holds nothing of the judge's

@@ -18,7 +18,7 @@ from .trial import AUTOCAST, AUTOCAST_FP16, STATISTICS
 __all__ = ["FATAL", "difference", "property_of", "sentences", "verdict_of"]
 
 # Settings without which a program's other calls compute something else.
-FATAL = ("default dtype", "grad mode", "autocast")
+FATAL = ("default dtype", "default device", "grad mode", "autocast")
 _REPORTED = {STATISTICS: "frozen_statistics", AUTOCAST: "autocast", AUTOCAST_FP16: "autocast_float16"}
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from ..userfiles import ModelFile, functions, load_candidate_file, load_model_file, replaced, without_dropout
 from .conventions import conventions
 from .outputs import take_apart
+from .process import changed_settings, put_back, settings
 from .trial import (
     arranged,
-    changed_settings,
     distance,
     entries,
     load_in_place,
@@ -33,7 +33,6 @@ from .trial import (
     same_inputs,
     set_back,
     set_mode,
-    settings,
 )
 
 __all__ = ["Runner", "load"]
@@ -207,7 +206,7 @@ class Runner:
             given = self._inputs(inputs)
             if call % 2:
                 given = [0.5 * v if isinstance(v, Tensor) and v.is_floating_point() else v for v in given]
-            with torch.set_grad_enabled(gradients):
+            with put_back(), torch.set_grad_enabled(gradients):
                 set_mode(self.model, training)
                 outputs = _made(take_apart(self.model(*given)).tensors, given, own)
             held += outputs

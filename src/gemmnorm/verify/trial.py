@@ -8,9 +8,7 @@ below; plain values, because the candidate's process holds these files under oth
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,11 +19,11 @@ from torch import Tensor, nn
 
 from ..userfiles import is_seen, would_drop
 from .outputs import as_real, take_apart
+from .process import changed_settings, put_back, settings
 
 __all__ = [
     "Trial",
     "arranged",
-    "changed_settings",
     "distance",
     "entries",
     "load_in_place",
@@ -34,7 +32,6 @@ __all__ = [
     "run_trial",
     "same_inputs",
     "set_back",
-    "settings",
     "shared_outputs",
 ]
 
@@ -113,7 +110,7 @@ def run_trial(
     model.zero_grad(set_to_none=True)
     found, spoiled = settings(), False
     with frozen(_chosen(model, training, use)):
-        try:
+        with put_back():
             if AFTER not in use:
                 set_mode(model, training)
             if STATISTICS in use:
@@ -137,8 +134,6 @@ def run_trial(
                     spoiled = _run_backward(outputs, cotangent, use)
                     spoiled |= _run_backward(others, lambda i, y: 0.5 * cotangent(i, y), use)
             left += changed_settings(found)
-        finally:  # who forgot to set it back has failed, and is not to take others along
-            torch.set_default_dtype(found["default dtype"])
         values.update({f"output number[{i}]": number for i, number in enumerate(output.numbers)})
         state, changed = _collect(model, before, wanted, values)
         values.update(_gradients(model, leaves) if backward else {})
@@ -352,51 +347,6 @@ def _collect(
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and (torch.equal(a, b) or same_inputs([a], [b]))
-
-
-def settings() -> dict[str, Any]:
-    """Settings of the process that a call has no business with, by name."""
-    cudnn = torch.backends.cudnn
-    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
-    return {
-        "default dtype": torch.get_default_dtype(),
-        "grad mode": torch.is_grad_enabled(),
-        "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
-        "precision of float32 products": _precisions(),
-        "number of threads": torch.get_num_threads(),
-        "deterministic algorithms": (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic),
-        "cuDNN's benchmark": cudnn.benchmark,
-        "anomaly detection": torch.is_anomaly_enabled(),
-        "Python's random state": random.getstate(),
-        "NumPy's random state": _plain(numpy.get_state(legacy=True)) if hasattr(numpy, "get_state") else None,
-        "warning filters": (len(sys.modules), list(warnings.filters)),
-    }
-
-
-def _precisions() -> tuple[Any, ...]:
-    found: list[Any] = [torch.get_float32_matmul_precision()]
-    for owner in (torch.backends.cuda.matmul, torch.backends.cudnn):
-        try:
-            found.append(owner.allow_tf32)
-        except RuntimeError:  # where PyTorch's newer interface has been used
-            found.append(None)
-    return tuple(found)
-
-
-def _plain(state: Any) -> tuple[Any, ...]:
-    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
-
-
-def changed_settings(before: Mapping[str, Any]) -> list[str]:
-    """Which settings are others than ``before``; a module that is imported for the first time may add filters."""
-    now = settings()
-    imported = now["warning filters"][0] != before["warning filters"][0]
-    drawn = before["NumPy's random state"] is None
-    return [
-        name
-        for name, value in before.items()
-        if now[name] != value and not (imported and name == "warning filters") and not (drawn and "NumPy" in name)
-    ]
 
 
 def _output_name(index: int, count: int) -> str:
