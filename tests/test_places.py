@@ -102,6 +102,14 @@ def test_only_children_that_pytorch_looks_up() -> None:
     assert found == {"self.norm": ("norm",), "self.layers": ("layers",)}
 
 
+def test_an_index_is_a_place_and_not_a_name() -> None:
+    layers = nn.Sequential()
+    for name in ("1", "0", "2"):
+        layers.add_module(name, nn.Linear(6, 6))
+    found = places.found(layers, "def forward(self, x):\n    return self[2](self[1](self[0](x)))\n")
+    assert found == {"self[2]": ("2",)}
+
+
 def test_variables_take_no_name_of_the_text() -> None:
     source = "def forward(self, self_norm, *, self_norm_):\n    return self.norm(self_norm)\n"
     text = places.looked_up(source, {"self.norm": ("norm",)}, "return None")

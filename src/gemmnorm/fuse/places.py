@@ -76,6 +76,10 @@ def _is_child(module: nn.Module, name: str) -> bool:
     cls = type(module)
     own = (getattr(cls, look_up, None) for look_up in _LOOK_UPS)
     by_pytorch = all(str(getattr(f, "__module__", None) or "torch.").startswith("torch.") for f in own)
+    names = [*module._modules]
+    by_index = isinstance(module, (nn.Sequential, nn.ModuleList)) and name.isdecimal()
+    if by_index and names[int(name) : int(name) + 1] != [name]:
+        return False
     return by_pytorch and module._modules.get(name) is not None and not (hasattr(cls, name) or name in module.__dict__)
 
 
