@@ -115,7 +115,7 @@ def test_the_first_failure_ends_it(judged):
     short = judged("trap_tail_rows_left_out.py", to_the_end=False)
     full = judged("trap_tail_rows_left_out.py")
     assert {c["case"] for c in short["checks"]} == {"plain"} and not short["equal"]
-    assert len({c["case"] for c in full["checks"]}) == 28
+    assert len({c["case"] for c in full["checks"]}) == 27
 
 
 def test_limits_of_the_first_runs_are_refined_where_they_do_not_suffice(prepared):

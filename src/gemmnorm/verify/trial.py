@@ -39,8 +39,7 @@ __all__ = [
 NO_INPUT_GRADIENT = "inputs without gradients"
 FROZEN = "every second parameter frozen"
 ALL_FROZEN = "all parameters frozen"
-MATRICES_FROZEN = "matrices frozen"  # as where norms alone are trained
-VECTORS_FROZEN = "vectors frozen"
+KIND_FROZEN = "matrices frozen in training, the others in evaluation"  # as where norms alone are trained
 STATISTICS = "normalisations alone in evaluation"  # `model.bn.eval()` after `model.train()`
 TRANSPOSED = "inputs transposed in memory"
 SLICED = "inputs in a wider tensor"
@@ -207,9 +206,9 @@ def _chosen(model: nn.Module, training: bool, use: Sequence[str]) -> list[nn.Par
     found = [p for _, p in named]
     if FROZEN in use:
         return found[1 if training else 0 :: 2]
-    kinds = ((ALL_FROZEN, found), (MATRICES_FROZEN, [p for p in found if p.dim() > 1]),
-             (VECTORS_FROZEN, [p for p in found if p.dim() < 2]))  # fmt: skip
-    return next((chosen for word, chosen in kinds if word in use), [])
+    if KIND_FROZEN in use:
+        return [p for p in found if (p.dim() > 1) == training]
+    return found if ALL_FROZEN in use else []
 
 
 def _freeze_statistics(model: nn.Module) -> None:
