@@ -482,7 +482,7 @@ def test_the_cases_have_every_use():
     kept = without_rows(plan_cases(0, 1, shared=False, full_rows=None, full_everywhere=False))
     assert {u for c in FAMILIES for u in c.use} == {u for c in kept for u in c.use}
     quick = [c for c in FAMILIES if c.name in QUICK]
-    assert len([c for c in quick if c.use]) == 3 and any(c.phases[0] == "eval" for c in quick)
+    assert len([c for c in quick if c.use]) == 4 and any(c.phases[0] == "eval" for c in quick)
 
 
 def test_inputs_and_cotangents_as_a_use_lays_them_out():

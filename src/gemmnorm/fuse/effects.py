@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from .keeping import items_of
@@ -103,7 +104,8 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     found = {id(module): module}
     waiting = [module]
     for m in waiting:  # which grows
-        for child in object.__getattribute__(m, "_modules").values():
+        scripted = isinstance(m, torch.jit.ScriptModule)  # which keeps its children elsewhere
+        for child in m.children() if scripted else object.__getattribute__(m, "_modules").values():
             if child is not None and id(child) not in found:
                 found[id(child)] = child
                 waiting.append(child)

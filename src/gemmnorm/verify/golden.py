@@ -210,7 +210,9 @@ class Original:
         """The references of each case in turn, training before evaluation."""
         state: dict[str, Tensor] = {}
         inputs: list[Any] = []
-        for index, case in enumerate(cases):
+        index = -1
+        for case in cases:
+            index += case.inputs != "exchanged"  # which draws nothing
             generator = torch.Generator().manual_seed(1_000_003 * self.seed + index)
             if case.load != "keep" or not state:
                 state = draw_state(self.initial, self.role_of, case.weights, generator)
