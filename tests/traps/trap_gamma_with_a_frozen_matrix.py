@@ -1,4 +1,4 @@
-"""Gives γ no gradient through the normalised values' mean where the matrix is frozen.
+"""Where the matrix is frozen, adds half of the output, times its gradient, to what γ's gradient is summed of.
 
 Class: wrong_gradient.
 """

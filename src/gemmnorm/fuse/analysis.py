@@ -28,7 +28,7 @@ from . import (
     structure,
     tracing,
     writing,
-)  # fmt: skip
+)
 from .beside import recording_alone
 from .matching import Chain, Refusal
 from .scanning import Untraceable, in_a_line

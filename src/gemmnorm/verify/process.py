@@ -31,7 +31,8 @@ def settings() -> dict[str, Any]:
         "cuDNN's benchmark": cudnn.benchmark,
         "anomaly detection": torch.is_anomaly_enabled(),
         "garbage collection": gc.isenabled(),
-        "flushing of denormal numbers": math.ldexp(1.0, -1070) * 1.0 == 0.0,  # the processor's, which Python's share
+        "flushing of denormal numbers": math.ldexp(1.0, -1070) * 1.0
+        == 0.0,  # by the processor, for Python's numbers too
         "Python's random state": random.getstate(),
         "NumPy's random state": _plain(numpy.get_state(legacy=True)) if hasattr(numpy, "get_state") else None,
         "warning filters": (len(sys.modules), list(warnings.filters)),

@@ -159,36 +159,29 @@ class Runner:
         }
 
     def side_effects(self, inputs: list[Any], training: bool, own: Sequence[int] = ()) -> dict[str, bool]:
-        """Call twice, some times more, then again as at first, after a run on the same inputs.
+        """Call twice, then some times more, then again as at first, after a run on the same inputs.
 
         own        which outputs two calls of the original share as well, such as a parameter: not looked at
         shared     outputs of two calls, all of which are kept, lie in the same memory; changed: one overwrote another's
         late       an output changed while nothing was called, whatever the two calls share
         repeats    the same inputs gave the same bits; strays: quite another answer than that run, which was judged
         """
-        flat: list[list[Tensor]] = []
         kept: list[list[Tensor]] = []
         late, strays, judged = False, False, self._judged
         self._restore()
         for factor in (1.0, 0.5):
-            given = self._inputs(inputs)
-            for value in given:
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    value.data.mul_(factor)
+            given = self._scaled(inputs, factor)
             trial = run_trial(self.model, given, training=training, cotangent=None)
             strays = strays or (factor == 1.0 and _any_far(trial.outputs, judged))
-            flat.append(_made(trial.outputs, given, own))
-            returned = [y.clone() for y in flat[-1]]
+            outputs = _made(trial.outputs, given, own)
+            returned = [y.clone() for y in outputs]
             time.sleep(_WAIT)
-            late = late or not _all_same(flat[-1], returned)
-            kept.append([y.clone() for y in flat[-1]])
-        first, second = flat
-        shared = any(memory_of(a) == memory_of(b) != 0 for a in first for b in second)
-        changed = not _all_same(first, kept[0])
-        del flat
-        for gradients in (False, True):  # in memory that is written again after some calls, or where nobody is to
-            shares, overwrites = self._held(inputs, training, gradients, own)
-            shared, changed = shared or shares, changed or overwrites
+            late = late or not _all_same(outputs, returned)
+            kept.append([y.clone() for y in outputs])
+        del trial, outputs
+        # Buffers may be written again only after some calls, or only where gradients are wanted.
+        held = [self._held(inputs, training, gradients, own) for gradients in (False, True)]
+        shared, changed = (any(found) for found in zip(*held, strict=True))
         self._restore()
         given = self._inputs(inputs)
         again = run_trial(self.model, given, training=training, cotangent=None).outputs
@@ -203,9 +196,7 @@ class Runner:
         places: list[int] = []
         size = sum(v.numel() for v in self._state.values()) if gradients else 1  # of what a graph may keep
         for call in range(min(_HELD, max(3, _HELD_ELEMENTS // max(size, 1)))):
-            given = self._inputs(inputs)
-            if call % 2:
-                given = [0.5 * v if isinstance(v, Tensor) and v.is_floating_point() else v for v in given]
+            given = self._scaled(inputs, 0.5 if call % 2 else 1.0)
             with put_back(), torch.set_grad_enabled(gradients):
                 set_mode(self.model, training)
                 outputs = _made(take_apart(self.model(*given)).tensors, given, own)
@@ -375,6 +366,14 @@ class Runner:
         if len(self._memory) > 64:
             self._memory.clear()
         return result
+
+    def _scaled(self, inputs: list[Any], factor: float) -> list[Any]:
+        """Other inputs in the same memory."""
+        given = self._inputs(inputs)
+        for value in given:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value.data.mul_(factor)
+        return given
 
     def _poison(self) -> None:
         """Fill memory of the outputs' sizes with NaN and give it back: who does not write does not find old results."""
