@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from gemmnorm import plan
 from gemmnorm.cli import doctor, report
 from gemmnorm.cli.doctor import Check, Facts
+from gemmnorm.cli.main import main
+from gemmnorm.cli.variables import VALUES, variables
 from gemmnorm.runtime import measured
 
 HEALTHY = Facts(
@@ -135,3 +138,40 @@ def test_this_machine_is_described_with_what_will_run() -> None:
     assert document["runs"] and "will run:" in text
     for name in ("Python", "PyTorch", "NVIDIA driver", "GPU", "cuda-core", "NVRTC", "kernel cache", "nvcc"):
         assert name in text
+
+
+@pytest.fixture
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in variables():
+        monkeypatch.delenv(variable.name)
+
+
+@pytest.mark.parametrize("name", [name for name, values in VALUES.items() if values])
+@pytest.mark.usefixtures("_no_variables")
+def test_a_variable_with_a_wrong_value_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "bogus")
+    check = problems(replace(HEALTHY, variables=variables()))[name]
+    assert check.state == "missing" and VALUES[name][0] in check.advice and check.command == f"unset {name}"
+    assert doctor.what_runs() == [f"nothing, until {name} is unset"]
+    assert main(["explain", "64", "64", "64"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"gemmnorm: {name}: expected one of {VALUES[name][0]}") and "'bogus'" in error
+    monkeypatch.setenv(name, VALUES[name][0])
+    assert problems(replace(HEALTHY, variables=variables())) == {}
+    monkeypatch.setenv(name, "")
+    assert variables() == ()
+
+
+@pytest.mark.usefixtures("_no_variables")
+def test_a_variable_that_nobody_reads_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMMNORM_STRATEGIE", "one_kernel")
+    assert problems(replace(HEALTHY, variables=variables()))["GEMMNORM_STRATEGIE"].state == "warning"
+    assert main(["explain", "64", "64", "64"]) == 0
+
+
+def test_every_variable_that_the_package_reads_is_known() -> None:
+    sources = Path(doctor.__file__).parents[1].rglob("*.py")
+    read = {name for path in sources for name in re.findall(r"[\"'](GEMMNORM_[A-Z0-9_]+)[\"']", path.read_text())}
+    assert read == set(VALUES)

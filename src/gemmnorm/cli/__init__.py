@@ -6,6 +6,7 @@
 - `explain.py`   plans of a model file, or of sizes alone
 - `tune.py`      the same, measured on the GPU that is here
 - `doctor.py`    what this machine has and lacks
+- `variables.py` the environment variables, and what is wrong with those that are set
 - `report.py`    every result file as tables for a terminal
 - `over_time.py` a result beside older ones, as text
 - `tables.py`    tables that keep their figures whole

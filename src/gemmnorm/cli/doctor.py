@@ -22,6 +22,7 @@ from ..runtime import driver, measured
 from ..runtime.arithmetic import float32_reason
 from ..runtime.call import chip as chip_of
 from ..runtime.measured import Table
+from .variables import Variable, variables
 
 _NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
@@ -32,7 +33,7 @@ class Facts:
 
     Versions are strings or None where a thing is not there; `nvrtc` holds every installed one. `unavailable` is what
     `gemmnorm.runtime.driver.unavailable()` says; `cache_problem` why compiled kernels cannot be kept; `measured` what
-    `gemmnorm tune` has left.
+    `gemmnorm tune` has left; `variables` those of gemmnorm's that are set.
     """
 
     python: tuple[int, int] = (3, 10)
@@ -50,6 +51,7 @@ class Facts:
     cache: str = ""
     cache_problem: str | None = None
     measured: tuple[Table, ...] = ()
+    variables: tuple[Variable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def gather() -> Facts:
         cache=str(driver.cache_directory()),
         cache_problem=_cache_problem(driver.cache_directory()),
         measured=tuple(measured.stored()),
+        variables=variables(),
     )
 
 
@@ -116,7 +119,7 @@ def extra_of(facts: Facts) -> str:
 
 def examine(facts: Facts) -> list[Check]:
     """Judge the facts, one check after the other, in the order in which one would mend them."""
-    return [*_software(facts), *_hardware(facts), *_compiler(facts), *_comforts(facts)]
+    return [*_software(facts), *_hardware(facts), *_compiler(facts), *_settings(facts), *_comforts(facts)]
 
 
 def _software(facts: Facts) -> Iterable[Check]:
@@ -203,6 +206,16 @@ def _compiler(facts: Facts) -> Iterable[Check]:
         yield Check("NVRTC", shown)
 
 
+def _settings(facts: Facts) -> Iterable[Check]:
+    for name, value, expected, read in facts.variables:
+        if expected is not None:
+            yield Check(name, value, "missing", f"expected one of {expected}: calls raise", f"unset {name}")
+        elif not read:
+            yield Check(name, value, "warning", "gemmnorm reads no such variable", f"unset {name}")
+        else:
+            yield Check(name, value, "note")
+
+
 def _comforts(facts: Facts) -> Iterable[Check]:
     if facts.cache_problem is None:
         yield Check("kernel cache", facts.cache)
@@ -229,6 +242,9 @@ def what_runs() -> list[str]:
     """Which strategy the planner picks here for a large GEMM, by precision."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     chip = chip_of(device)
+    wrong = [name for name, _, expected, _ in variables() if expected is not None]
+    if wrong:
+        return [f"nothing, until {' and '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} unset"]
     if chip is None:
         return [f"reference: plain PyTorch ops on the {'GPU' if device.type == 'cuda' else 'CPU'}, in every precision"]
     lines = []

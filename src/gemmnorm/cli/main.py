@@ -51,6 +51,7 @@ from . import report
 from .arguments import STANDARD_OUTPUT, TIME_LIMIT, check_options, check_outputs, make_parser
 from .page import page
 from .progress import reporting
+from .variables import check_variables
 
 EQUAL, NOT_EQUAL, BAD_MODEL = 0, 1, 2
 RANDOM_COUNT = 20  # problems of a seed
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = make_parser()
         arguments = parser.parse_args(argv)
         check_outputs(arguments, parser)
+        if arguments.command not in ("doctor", "report"):
+            check_variables()
         with _ending_cleanly():
             code: int = _RUN[arguments.command](arguments, parser)
     except GemmNormError as error:
