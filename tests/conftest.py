@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of every call of the operator that a fused model or module makes, where it makes it anew.
+    """The options of every call of the operator that a fused model or module makes; none is kept for later calls.
 
     Chains over more than a matrix go to the operator here too, as where kernels can serve them.
     """
@@ -89,6 +89,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return functional.call(operands, options, process_group)
 
     monkeypatch.setattr(chain, "call", spy)
+    monkeypatch.setattr(chain, "cached_call", lambda *_: None)
     monkeypatch.setattr(chain, "runs_plain_ops", lambda x, strategy: False)
     return made
 

@@ -34,7 +34,7 @@ class Primed:
     """A module that has been called: `is_cached(run)` says whether all calls in `run` took what was prepared then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, training: bool = True, **options: Any) -> None:
-        gemmnorm.set_strategy("reference")  # for this test (conftest): where none is asked for, the CPU keeps nothing
+        gemmnorm.set_strategy("reference")  # for this test (conftest): where none is asked for, the CPU keeps the chain
         self.taken, self.made = 0, 0
         monkeypatch.setattr(chain, "cached_call", self._cached_call)
         self.module = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, **options).train(training)
@@ -264,10 +264,21 @@ def test_ranks_are_asked_whether_they_agree_at_each_call(monkeypatch):
         assert len(module._call._known) == 1 and len(asked) == i + 1 and asked[-1] is module.gemm.weight
 
 
-def test_nothing_is_kept_on_the_cpu():
-    module = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES)
-    module(torch.randn(BATCH, INNER))
-    assert not module._call._known
+def test_the_chain_of_pytorchs_operations_is_kept_on_the_cpu(monkeypatch):
+    module = stir(gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, activation="relu"))
+    original = twin(module).to_modules()
+    asked = []
+    monkeypatch.setattr(chain, "call", lambda *_: asked.append(1))
+    for training in (True, True, False, False):
+        x, grad = torch.randn(BATCH, INNER), torch.randn(BATCH, FEATURES)
+        for each in (module, original):
+            each.train(training)
+        assert_same(step(module, module, x, grad), step(original, original, x, grad), 0.0, 0.0)
+    assert len(module._call._known) == 2 and not asked
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        module.train()(torch.randn(1, INNER))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        module(torch.randn(BATCH, INNER + 1))
 
 
 def convolution(inner: int, features: int) -> nn.Module:
