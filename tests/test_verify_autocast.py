@@ -145,6 +145,6 @@ def test_autocast_is_around_the_forward_and_casts_nothing_of_float64():
 
 def test_operands_of_products_are_rounded_under_autocast():
     found, cpu = {torch.float32, torch.bfloat16}, torch.device("cpu")
-    assert _units(found, cpu, (AUTOCAST,)).operand == 2.0**-8 and _units(found, cpu).operand == 0
-    assert _units({torch.float32}, cpu, (AUTOCAST,)).operand == 0
-    assert _units({torch.float32, torch.float16}, cpu, (AUTOCAST_FP16,)).operand == 2.0**-11
+    assert _units(found, found, cpu, (AUTOCAST,)).operand == 2.0**-8 and _units(found, found, cpu).operand == 0
+    assert _units({torch.float32}, found, cpu, (AUTOCAST,)).operand == 0
+    assert _units({torch.float32, torch.float16}, found, cpu, (AUTOCAST_FP16,)).operand == 2.0**-11

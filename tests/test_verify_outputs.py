@@ -78,9 +78,9 @@ def test_samples_of_tensors_of_three_dimensions(tmp_path: Path) -> None:
     assert not equal and "raises" not in reason
 
 
-@pytest.mark.parametrize("draw", [2000, 20011])
-def test_a_mean_that_pytorch_saves_in_16_bits_is_within_the_limits(draw: int, tmp_path: Path) -> None:
-    """On the CPU a BatchNorm in bfloat16 does; with two rows the gradient of some feature shows it."""
+@pytest.mark.parametrize("draw", [2000, 2004, 20011])
+def test_statistics_that_pytorch_rounds_to_16_bits_are_within_the_limits(draw: int, tmp_path: Path) -> None:
+    """On the CPU a BatchNorm in bfloat16 does; with two rows some feature, or its gradient, shows it."""
     source = (TRAPS / "model.py").read_text()
     drawn = f"torch.manual_seed({draw} + torch.initial_seed())\n    return [torch.randn(160"
     path, new = tmp_path / "model.py", tmp_path / "new.py"

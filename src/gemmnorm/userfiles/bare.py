@@ -1,17 +1,17 @@
 """An object in a Python process that holds nothing of its caller: for files that may look for whoever judges them.
 
-:class:`Bare` starts a fresh interpreter, hands it the few sources that the object needs as text, under a neutral name,
+`Bare` starts a fresh interpreter, hands it the few sources that the object needs as text, under a neutral name,
 and calls the object's methods there::
 
     with Bare("verify.runner:load", ["model.py", "new.py", "cpu", None]) as runner:
         own = runner.call("build", 0, [40, 40], {})
 
 The user's code finds no module, no frame, no file and no variable of the environment that bears the package's name, and
-none of the caller's tensors.  Values travel through two unnamed files, in memory where the system has such (/dev/shm).
-What comes back is loaded without running any code (``weights_only``): plain values and tensors.  On the CPU the process
+none of the caller's tensors. Values travel through two unnamed files, in memory where the system has such (/dev/shm).
+What comes back is loaded without running any code (`weights_only`): plain values and tensors. On the CPU the process
 may take up what memory is free, and no more.
 
-This hides the caller and keeps it intact; it is no jail.  The user's code may still do all that the user may.
+This hides the caller and keeps it intact; it is no jail. The user's code may still do all that the user may.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class BareCallError(GemmNormError, RuntimeError):
 
 
 class BareProcessError(GemmNormError, RuntimeError):
-    """The process ended without an answer; ``code`` is its exit code, negative for a signal."""
+    """The process ended without an answer; `code` is its exit code, negative for a signal."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the process ended with code {code} and without an answer")
@@ -88,9 +88,9 @@ class BareProcessError(GemmNormError, RuntimeError):
 
 
 class Bare:
-    """A process that serves the methods of what ``target`` ("verify.runner:load") returns for ``arguments``.
+    """A process that serves the methods of what `target` ("verify.runner:load") returns for `arguments`.
 
-    Starting returns at once; the first call waits for the process.  Close it, or use it in a ``with`` statement.
+    Starting returns at once; the first call waits for the process. Close it, or use it in a `with` statement.
     """
 
     def __init__(self, target: str, arguments: Sequence[Any]) -> None:
@@ -112,7 +112,7 @@ class Bare:
             self._tell({**request, "arguments": list(arguments)})
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """The method's result.  Raises BareCallError for what it raises, BareProcessError where the process ended."""
+        """The method's result. Raises BareCallError for what it raises, BareProcessError where the process ended."""
         if self._waiting:
             self._waiting = False
             self._answer()

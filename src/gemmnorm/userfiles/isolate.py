@@ -1,19 +1,19 @@
 """Run one function in a Python process of its own, under a time limit, and say how it ended.
 
-Model files come from anywhere.  They may raise, hang, kill the process, print to any stream or leave children
-behind, and none of that may take the tool down.  So everything that executes a user's file goes through
-:func:`run_isolated`::
+Model files come from anywhere. They may raise, hang, kill the process, print to any stream or leave children
+behind, and none of that may take the tool down. So everything that executes a user's file goes through
+`run_isolated`::
 
     outcome = run_isolated("gemmnorm.verify.answer:check_files", {"model_path": "m.py"}, time_limit=600)
     outcome.status       # "ok" | "raised" | "hung" | "crashed"
 
-How the two processes talk.  The request (one line of JSON) arrives on the child's standard input.  Before any
+How the two processes talk. The request (one line of JSON) arrives on the child's standard input. Before any
 user code runs, the child keeps a private duplicate of its standard output as the *channel* and points the original
-descriptor at standard error, so a ``print``, a C++ ``std::cout`` or a subprocess of the user's can only reach the
-log.  Answers are JSON lines on the channel: progress as it happens, then one result.  The duplicate is not
+descriptor at standard error, so a `print`, a C++ `std::cout` or a subprocess of the user's can only reach the
+log. Answers are JSON lines on the channel: progress as it happens, then one result. The duplicate is not
 inheritable, so programs that the user's code starts cannot write to it.
 
-Arguments, progress and results are JSON values (``NaN`` and ``Infinity`` included, as Python writes them).
+Arguments, progress and results are JSON values (`NaN` and `Infinity` included, as Python writes them).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _GRACE_SECONDS = 0.5  # for the stacks that a hung child is asked to print befor
 class Outcome:
     """How an isolated call ended.
 
-    status      "ok": ``value`` is what the function returned.  "raised": it raised.  "hung": the time limit passed
+    status      "ok": `value` is what the function returned.  "raised": it raised.  "hung": the time limit passed
                 and everything it started was killed.  "crashed": the process died without an answer.
     value       the function's return value, after a trip through JSON; None unless the status is "ok"
     detail      one readable text for a person: the traceback, the stacks at the time limit, or the signal's name with
@@ -59,7 +59,7 @@ class Outcome:
     error_type  the exception's qualified class name when the status is "raised"
     log         the last lines of everything user code wrote to standard output and standard error
     seconds     wall-clock time, the start of the process included
-    last        the last dict that the function passed to :func:`progress`; empty if there was none
+    last        the last dict that the function passed to `progress`; empty if there was none
     """
 
     status: Status
@@ -76,7 +76,7 @@ class Outcome:
 
     @property
     def stage(self) -> str:
-        """What the function was doing when it ended, by its own ``progress({"stage": ...})``."""
+        """What the function was doing when it ended, by its own `progress({"stage": ...})`."""
         return str(self.last.get("stage", "starting"))
 
     @property
@@ -209,13 +209,13 @@ def run_isolated(
     on_progress: Callable[[dict[str, Any]], None] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Call ``target`` ("package.module:function") with ``kwargs`` in a fresh interpreter.
+    """Call `target` ("package.module:function") with `kwargs` in a fresh interpreter.
 
-    The child sees this process's ``sys.path``, environment (with what ``environment`` has besides, where a name is not
-    set) and working directory, and nothing of its state.  ``kwargs``
-    and the return value must be JSON-serialisable (TypeError if ``kwargs`` are not; a return value that is not makes
-    the call "raised").  ``on_progress`` gets every dict the function passes to :func:`progress`, in order; an exception
-    from it ends the child and is raised here.  After ``time_limit`` seconds the child is asked for its stacks and then
+    The child sees this process's `sys.path`, environment (with what `environment` has besides, where a name is not
+    set) and working directory, and nothing of its state. `kwargs`
+    and the return value must be JSON-serialisable (TypeError if `kwargs` are not; a return value that is not makes
+    the call "raised"). `on_progress` gets every dict the function passes to `progress`, in order; an exception
+    from it ends the child and is raised here. After `time_limit` seconds the child is asked for its stacks and then
     killed together with everything that it started, detached processes included (on Linux; elsewhere its group).
     """
     if ":" not in target:

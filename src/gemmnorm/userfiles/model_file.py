@@ -1,4 +1,4 @@
-"""Load a problem file: a Python file that defines ``Model``, ``get_inputs`` and ``get_init_inputs``.
+"""Load a problem file: a Python file that defines `Model`, `get_inputs` and `get_init_inputs`.
 
 ::
 
@@ -6,12 +6,12 @@
     def get_inputs(): return [x, ...]    # the tensors forward takes; drawn fresh on every call
     def get_init_inputs(): return [...]  # the constructor's positional arguments (a dict: its keyword arguments)
 
-The source is executed as a module of its own, registered in ``sys.modules`` and ``linecache``: so
-``load_inline``, pickling, ``inspect.getsource`` and tracebacks work, and so does a file written for harnesses that
-execute the text without a ``__file__``.  User code runs in *this* process; call these functions from inside
-:func:`gemmnorm.userfiles.run_isolated`.
+The source is executed as a module of its own, registered in `sys.modules` and `linecache`: so
+`load_inline`, pickling, `inspect.getsource` and tracebacks work, and so does a file written for harnesses that
+execute the text without a `__file__`. User code runs in *this* process; call these functions from inside
+`gemmnorm.userfiles.run_isolated`.
 
-A ``precision`` ("fp32", "fp16", "bf16") does what KernelBench's does: the model is constructed as it is and then cast
+A `precision` ("fp32", "fp16", "bf16") does what KernelBench's does: the model is constructed as it is and then cast
 (parameters and floating-point buffers), and so is every tensor that the two functions return, one of integers too.
 """
 
@@ -52,8 +52,8 @@ class ModelFile:
     """One executed problem file.
 
     name         how messages call it: the path as given
-    module       the module object, also in ``sys.modules`` under ``module.__name__``
-    model_class  ``Model``, or ``ModelNew`` of a candidate
+    module       the module object, also in `sys.modules` under `module.__name__`
+    model_class  `Model`, or `ModelNew` of a candidate
     class_name   which of the two it was
     precision    of `PRECISIONS`: what model and inputs are cast to; None: they stay as they are
     """
@@ -154,7 +154,7 @@ def _seed(seed: int) -> None:
 
 
 def load_model_file(path: str | Path, precision: str | None = None) -> ModelFile:
-    """Execute a problem file and check that ``Model``, ``get_inputs`` and ``get_init_inputs`` are there."""
+    """Execute a problem file and check that `Model`, `get_inputs` and `get_init_inputs` are there."""
     module = _execute_file(path)
     model_class = _model_class(module, "Model", str(path))
     for function_name in ("get_inputs", "get_init_inputs"):
@@ -163,14 +163,14 @@ def load_model_file(path: str | Path, precision: str | None = None) -> ModelFile
 
 
 def load_candidate_file(path: str | Path, precision: str | None = None) -> ModelFile:
-    """Execute a replacement's file: ``ModelNew``, or ``Model`` where only that is defined."""
+    """Execute a replacement's file: `ModelNew`, or `Model` where only that is defined."""
     module = _execute_file(path)
     class_name = "ModelNew" if hasattr(module, "ModelNew") or not hasattr(module, "Model") else "Model"
     return ModelFile(str(path), module, _model_class(module, class_name, str(path)), class_name, precision)
 
 
 def load_source(source: str, name: str, *, file: str | None = None) -> types.ModuleType:
-    """Execute ``source`` as a module called after ``name``; without ``file`` the module has no ``__file__``."""
+    """Execute `source` as a module called after `name`; without `file` the module has no `__file__`."""
     digest = hashlib.sha256(f"{file or name}\0{source}".encode(errors="surrogateescape")).hexdigest()[:12]
     stem = re.sub(r"\W", "_", Path(name).stem) or "source"
     module = types.ModuleType(f"user_{stem}_{digest}")

@@ -1,4 +1,4 @@
-"""The other side of `bare.py`: reads calls, makes them, writes the answers.  Imports PyTorch and nothing of ours."""
+"""The other side of `bare.py`: reads calls, makes them, writes the answers. Imports PyTorch and nothing of ours."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Is the candidate the same function as the original?  The equality check behind ``gemmnorm verify``.
+"""Is the candidate the same function as the original?  The equality check behind `gemmnorm verify`.
 
-:func:`verify` takes two files and answers with a dict; both files run in a process of their own, so neither can
-hang or kill the caller.  In one process, :func:`references` and :func:`judge` do the work::
+`verify` takes two files and answers with a dict; both files run in a process of their own, so neither can
+hang or kill the caller. In one process, `references` and `judge` do the work::
 
     original = load_model_file("model.py")
     for reference in references(original, seeds=3, device="cpu"): ...
@@ -37,7 +37,7 @@ The dict (schema 1)::
     skipped     sentences about what could not be checked
 
 Errors and limits are relative to the golden norm, or to the norm before cancellation where that is larger;
-``ratio`` is error over limit.  A value is null where it is not finite.
+`ratio` is error over limit. A value is null where it is not finite.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def verify(
     time_limit: float = 600.0,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Check that the candidate file's ``ModelNew`` is the same function as the model file's ``Model``.
+    """Check that the candidate file's `ModelNew` is the same function as the model file's `Model`.
 
     Args:
         model_path: the file with `Model`, `get_inputs` and `get_init_inputs`.
@@ -188,7 +188,7 @@ def check_files(
     to_the_end: bool = True,
     precision: str | None = None,
 ) -> dict[str, Any]:
-    """:func:`verify` with the model in this process; the candidate has its own.  Meant for the isolated child."""
+    """`verify` with the model in this process; the candidate has its own. Meant for the isolated child."""
     with without_dropout() as dropped:
         answer = _answer(model_path, candidate_path, seeds, effort, device or default_device(), precision)
         answer |= _judged(answer, to_the_end)

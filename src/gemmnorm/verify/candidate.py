@@ -1,10 +1,10 @@
 """Judging what a candidate does against references: which quantities are compared, and which side effects are faults.
 
 The candidate is built once per seed and then lives through all cases, as in training: its weights change under it
-(``load_state_dict`` and in-place updates alike), its inputs arrive in the same memory with new contents, and
-training and evaluation alternate.  So packed weights that go stale, outputs kept from an earlier call and buffers
-that are returned twice show as wrong numbers; `_side_effects` also looks for them directly.  The model itself lives
-behind :class:`~gemmnorm.verify.runner.Runner`, as a rule in another process.
+(`load_state_dict` and in-place updates alike), its inputs arrive in the same memory with new contents, and
+training and evaluation alternate. So packed weights that go stale, outputs kept from an earlier call and buffers
+that are returned twice show as wrong numbers; `_side_effects` also looks for them directly. The model itself lives
+behind `gemmnorm.verify.runner.Runner`, as a rule in another process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REMEMBERED = 1 << 20  # elements of an output that is remembered, to know it ag
 
 
 class Side(Protocol):
-    """Where a Runner is: ``call(method, *arguments)``; ``name`` is the file's."""
+    """Where a Runner is: `call(method, *arguments)`; `name` is the file's."""
 
     name: str
 
@@ -247,7 +247,7 @@ class Candidate:
         return checks
 
     def _run(self, reference: Reference, gradients: bool) -> dict[str, Any]:
-        """One run.  Where PyTorch itself refuses how the model is used (`_REFUSED`), another one in another way."""
+        """One run. Where PyTorch itself refuses how the model is used (`_REFUSED`), another one in another way."""
         cotangents, use = reference.cotangents if gradients else None, reference.case.use
         try:
             return dict(self.side.call("run", reference.inputs, reference.training, cotangents, use))

@@ -1,8 +1,8 @@
 """Compare a candidate with the original: the measures, and the limits that every measure is held to.
 
 Three values of one tensor meet here: the candidate's, *eager's* (the original in its own precision) and the *golden*
-one (the original in float64).  Errors are distances from the golden.  With ``spread`` the standard deviation of
-what one rounding error per operation does to each element (:mod:`gemmnorm.verify.rounding`), u the unit roundoff of the
+one (the original in float64). Errors are distances from the golden. With `spread` the standard deviation of
+what one rounding error per operation does to each element (`gemmnorm.verify.rounding`), u the unit roundoff of the
 result's dtype::
 
     ‖candidate − golden‖  ≤  max( EAGER·‖eager − golden‖,  SLACK·‖spread‖ + STORE·u·‖golden‖ ) + FLIP·‖flips‖
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 EAGER = 1.25  # as good as eager, with room for another order of the same operations
-# How many spreads an error may measure.  One element lies in the tails of its own error and of its estimated spread;
+# How many spreads an error may measure. One element lies in the tails of its own error and of its estimated spread;
 # the errors of a row or a column may all come from one rounding (of an outlier, of a mean); a whole tensor's do not.
 SLACK = {"global": 3.0, "row": 6.0, "column": 6.0, "worst": 9.0}
 NO_DIGITS = 0.1  # a spread of so much of the value: its effect is not linear in the roundings, and its tails are heavy
@@ -47,9 +47,9 @@ PERIOD = 8  # features and rows of one role repeat with this period (gemmnorm.ve
 
 @dataclass(frozen=True)
 class Measure:
-    """One comparison.  Errors are relative to ``scale``: the golden norm, or the norm before cancellation if larger.
+    """One comparison. Errors are relative to `scale`: the golden norm, or the norm before cancellation if larger.
 
-    error, eager_error, limit  are None where a value is not finite; ``position`` is the worst element, row or column
+    error, eager_error, limit  are None where a value is not finite; `position` is the worst element, row or column
     ratio                      error over limit, the number that calibration looks at (inf for a wrong NaN)
     """
 
@@ -84,8 +84,8 @@ class Limits:
 def pool(squares: Tensor) -> Tensor:
     """The largest of each element's mean square and those of its role: of the whole role, its row and its column in it.
 
-    A few draws say little about one element.  Elements whose indices agree modulo ``PERIOD`` in the last two
-    dimensions play the same role in every family of inputs, so their mean square stands in where it is larger.  Single
+    A few draws say little about one element. Elements whose indices agree modulo `PERIOD` in the last two
+    dimensions play the same role in every family of inputs, so their mean square stands in where it is larger. Single
     rows and columns may stand out (an outlier among the inputs); there the mean square of that row or column does.
     """
     if squares.numel() <= 1:
@@ -109,8 +109,8 @@ def compare(
 ) -> list[Measure]:
     """Measure a candidate's tensor against eager and golden: one entry per measure, each with its worst position.
 
-    A shape or dtype that differs from eager's gives a single failed measure of that name.  Tensors of integers and
-    booleans must agree exactly, but where rounding errors decide them.  NaN and infinities: where golden and eager are
+    A shape or dtype that differs from eager's gives a single failed measure of that name. Tensors of integers and
+    booleans must agree exactly, but where rounding errors decide them. NaN and infinities: where golden and eager are
     finite the candidate must be; where the golden is not finite the candidate must not be either, unless eager is;
     where only eager overflowed anything goes.
     """

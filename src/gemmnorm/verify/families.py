@@ -1,6 +1,6 @@
 """The cases that an equality check runs: families of weights, statistics and inputs, for any model.
 
-A family knows nothing of a particular model.  It knows *roles* of parameters and buffers, read off the modules:
+A family knows nothing of a particular model. It knows *roles* of parameters and buffers, read off the modules:
 
     matrix   two and more dimensions (a Linear's or a convolution's weight); its features are dimension 0
     bias     the bias beside a matrix
@@ -8,7 +8,7 @@ A family knows nothing of a particular model.  It knows *roles* of parameters an
     vector   every other parameter: scales and the like
 
 Whatever differs between features or rows follows a pattern of period 8 in the index, so that every feature has
-relatives of the same role (:func:`gemmnorm.verify.equality.pool` uses that) and every magnitude meets every sign.
+relatives of the same role (`gemmnorm.verify.equality.pool` uses that) and every magnitude meets every sign.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def plan_cases(
     full_everywhere: bool,
     families: Sequence[Case] = FAMILIES,
 ) -> list[Case]:
-    """The cases of one seed: every family under every seed or, of large models, ``shared`` out over the seeds.
+    """The cases of one seed: every family under every seed or, of large models, `shared` out over the seeds.
 
     The first family runs under every seed; the full-size case under the first, or under all of them where arithmetic is
     cheap (a GPU) or has been asked for; those of autocast end the last one.
@@ -253,7 +253,7 @@ def _draw(value: Tensor, role: str, weights: str, generator: torch.Generator) ->
 
 
 def _pattern(value: Tensor, pattern: Sequence[float], generator: torch.Generator) -> Tensor:
-    """The pattern along the features of ``value``: dimension 0 of a matrix, the longest one of anything else."""
+    """The pattern along the features of `value`: dimension 0 of a matrix, the longest one of anything else."""
     longest = max(range(value.ndim), key=lambda d: value.shape[d], default=0)
     dimension = 0 if _is_matrix(value) else longest
     length = value.shape[dimension] if value.ndim else 1
@@ -267,7 +267,7 @@ def _pattern(value: Tensor, pattern: Sequence[float], generator: torch.Generator
 
 
 def draw_inputs(full: Sequence[Any], case: Case, generator: torch.Generator, *, offset: int = 0) -> list[Any]:
-    """Inputs of a case: rows of ``full`` (from row ``offset`` on, wrapping), then what the family does to them."""
+    """Inputs of a case: rows of `full` (from row `offset` on, wrapping), then what the family does to them."""
     leading = leading_rows(full)
     result = []
     for value in full:

@@ -1,6 +1,6 @@
 """What is wrong with a candidate, by name: from the first case that failed, and a few probes of the candidate.
 
-The comparison decides whether a file is equal; nothing here does.  A name tells the reader where to look.
+The comparison decides whether a file is equal; nothing here does. A name tells the reader where to look.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _INSIDE = 0.9  # of the elements of a block are wrong where a block was not comp
 
 
 def name_fault(candidate: Candidate, reference: Reference, checks: Sequence[Check]) -> Fault:
-    """The fault that a failed case shows.  Runs the candidate a few times more; never raises for what it does."""
+    """The fault that a failed case shows. Runs the candidate a few times more; never raises for what it does."""
     known = {**_called(checks), **candidate.seen}
     kept = set(known) == {"replayed_output"} and reference.case.same_inputs  # or packed weights
     if not known or kept:

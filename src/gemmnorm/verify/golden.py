@@ -1,7 +1,7 @@
 """What a candidate is compared with: the original run eagerly, in float64, and with rounding errors made on purpose.
 
-:class:`Original` holds the original under one seed and turns cases (:mod:`gemmnorm.verify.families`) into
-:class:`Reference` objects, one per case and phase.  A reference holds everything that judging needs, so that many
+`Original` holds the original under one seed and turns cases (`gemmnorm.verify.families`) into
+`Reference` objects, one per case and phase. A reference holds everything that judging needs, so that many
 candidates can be judged by the same references.
 """
 
@@ -62,7 +62,7 @@ class Sample:
 
     @staticmethod
     def of(value: Tensor, budget: int) -> Sample:
-        """About ``budget`` elements' worth of rows: whole periods of roles, spread evenly, first and last included."""
+        """About `budget` elements' worth of rows: whole periods of roles, spread evenly, first and last included."""
         periods = (value.shape[0] + PERIOD - 1) // PERIOD
         wanted = max(2, min(periods, budget * value.shape[0] // (value.numel() * PERIOD)))
         starts = torch.linspace(0, periods - 1, wanted, dtype=torch.float64).round().long() * PERIOD
@@ -74,9 +74,9 @@ class Sample:
 class Reference:
     """One case in one phase, ready to judge a candidate.
 
-    state       what every model is loaded with; ``case.load`` says how
-    eager       the original's quantities in its own precision; ``error`` instead if it raises on purpose (one row)
-    golden      the same in float64, with ``limits`` per quantity
+    state       what every model is loaded with; `case.load` says how
+    eager       the original's quantities in its own precision; `error` instead if it raises on purpose (one row)
+    golden      the same in float64, with `limits` per quantity
     samples     the rows of very large tensors that are compared; eager, golden and limits hold only those
     mutates     the original itself changes its inputs; spoils: its backward, the gradients that it is given
     drawn       the original draws random numbers
@@ -136,7 +136,7 @@ class Reference:
 
 @dataclass
 class _Noise:
-    """The squared change of every element, summed over the runs with rounding errors (``kinks.draws`` of them)."""
+    """The squared change of every element, summed over the runs with rounding errors (`kinks.draws` of them)."""
 
     units: Units
     kinks: Kinks
@@ -303,7 +303,7 @@ class Original:
             return reference
         kinks = Kinks("record")
         reference.golden = self._golden_run(reference, kinks)
-        noise = _Noise(_units(dtypes, self.device, reference.case.use), kinks)
+        noise = _Noise(_units(dtypes, self.dtypes, self.device, reference.case.use), kinks)
         self._draw(reference, noise, _FIRST_DRAWS)
         reference.limits = noise.limits(_CAUTION)
 
@@ -467,9 +467,10 @@ def _doubled(value: Tensor) -> Tensor:
     return value.to(torch.complex128) if value.is_complex() else value.double() if value.is_floating_point() else value
 
 
-def _units(dtypes: set[torch.dtype], device: torch.device, use: Sequence[str] = ()) -> Units:
-    """The precision of a chain: the coarsest dtype it stores, accumulated in float32 (float64 for float64).
+def _units(dtypes: set[torch.dtype], given: set[torch.dtype], device: torch.device, use: Sequence[str] = ()) -> Units:
+    """The precision of a chain: the coarsest of the `dtypes` it stores, accumulated in float32 (float64 for float64).
 
+    `given`: the dtypes of parameters, buffers and inputs.
     Under autocast both operands of every product are rounded first, which casts nothing in float64.
     """
     if not dtypes or dtypes == {torch.float64}:
@@ -481,4 +482,6 @@ def _units(dtypes: set[torch.dtype], device: torch.device, use: Sequence[str] = 
     cast = autocast_dtype(use)
     if cast in dtypes:
         operand = convolved = unit_roundoff(cast)
-    return Units(unit_roundoff(coarsest), unit_roundoff(torch.float32), operand, convolved, grid)
+    statistics = grid is not None and device.type == "cpu" and torch.float32 not in given
+    accumulate = unit_roundoff(torch.float32)
+    return Units(unit_roundoff(coarsest), accumulate, operand, convolved, grid, statistics=statistics)

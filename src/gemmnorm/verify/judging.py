@@ -31,7 +31,7 @@ def judge(
 ) -> dict[str, Any]:
     """Judge a candidate by references; the part of the dict that depends on the candidate.
 
-    A file runs in this process; a Side where it is.  Unless ``to_the_end``, the first case with a failure is the last.
+    A file runs in this process; a Side where it is. Unless `to_the_end`, the first case with a failure is the last.
     """
     side = Local(candidate_file, device) if isinstance(candidate_file, ModelFile) else candidate_file
     found = _Found(side)
@@ -50,7 +50,7 @@ def judge(
 
 @dataclass
 class _Found:
-    """What is known so far.  ``models_turn`` while it is the original that runs."""
+    """What is known so far. `models_turn` while it is the original that runs."""
 
     side: Side
     checks: list[Check] = field(default_factory=list)

@@ -50,7 +50,7 @@ def take_apart(output: Any) -> Outputs:
 
 
 def _walk(value: Any, found: Outputs, within: tuple[int, ...]) -> str:
-    """Put the parts of a value into ``found``; returns its structure."""
+    """Put the parts of a value into `found`; returns its structure."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             raise TypeError(f"expected dense tensors as outputs, got one of layout {value.layout}")

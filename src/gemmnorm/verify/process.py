@@ -66,7 +66,7 @@ def _plain(state: Any) -> tuple[Any, ...]:
 
 
 def changed_settings(before: Mapping[str, Any]) -> list[str]:
-    """Which settings are others than ``before``; a module that is imported for the first time may add filters."""
+    """Which settings are others than `before`; a module that is imported for the first time may add filters."""
     now = settings()
     imported = now["warning filters"][0] != before["warning filters"][0]
     drawn = before["NumPy's random state"] is None

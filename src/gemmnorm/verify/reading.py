@@ -18,7 +18,7 @@ _PATCHED = ("torch", "time", "builtins", "sys")
 
 
 def suspicions(path: str) -> list[str]:
-    """One sentence for each kind of thing that the file at ``path`` does; empty where it cannot be read."""
+    """One sentence for each kind of thing that the file at `path` does; empty where it cannot be read."""
     try:
         with open(path, "rb") as stream:
             tree = ast.parse(stream.read())

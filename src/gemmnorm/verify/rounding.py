@@ -1,34 +1,34 @@
 """How large rounding errors may be: measured by making them, one per operation, in float64.
 
-A comparison needs to know the error that *some honest implementation* could have.  For a chain of which only the
+A comparison needs to know the error that *some honest implementation* could have. For a chain of which only the
 source is known, the answer is measured (the method is stochastic arithmetic; Vignes 1993, "A stochastic arithmetic for
-reliable scientific computation"; Parker 1997, "Monte Carlo arithmetic").  The original runs in float64 under
-:class:`Arithmetic`, a dispatch mode that multiplies the result of every floating-point operation by 1 + u·ξ, with u the
+reliable scientific computation"; Parker 1997, "Monte Carlo arithmetic"). The original runs in float64 under
+`Arithmetic`, a dispatch mode that multiplies the result of every floating-point operation by 1 + u·ξ, with u the
 unit roundoff of the arithmetic being judged and ξ uniform in [−1, 1].  What then happens to outputs, statistics and
 gradients is what *one rounding per operation* does to them: cancellation, the amplification of a column with
 |mean| ≫ std or of a constant column, a gradient that is exactly zero by cancellation; all without knowing the model.
 
 Three things are more than one relative rounding:
 
-- a product over a reduction of length K: u·(‖x_i‖·‖w_j‖ + √K·|a_ij|).  A sum of K terms in sequence carries u times the
+- a product over a reduction of length K: u·(‖x_i‖·‖w_j‖ + √K·|a_ij|). A sum of K terms in sequence carries u times the
   root of the sum of its squared partial sums; that is u·‖x‖‖w‖ for terms of random sign and u·√K·|a| for terms of
-  one sign.  Implementations that add in blocks stay below both.
+  one sign. Implementations that add in blocks stay below both.
 - a column sum or mean over n rows: 4·u·n·rms for the sum (runs of up to about 48 rows in sequence, then a tree); in the
   backward of LayerNorm and GroupNorm √(3n)·u·n·rms (all rows in sequence, and equal rows round alike), and in every sum
   of equal addends: what one backward of `y.sum()` adds up.
-- BatchNorm, ``addmm`` and other fused operations: decomposed, so that the roundings happen inside.  What is as
+- BatchNorm, `addmm` and other fused operations: decomposed, so that the roundings happen inside. What is as
   large as the result may be stored on the way (a product, a centred tensor) and is rounded like a result; what
-  is one number per feature stays at the accumulator's precision.  On the CPU PyTorch saves a 16-bit BatchNorm's mean
-  in 16 bits for the backward.
-- 16-bit storage.  At |mean| ≫ std a column may land on one value of the grid, and its variance is then 0; or it may
-  straddle two, and its variance is then that of the grid.  Two kinds of runs alternate.  One makes the rounding
-  for real, on a grid whose phase is random per feature (v ↦ round(v·c)/c, c in [1, 2)).  The other multiplies by
+  is one number per feature stays at the accumulator's precision. On a CPU PyTorch rounds the statistics of a BatchNorm
+  that is all of 16 bits to 16 bits, normalises with those and saves them for the backward.
+- 16-bit storage. At |mean| ≫ std a column may land on one value of the grid, and its variance is then 0; or it may
+  straddle two, and its variance is then that of the grid. Two kinds of runs alternate. One makes the rounding
+  for real, on a grid whose phase is random per feature (v ↦ round(v·c)/c, c in [1, 2)). The other multiplies by
   1 + u·ξ with ξ a hash of the value: as good as independent where values differ by more than 2⁻¹⁶, equal for
   equal values, so that constant columns stay constant.
 
 The same mode with no rounding at all is how the golden model runs: it turns casts to lower precision inside a
-model (``x.float()``, ``x.to(torch.bfloat16)``) into float64, so that the golden stays golden, and constants that it
-holds or makes in lower precision likewise, which float64 would not mix with.  What a generator draws stays what the
+model (`x.float()`, `x.to(torch.bfloat16)`) into float64, so that the golden stays golden, and constants that it
+holds or makes in lower precision likewise, which float64 would not mix with. What a generator draws stays what the
 original draws: in float64 the same seed gives other numbers.
 """
 
@@ -52,7 +52,7 @@ _SUM_RUN = 4.0  # sums of n rows: 4·u·n·rms, the square root of a third of 48
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Largest relative error of one rounding to ``dtype``: 2⁻²⁴ for float32, 2⁻⁸ for bfloat16."""
+    """Largest relative error of one rounding to `dtype`: 2⁻²⁴ for float32, 2⁻⁸ for bfloat16."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -66,6 +66,7 @@ class Units:
     convolved   likewise of a convolution's
     grid        the 16-bit dtype that tensors are stored in, if they are: its rounding is made for real
     hashed      ξ is a hash of the value (the other kind of run for 16-bit storage)
+    statistics  of a normalisation are stored as tensors are: PyTorch's in 16 bits on a CPU
     """
 
     storage: float
@@ -74,6 +75,7 @@ class Units:
     convolved: float = 0.0
     grid: torch.dtype | None = None
     hashed: bool = False
+    statistics: bool = False
 
 
 def _names(text: str) -> frozenset[str]:
@@ -104,6 +106,9 @@ _DECOMPOSED = _names(
 )
 
 
+# Those that normalise by the statistics as they are stored. LayerNorm and GroupNorm store what they have used.
+_BY_STORED_STATISTICS = frozenset({"native_batch_norm", "_native_batch_norm_legit"})
+
 # Draws, which depend on the dtype.
 _DRAWN = _names("normal normal_ rand rand_like randn randn_like uniform_")
 
@@ -112,7 +117,7 @@ _SEQUENTIAL = frozenset({"native_layer_norm_backward", "native_group_norm_backwa
 
 
 class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Run everything in float64; with ``units``, make one rounding error per operation (see the module's page)."""
+    """Run everything in float64; with `units`, make one rounding error per operation (see the module's page)."""
 
     def __init__(self, units: Units | None = None, *, seed: int = 0, kinks: Kinks | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -192,7 +197,8 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for index, output in enumerate(outputs):
             vector = output.ndim < 2 or output.numel() < self._large
             statistic = index >= saved and not name.endswith("_backward")
-            if statistic and self.units.grid is not None and output.device.type == "cpu":
+            used = name == "var_mean" and self._fused in _BY_STORED_STATISTICS
+            if self.units.statistics and (statistic or used):
                 self._store(output)
             elif statistic or (self._depth > 0 and vector):
                 self._relative(output, self.units.accumulate)
@@ -202,7 +208,7 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 output.clamp_(*_BOUNDS[name])
 
     def _run(self, source: Tensor, result: Tensor, args: tuple[Any, ...], count: float) -> Tensor | float:
-        """How many u·rms a mean over ``count`` rows errs by: more where these are added in sequence and round alike."""
+        """How many u·rms a mean over `count` rows errs by: more where these are added in sequence and round alike."""
         assert self.units is not None
         alike = max(_SUM_RUN, math.sqrt(3 * count))
         if self._fused in _SEQUENTIAL or alike == _SUM_RUN or not source.is_floating_point():
@@ -292,9 +298,9 @@ class Kinks:
     """Elements that rounding can carry across the kink of a ReLU and its kin, where the derivative jumps.
 
     Two honest implementations may put such an element on different sides, and then its gradient differs by all of
-    itself.  Three passes: "record" keeps the inputs of such operations in the golden run, "measure" collects
+    itself. Three passes: "record" keeps the inputs of such operations in the golden run, "measure" collects
     their rounding errors in the noisy runs, "flip" mirrors the elements within four errors of a kink: all of them,
-    and in further runs random halves, because the effects of two may cancel.  The largest difference between a flipped
+    and in further runs random halves, because the effects of two may cancel. The largest difference between a flipped
     and the golden run is what the comparison additionally allows, and only where it arises.
     """
 
@@ -404,7 +410,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _reduced_rms(source: Tensor, result: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Root mean square of ``source`` over the dimensions that the reduction removed, in the result's shape."""
+    """Root mean square of `source` over the dimensions that the reduction removed, in the result's shape."""
     dims = _reduced(args)
     if dims is None or not source.is_floating_point():
         return _rms(source).expand(result.shape)

@@ -1,8 +1,8 @@
 """The candidate's side: its model, the calls that it is asked for, and what is seen while it runs.
 
-:class:`Runner` serves in the judge's process (tests, calibration) or, behind ``userfiles.bare``, in one of its own.
+`Runner` serves in the judge's process (tests, calibration) or, behind `userfiles.bare`, in one of its own.
 There this file and those that it imports are all of the package that the process holds, under other names: a file
-finds no verifier in its modules, its stack or its environment, and no reference's result in its memory.  So nothing
+finds no verifier in its modules, its stack or its environment, and no reference's result in its memory. So nothing
 here may import more than the loader of files, and everything that goes in and out is plain values and tensors.
 """
 
@@ -48,7 +48,7 @@ _CALLS, _CALLS_SECONDS = 150, 0.5  # further calls, for what counts them
 class Runner:
     """A candidate's file and its model, built anew for each seed.
 
-    Every method takes and returns plain values and tensors.  What the candidate raises comes out as it is.
+    Every method takes and returns plain values and tensors. What the candidate raises comes out as it is.
     """
 
     def __init__(self, file: ModelFile, device: str) -> None:
@@ -74,7 +74,7 @@ class Runner:
     ) -> dict[str, Tensor]:
         """Construct the model right after seeding; its state_dict as constructed.
 
-        ``volatile`` names buffers outside the state_dict that loading a state sets back as well.
+        `volatile` names buffers outside the state_dict that loading a state sets back as well.
         """
         found = settings()
         self.model = self.file.build_whole(seed, (positional, keyword))
@@ -96,7 +96,7 @@ class Runner:
         return sorted(set(self.settings_left))
 
     def load(self, changed: dict[str, Tensor], how: str, buffers_only: bool = False) -> None:
-        """Take over a state of which ``changed`` differs from the one before, as a Case's ``load`` says."""
+        """Take over a state of which `changed` differs from the one before, as a Case's `load` says."""
         self._state.update({name: value.to(self.device) for name, value in changed.items()})
         if how == "state_dict" and not buffers_only:
             self.model.load_state_dict(self._state, strict=True)
@@ -113,7 +113,7 @@ class Runner:
     ) -> dict[str, Any]:
         """One run: its values, and what was seen besides.
 
-        values, others, kinds, structure, require, state, changed, spoiled, left, drops  as of :class:`Trial`
+        values, others, kinds, structure, require, state, changed, spoiled, left, drops  as of `Trial`
         mutated   the inputs changed
         late      an output changed after the call had returned
         threads   names of threads that the call started and that still ran when it returned
@@ -212,7 +212,7 @@ class Runner:
         """What goes wrong with a second instance beside the model, and with a copy of it; empty if nothing does.
 
         Another instance takes over other weights, and so do the model, in evaluation, and a copy: all must agree, and
-        leave each other alone.  A copy that raises is told as "copy: ...", since the original's may do so too, and
+        leave each other alone. A copy that raises is told as "copy: ...", since the original's may do so too, and
         parameters that `load_state_dict(assign=True)` exchanges and that it does not follow as "assign: ...".
         """
         if sum(v.numel() for v in self._state.values()) > _COPIED:
@@ -290,7 +290,7 @@ class Runner:
         return 0, False
 
     def prepacked(self, inputs: list[Any]) -> bool:
-        """Whether evaluation misses a change of the weights that version counters do not show (``p.data``)."""
+        """Whether evaluation misses a change of the weights that version counters do not show (`p.data`)."""
         with torch.no_grad():
             for parameter in self._parameters().values():
                 parameter.data.mul_(1.5)

@@ -1,7 +1,7 @@
 """One run of one model, in the way that a caller uses it, and everything that is seen of it.
 
-The original (eagerly, in float64, with rounding errors) and the candidate run through the same :func:`run_trial`: what
-a case asks for besides, its ``use``, happens to all of them, and the limits follow.  A use is a tuple of the words
+The original (eagerly, in float64, with rounding errors) and the candidate run through the same `run_trial`: what
+a case asks for besides, its `use`, happens to all of them, and the limits follow. A use is a tuple of the words
 below; plain values, because the candidate's process holds these files under other names.
 """
 
@@ -61,7 +61,7 @@ VOLATILE = "a buffer outside the state_dict"
 
 @dataclass
 class Trial:
-    """One run of one model.  ``values`` by quantity: "output", "bn.running_var", "grad:gemm.weight", "grad:input0".
+    """One run of one model. `values` by quantity: "output", "bn.running_var", "grad:gemm.weight", "grad:input0".
 
     state    names of the values that are parameters' or buffers'; changed: those that the call changed
     spoiled  the backward wrote into the gradients that it was given
@@ -98,10 +98,10 @@ def run_trial(
     before: Mapping[str, Tensor] | None = None,
     wanted: Collection[str] = (),
 ) -> Trial:
-    """Run ``model`` forward, and backward against ``cotangent(i, output_i)`` unless that is None; collect everything.
+    """Run `model` forward, and backward against `cotangent(i, output_i)` unless that is None; collect everything.
 
-    The inputs are used as they are (floating-point ones become leaves that require gradients, unless ``use`` says
-    otherwise).  ``before`` is the state before the run, for `changed`; of parameters, those are values, and ``wanted``.
+    The inputs are used as they are (floating-point ones become leaves that require gradients, unless `use` says
+    otherwise). `before` is the state before the run, for `changed`; of parameters, those are values, and `wanted`.
     """
     backward = cotangent is not None
     _recompile_always()
@@ -325,9 +325,9 @@ def arranged(value: Any, use: Sequence[str]) -> Any:
 def _collect(
     model: nn.Module, before: Mapping[str, Tensor] | None, wanted: Collection[str], values: dict[str, Tensor]
 ) -> tuple[set[str], set[str]]:
-    """Add buffers, and parameters that changed, to ``values``; names of the state among them, and of what changed.
+    """Add buffers, and parameters that changed, to `values`; names of the state among them, and of what changed.
 
-    Buffers are read before ``state_dict()`` is asked for: a model may use that call to write what is pending.
+    Buffers are read before `state_dict()` is asked for: a model may use that call to write what is pending.
     """
     parameters, before = dict(model.named_parameters(remove_duplicate=False)), before or {}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
