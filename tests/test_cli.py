@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 import gemmnorm
 from gemmnorm.cli import main as cli
@@ -284,6 +285,8 @@ def test_a_bad_model_or_one_without_a_chain_is_code_2(
 def test_a_peer_that_fails_is_a_note_and_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for module in warm.users():  # a fresh process: Inductor reads CXX when it is imported
+        monkeypatch.setattr(module, "subprocess", subprocess)
     monkeypatch.setenv("CXX", "/nowhere/no-such-compiler")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(Path("inductor").resolve()))
     code = run("bench", "model.py", "--budget", "0.05", "--phase", "eval_fwd", "-q")

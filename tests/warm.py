@@ -144,6 +144,8 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def serve(address: str) -> None:
+    import torch._dynamo  # noqa: F401  (verify imports it as soon as it runs a dispatch mode)
+
     import gemmnorm.verify.answer
     import gemmnorm.verify.runner  # noqa: F401
 
