@@ -154,7 +154,7 @@ def test_a_variable_with_a_wrong_value_is_named(
     monkeypatch.setenv(name, "bogus")
     check = problems(replace(HEALTHY, variables=variables()))[name]
     assert check.state == "missing" and VALUES[name][0] in check.advice and check.command == f"unset {name}"
-    assert doctor.what_runs() == [f"nothing, until {name} is unset"]
+    assert doctor.what_runs() == [f"calls that read {name} raise"]
     assert main(["explain", "64", "64", "64"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"gemmnorm: {name}: expected one of {VALUES[name][0]}") and "'bogus'" in error

@@ -209,7 +209,9 @@ def _compiler(facts: Facts) -> Iterable[Check]:
 def _settings(facts: Facts) -> Iterable[Check]:
     for name, value, expected, read in facts.variables:
         if expected is not None:
-            yield Check(name, value, "missing", f"expected one of {expected}: calls raise", f"unset {name}")
+            yield Check(
+                name, value, "missing", f"expected one of {expected}: calls that read it raise", f"unset {name}"
+            )
         elif not read:
             yield Check(name, value, "warning", "gemmnorm reads no such variable", f"unset {name}")
         else:
@@ -244,7 +246,7 @@ def what_runs() -> list[str]:
     chip = chip_of(device)
     wrong = [name for name, _, expected, _ in variables() if expected is not None]
     if wrong:
-        return [f"nothing, until {' and '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} unset"]
+        return [f"calls that read {' or '.join(wrong)} raise"]
     if chip is None:
         return [f"reference: plain PyTorch ops on the {'GPU' if device.type == 'cuda' else 'CPU'}, in every precision"]
     lines = []

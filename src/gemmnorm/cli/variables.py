@@ -9,18 +9,22 @@ from ..errors import GemmNormValueError
 from ..plan import STRATEGIES
 from ..runtime.arithmetic import ARITHMETICS, VARIABLE
 
-# The values of each; (): any text. An empty variable is none.
+# The values of each; (): any text (GEMMNORM_PEERS is off at 0, and on at all else). An empty variable is none.
 VALUES: dict[str, tuple[str, ...]] = {
     "GEMMNORM_CACHE_DIR": (),
     VARIABLE: ARITHMETICS,
     "GEMMNORM_KEEP_PRODUCT": ("0", "1", "auto"),
-    "GEMMNORM_PEERS": ("0", "1"),
+    "GEMMNORM_PEERS": (),
     "GEMMNORM_STRATEGY": STRATEGIES,
 }
 
 
 class Variable(NamedTuple):
-    """A variable that is set. expected: in words, where it has another value; `read`: gemmnorm knows the name."""
+    """A variable that is set.
+
+    expected  what it may be, in words, where it is something else
+    read      gemmnorm reads a variable of this name
+    """
 
     name: str
     value: str
@@ -34,14 +38,18 @@ def variables() -> tuple[Variable, ...]:
     for name in sorted(os.environ):
         value = os.environ[name]
         if name.startswith("GEMMNORM_") and value:
-            values = VALUES.get(name)
-            wrong = values and value not in values
-            found.append(Variable(name, value, ", ".join(values) if values and wrong else None, values is not None))
+            allowed = VALUES.get(name, ())
+            expected = ", ".join(allowed) if allowed and value not in allowed else None
+            found.append(Variable(name, value, expected, name in VALUES))
     return tuple(found)
 
 
 def check_variables() -> None:
-    """Raises: GemmNormValueError: a variable has a value that would be refused wherever it is read."""
+    """Refuse a value that calls would refuse.
+
+    Raises:
+        GemmNormValueError: names the variable, what is allowed and what it is.
+    """
     for name, value, expected, _ in variables():
         if expected is not None:
             raise GemmNormValueError(f"{name}: expected one of {expected}; got {value!r}")

@@ -65,9 +65,9 @@ def linear_scale_batch_norm(operands: Operands, options: Options, process_group:
 
 
 def prepared(operands: Operands, options: Options, process_group: Any | None) -> Callable[[Operands], Tensor] | None:
-    """What computes y of a matrix x in eager mode, where nothing observes the call: ways 2 and 4, 3 off the GPU.
+    """What computes y of a matrix x in eager mode, where nothing observes the call. None where the operator has to.
 
-    Else None.
+    That is way 2 or 4 of `linear_scale_batch_norm`'s; off the GPU, 3.
     """
     x = operands.x
     if _synchronises(options, process_group):
