@@ -301,10 +301,28 @@ class Rows(nn.Module):
         return y
 
 
+class Turns(Rows):
+    """Likewise, with its rows in the order of [L, N], as a matrix of the same shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.bn(self.linear(x).transpose(0, 1).flatten(0, 1))
+        return y
+
+
+class Back(Rows):
+    """Likewise, and laid out as the product was."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.bn(y.view(-1, 8)).view_as(y)  # type: ignore[no-any-return]
+
+
 LAID_OUT: dict[str, tuple[Any, Callable[[], Tensor]]] = {
     "channels last": (convolution, lambda: torch.randn(2, 16, 3, 4).to(memory_format=torch.channels_last)),
     "points": (points, lambda: torch.randn(3, 5, 16).transpose(1, 2)),
     "rows": (Rows, lambda: torch.randn(3, 5, 16)),
+    "rows in another order": (Turns, lambda: torch.randn(3, 5, 16)),
+    "rows and back": (Back, lambda: torch.randn(3, 5, 16)),
 }
 
 

@@ -61,17 +61,19 @@ class _Known(NamedTuple):
     """What was found out for a call, for later ones of its `_state` whose operands the `call` serves.
 
     product: the class whose x has to be laid out as rows for it; None: x is a matrix.
+    as_rows: y is those rows, whatever views are between the product and the BatchNorm.
     """
 
     call: CachedCall
     product: type[nn.Module] | None
+    as_rows: bool
 
     def by_rows(self, operands: Operands, view: View | None, any_strides: bool) -> Tensor:
-        """y of an x that is laid out as rows, before and after."""
+        """y of an x that is laid out as rows, before and, where it has to be, after."""
         x, weight = operands[:2]
         product: Any = self.product
         y = self.call.run(operands._replace(x=rows_of(x, product), weight=matrix(weight)))
-        return _laid_out(from_rows(y, x, product), view, any_strides)
+        return y if self.as_rows else _laid_out(from_rows(y, x, product), view, any_strides)
 
 
 class ChainCall:
@@ -164,12 +166,15 @@ class ChainCall:
         operands = _operands(rows, tensors, bn, scale)
         options = _options(operands, bn, scale, name, keep_product)
         found = cached_call(operands, options, group) if state is not None else None
+        y = by_rows = call(operands, options, group) if found is None else found.run(operands)
+        if not is_matrix:
+            y = _laid_out(from_rows(by_rows, x, product), view, any_strides)
         if found is not None:
             kept = found if is_matrix else kept_call(_operands(x, given, bn, scale), found.run)
-            self._remember(state, kept, None if is_matrix else product)
-        y = call(operands, options, group) if found is None else found.run(operands)
-        if not is_matrix:
-            y = _laid_out(from_rows(y, x, product), view, any_strides)
+            # A view that depends on the product alone lays out the next one likewise.
+            fixed = view is None or getattr(view, "__closure__", view) is None
+            as_rows = fixed and y.is_contiguous() and y.shape == by_rows.shape and y.data_ptr() == by_rows.data_ptr()
+            self._remember(state, _Known(kept, None if is_matrix else product, as_rows))
         return y if child is None or name is not None else child(y)  # type: ignore[no-any-return]
 
     def _state(
@@ -211,10 +216,10 @@ class ChainCall:
             norm["num_features"], activation, None if isinstance(scale, Tensor) else scale, *how, group, *convolution,
         )  # fmt: skip
 
-    def _remember(self, state: tuple[Any, ...] | None, call: CachedCall, product: type[nn.Module] | None) -> None:
+    def _remember(self, state: tuple[Any, ...] | None, known: _Known) -> None:
         if len(self._known) >= _KEPT:
             self._known.clear()
-        self._known[state] = _Known(call, product)
+        self._known[state] = known
 
     def _in_the_way(self, linear: nn.Module, product: type[nn.Module] | None, bn: nn.Module) -> str | None:
         """Why the modules must run one by one whatever the tensors are."""

@@ -39,6 +39,7 @@ _RESHAPE = {"view", "reshape"}
 _NAMES = {*_NOTHING, *_SWAP, *_MOVE, *_RESHAPE, "permute", "flatten", "unflatten", "unsqueeze", "t"}
 _ATTRIBUTES = {"T": (-1, -2), "mT": (-1, -2)}
 _KEYWORDS = ("start_dim", "end_dim", "dim0", "dim1", "dim", "dims", "shape", "sizes", "source", "destination")
+AS = {"reshape_as": "reshape", "view_as": "view", "expand_as": "expand"}  # by another's sizes, and by sizes
 SHAPE_ONLY = {"size", "dim", "ndimension", "numel"}
 
 
@@ -165,6 +166,6 @@ def asks_only_for_the_shape(user: fx.Node, value: fx.Node) -> bool:
         return user.args[1] in ("shape", "ndim")
     if user.op != "call_method":
         return False
-    if user.target in ("reshape_as", "view_as", "expand_as"):
+    if user.target in AS:
         return len(user.args) == 2 and user.args[0] is not value and user.args[1] is value
     return user.target in SHAPE_ONLY

@@ -29,7 +29,7 @@ from .matching import Found, resolve
 from .outside import import_line, known_as
 from .scanning import Untraceable, is_bound
 from .values import Method
-from .views import does_nothing
+from .views import AS, does_nothing
 
 _STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 _PRODUCT = "product"  # what a chain's product is called where it is laid out anew
@@ -230,6 +230,9 @@ class Writer:
             return f"{self.path(str(node.target))}({self._arguments(node.args, node.kwargs)})"
         if node.op == "call_method":
             receiver, *rest = node.args
+            like = rest[0] if rest and node.target in AS else None
+            if isinstance(like, fx.Node) and like in self.products:
+                return f"{self._atom(receiver)}.{AS[str(node.target)]}({self._sizes(self.products[like])})"
             return f"{self._atom(receiver)}.{node.target}({self._arguments(rest, node.kwargs)})"
         return self._function(node)
 
@@ -264,9 +267,11 @@ class Writer:
 
     def _like_product(self, found: Found) -> str:
         """A tensor of the product's shape, without memory, for those who only ask for the shape."""
-        x, chain = self._argument(found.input), found.chain
-        sizes = f"{x}.shape[0], {chain.out_features}, *{x}.shape[2:]" if chain.pointwise else None
-        return f"{x}.new_empty(()).expand({sizes or f'*{x}.shape[:-1], {chain.out_features}'})"
+        return f"{self._argument(found.input)}.new_empty(()).expand({self._sizes(found)})"
+
+    def _sizes(self, found: Found) -> str:
+        x, features = self._argument(found.input), found.chain.out_features
+        return f"{x}.shape[0], {features}, *{x}.shape[2:]" if found.chain.pointwise else f"*{x}.shape[:-1], {features}"
 
     def _function(self, node: fx.Node) -> str:
         target, args = node.target, node.args
