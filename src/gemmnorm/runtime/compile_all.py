@@ -107,11 +107,12 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
         uniform, half = out == linear == norm == dtype, dtype == "float16"
         if (activation is not None and (half or not uniform)) or (half and not uniform and out != "float32"):
             continue
-        # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. In the first two,
-        # one activation stands for the others.
-        stands = activation in (None, REPRESENTATIVE)
-        few = (100, 256, 1024, 16384, 65536) if hopper and stands else (1024, 16384)
+        # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. In the first, one
+        # activation stands for the others, and the common forms for the rest; in the second, some activations do.
         common = arch in IN_FULL or uniform or out == "float32"
+        stands = activation in (None, REPRESENTATIVE) and common
+        some = (1024, 16384) if activation in _EVERY_BACKWARD else (16384,)
+        few = (100, 256, 1024, 16384, 65536) if hopper and stands else some
         everywhere = activation is None and common and dtype in (("float32",) if quick else ("float32", "bfloat16"))
         # Without a product of its own a plan depends neither on in_features nor on the arithmetic.
         inputs = _IN_FEATURES if everywhere else _FEW_INPUTS if activation is None else _FEW_INPUTS[-1:]
@@ -151,7 +152,8 @@ def kernels(arch: int, quick: bool = False) -> tuple[Kernel, ...]:
 
 
 def plans(problem: Problem) -> Iterator[Plan]:
-    """Those of all strategies that serve the problem, forward and backward, and of what varies a call besides.
+    """Those of all strategies that serve the problem, forward and backward, and of what varies a call besides: of calls
+    with statistics over several ranks too, of whose kernels none is special to an activation.
 
     Of the candidates that the planner does not choose, those of the forms whose vectors have the product's dtype, or
     are autocast's: the others differ in the loads of per-feature vectors alone. Of the activations the identity stands
@@ -160,6 +162,7 @@ def plans(problem: Problem) -> Iterator[Plan]:
     served = [name for name, refusal in plan.applicable(problem).items() if refusal is None and name != "reference"]
     again = replace(problem, keep_product=False)
     backward = served if problem.save else []
+    synchronised = ranks.strategies(problem) if problem.training and problem.activation is None else ()
     for strategy in served:
         yield plan.make_plan(problem, strategy)
         if problem.dtype != "float32" == problem.linear_dtype:  # as autocast has it
@@ -167,12 +170,14 @@ def plans(problem: Problem) -> Iterator[Plan]:
                 yield plan.make_plan(replace(problem, cast=cast), strategy)
         if problem.split and strategy == "one_kernel" and not problem.training:
             yield from (plan.make_plan(replace(problem, prepared=True), strategy), plan.prepare(problem))
-        yield from _synchronised(problem, strategy, "forward")
+        if strategy in synchronised:
+            yield from ranks.forward(problem, strategy, 2)[1:]
     for strategy in backward:
         yield plan.make_plan(problem, strategy, "backward")
         if gradient.refusal_to_recompute(again) is None:
             yield plan.make_plan(again, strategy, "backward")
-        yield from _synchronised(problem, strategy, "backward")
+        if strategy in synchronised:
+            yield from ranks.backward(problem, strategy)
     sizes = (problem.batch, problem.in_features, problem.out_features)
     vectors_apart = problem.out_dtype == problem.dtype != problem.norm_dtype
     if sizes in _EVERY_CANDIDATE and problem.dtype != "float16" and not vectors_apart:
@@ -196,15 +201,6 @@ def _text(kernel: Kernel) -> tuple[object, ...]:
         launch = replace(launch, config=tuple((name, types.get(name, value)) for name, value in launch.config))
     activation = problem.activation if launch.activates else None
     return launch.source, launch.parts, activation, sources.entry_source(launch, problem)
-
-
-def _synchronised(problem: Problem, strategy: str, phase: str) -> tuple[Plan, ...]:
-    """The plans of a call with statistics over several ranks; no kernel of theirs is special to an activation."""
-    if not problem.training or problem.activation is not None or strategy not in ranks.CUT:
-        return ()
-    if strategy not in ranks.strategies(problem):
-        return ()
-    return ranks.forward(problem, strategy, 2)[1:] if phase == "forward" else ranks.backward(problem, strategy)
 
 
 def _exchanges(arch: int) -> Iterator[Plan]:
