@@ -181,7 +181,7 @@ def slower() -> str:
 
 def models() -> str:
     """Whole models: milliseconds of a step on the device and of wall clock, and the memory that it takes."""
-    tool, document = readme_table(), result("h100-models")
+    tool, document = readme_table(), result("h200-models")
     found = {(row["model"], row["way"]): row for row in document["rows"]}
     ways = ("eager", "compiled", "fused", "fused and compiled")
     lines = [
