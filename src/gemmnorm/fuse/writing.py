@@ -270,6 +270,7 @@ class Writer:
         return f"{self._argument(found.input)}.new_empty(()).expand({self._sizes(found)})"
 
     def _sizes(self, found: Found) -> str:
+        """Those of the product, as arguments."""
         x, features = self._argument(found.input), found.chain.out_features
         return f"{x}.shape[0], {features}, *{x}.shape[2:]" if found.chain.pointwise else f"*{x}.shape[:-1], {features}"
 

@@ -107,8 +107,9 @@ def problems(arch: int, quick: bool = False) -> Iterator[Problem]:
         uniform, half = out == linear == norm == dtype, dtype == "float16"
         if (activation is not None and (half or not uniform)) or (half and not uniform and out != "float32"):
             continue
-        # One tile of rows, one wave of tiles, several: the own product finishes each in its own way. In the first, one
-        # activation stands for the others, and the common forms for the rest; in the second, some activations do.
+        # One tile of rows (100, 256), one wave of tiles (1024), several: the own product finishes each in its own way.
+        # Several are compiled for every activation and form, one wave for every form and some activations, and one
+        # tile for the common forms and one activation.
         common = arch in IN_FULL or uniform or out == "float32"
         stands = activation in (None, REPRESENTATIVE) and common
         some = (1024, 16384) if activation in _EVERY_BACKWARD else (16384,)
