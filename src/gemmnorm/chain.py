@@ -166,14 +166,14 @@ class ChainCall:
         operands = _operands(rows, tensors, bn, scale)
         options = _options(operands, bn, scale, name, keep_product)
         found = cached_call(operands, options, group) if state is not None else None
-        y = by_rows = call(operands, options, group) if found is None else found.run(operands)
+        y = of_rows = call(operands, options, group) if found is None else found.run(operands)
         if not is_matrix:
-            y = _laid_out(from_rows(by_rows, x, product), view, any_strides)
+            y = _laid_out(from_rows(of_rows, x, product), view, any_strides)
         if found is not None:
             kept = found if is_matrix else kept_call(_operands(x, given, bn, scale), found.run)
             # A view that depends on the product alone lays out the next one likewise.
             fixed = view is None or getattr(view, "__closure__", view) is None
-            as_rows = fixed and y.is_contiguous() and y.shape == by_rows.shape and y.data_ptr() == by_rows.data_ptr()
+            as_rows = fixed and y.is_contiguous() and y.shape == of_rows.shape and y.data_ptr() == of_rows.data_ptr()
             self._remember(state, _Known(kept, None if is_matrix else product, as_rows))
         return y if child is None or name is not None else child(y)  # type: ignore[no-any-return]
 

@@ -163,7 +163,8 @@ def plans(problem: Problem) -> Iterator[Plan]:
     served = [name for name, refusal in plan.applicable(problem).items() if refusal is None and name != "reference"]
     again = replace(problem, keep_product=False)
     backward = served if problem.save else []
-    synchronised = ranks.strategies(problem) if problem.training and problem.activation is None else ()
+    cut = problem.training and problem.activation is None and any(name in ranks.CUT for name in served)
+    synchronised = ranks.strategies(problem) if cut else ()
     for strategy in served:
         yield plan.make_plan(problem, strategy)
         if problem.dtype != "float32" == problem.linear_dtype:  # as autocast has it
