@@ -215,3 +215,47 @@ def test_a_checkpoint_inside_a_compiled_graph(backend):
 
     expected = run(model) if torch.__version__.startswith("2.4.") else compiled(model)
     assert_same(step(fused, compiled(fused), x, grad), step(model, expected, x, grad), 1e-4, 1e-5)
+
+
+def _guards(model, monkeypatch):
+    """How many questions Dynamo asks at each call of the graph of `model`."""
+    managers = []
+    made = torch._dynamo.guards.CheckFunctionManager.__init__
+
+    def init(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        managers.append(self.guard_manager)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._dynamo.guards.CheckFunctionManager, "__init__", init)
+        torch.compile(model, fullgraph=True, backend="eager")(torch.randn(16, 12))
+    return str(managers[0]).count("+- ")
+
+
+@pytest.mark.skipif(not torch.__version__ >= "2.11", reason="earlier versions guard other things")
+def test_a_fused_graph_is_guarded_by_little_more_than_its_tensors(monkeypatch):
+    """Each guard takes time at each call. Before they were counted a graph had 350 more, and each owner 100."""
+
+    def guards(count, prepare):
+        torch._dynamo.reset()
+        return _guards(prepare(nn.Sequential(*(Plain(12, 12) for _ in range(count)))), monkeypatch)
+
+    plain = [guards(count, lambda model: model) for count in (1, 4)]
+    fused = [guards(count, gemmnorm.fuse) for count in (1, 4)]
+    assert fused[0] < plain[0] + 250, (plain, fused)
+    assert fused[1] - fused[0] < 2 * (plain[1] - plain[0]), (plain, fused)
+
+
+def test_what_is_done_to_a_class_or_a_child_after_a_trace_shows(monkeypatch):
+    fused = gemmnorm.fuse(nn.Sequential(Plain(12, 7)))
+    compiled = torch.compile(fused, backend="eager")
+    x = torch.randn(16, 12)
+    compiled(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(Plain, "forward", lambda self, x: self.gemm(x) - 3)
+        assert worst(compiled(x), fused[0].gemm(x) - 3, 1e-6, 1e-6) is None
+    fused[0].gemm = nn.Sequential(nn.Linear(12, 7), nn.Tanh())
+    twice = deepcopy(fused)
+    assert worst(compiled(x), twice(x), 1e-5, 1e-5) is None
+    fused[0].bn = nn.Identity()
+    assert worst(compiled(x), fused[0].gemm(x) * fused[0].scale, 1e-5, 1e-5) is None

@@ -34,14 +34,15 @@ from .errors import GemmNormRuntimeError, GemmNormWarning
 from .functional import as_factor, as_number, call, fusion_is_on, read_scale, synchronises
 from .op import column_parallel
 from .op.route import (
+    IN_A_BODY,
     UNKNOWN,
     CachedCall,
     cached_call,
-    in_a_subgraph,
-    is_exporting,
+    in_a_graph,
     kept_call,
     runs_plain_ops,
     surroundings,
+    where_in_a_graph,
     why_plain_ops,
 )
 from .runtime.arithmetic import convolutions_differ
@@ -123,6 +124,10 @@ class ChainCall:
         Raises:
             GemmNormRuntimeError: `process_group` is to synchronise the statistics and the modules must run one by one.
         """
+        if torch.compiler.is_compiling() and process_group is None:
+            y = self._in_a_graph(x, linear, bn, scale, activation, view, ranks, any_strides, keep_product)
+            if y is not None:
+                return y
         state, scale = None, read_scale(x, scale)
         if is_plain_tensor(x) and not torch.compiler.is_compiling():
             product: Any = type(linear)
@@ -175,6 +180,47 @@ class ChainCall:
             fixed = view is None or getattr(view, "__closure__", view) is None
             as_rows = fixed and y.is_contiguous() and y.shape == of_rows.shape and y.data_ptr() == of_rows.data_ptr()
             self._remember(state, _Known(kept, None if is_matrix else product, as_rows))
+        return y if child is None or name is not None else child(y)  # type: ignore[no-any-return]
+
+    def _in_a_graph(
+        self,
+        x: Tensor,
+        linear: nn.Linear,
+        bn: nn.Module,
+        scale: Tensor | float | None,
+        activation: nn.Module | str | None,
+        view: View | None,
+        ranks: tuple[int, ...],
+        any_strides: bool,
+        keep_product: bool | str,
+    ) -> Tensor | None:
+        """The operator, of modules that nothing was done to; None where more has to be looked at.
+
+        At every call of a graph Dynamo asks whether the functions and globals that its trace has met are still the
+        same. This meets few of them.
+        """
+        found = where_in_a_graph()
+        if not (
+            found in ("", IN_A_BODY)
+            and self.chosen
+            and fusion_is_on()
+            and type(linear) is nn.Linear
+            and type(bn) is nn.BatchNorm1d
+            and is_untouched(linear)
+            and is_untouched(bn)
+            and not (scale is None and self.scaled)
+        ):
+            return None
+        tensors = _by_attribute(linear, bn)
+        if not is_plain_tensor(tensors[0]) or _unfit(x, nn.Linear, tensors, bn, scale, ranks) is not None:
+            return None
+        if found != IN_A_BODY:
+            self.compiled = "fused"
+        child, name = (activation, _name_of(activation)) if isinstance(activation, nn.Module) else (None, activation)
+        operands = _operands(x if x.dim() == 2 else rows_of(x, nn.Linear), tensors, bn, scale)
+        y = in_a_graph(operands, _options(operands, bn, scale, name, keep_product))
+        if view is not None or x.dim() > 2:
+            y = _laid_out(from_rows(y, x, nn.Linear), view, any_strides)
         return y if child is None or name is not None else child(y)  # type: ignore[no-any-return]
 
     def _state(
@@ -230,7 +276,7 @@ class ChainCall:
     def note(self, reason: str | None) -> None:
         """Count a call: one operation, or the reason why it was none."""
         if torch.compiler.is_compiling():
-            if not (is_exporting() or in_a_subgraph()):
+            if where_in_a_graph() == "":
                 self.compiled = reason or "fused"  # only ever written there: what a trace reads it depends on
         elif reason is None:
             self.fused += 1

@@ -30,6 +30,7 @@ A chain belongs to the module whose `forward` writes it, its *owner*. Read in th
 - `lines.py`     those of both modes in one, and long ones on several
 - `analysis.py`  puts the three together: a model → one `OwnerPlan` for each owner
 - `places.py`    where the modules are that it names
+- `unchanged.py` the check that what was recorded still holds, as Python, and functions made of such texts
 - `classes.py`   `fuse` and `unfuse`: another `forward` for the owner
 - `report.py`    `fuse_report`: what was found and what was refused, in words
 - `prepare.py`   `prepare` and `unprepare`: weights split ahead of evaluation

@@ -17,9 +17,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
-import hashlib
 import inspect
-import linecache
 import types
 import warnings
 import weakref
@@ -31,13 +29,13 @@ from torch import nn
 
 from ..chain import ChainCall
 from ..errors import GemmNormRuntimeError, GemmNormWarning
-from ..runtime.traced import traced_as_constant
 from . import places
 from .analysis import OwnerPlan, analyse, check_is_module, plan_of
 from .beside import one_at_a_time
 from .comparing import KEPT
-from .structure import forward_of, is_as_recorded, is_as_written, original_class
+from .structure import forward_of, original_class
 from .tracing import is_replaced
+from .unchanged import check_of, function_of
 from .writing import forwarded, signature
 
 M = TypeVar("M", bound=nn.Module)
@@ -45,7 +43,6 @@ Filter = Callable[[nn.Module, str], bool]
 _KEY = "_gemmnorm"
 _LEAVES = torch.__version__ < "2.5"  # Dynamo does not look into modules whose class is PyTorch's own
 _classes: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
-_forwards: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 
 
 def fuse(model: M, filter_fn: Filter | None = None) -> M:
@@ -145,6 +142,7 @@ class Fusion:
         left_out: the Linears of the chains that `fuse` was told to leave alone.
         calls: one for each chain of the plan.
         forward: (owner, *arguments) → what the owner returns.
+        is_as_recorded: owner → whether `forward` still does what the owner's own does; may raise where it does not.
     """
 
     def __init__(self, plan: OwnerPlan | None, left_out: tuple[str, ...] = ()) -> None:
@@ -154,15 +152,14 @@ class Fusion:
         if plan is not None:
             self.calls = [ChainCall(c.linear not in left_out, c.scale is not None) for c in plan.chains]
             self.forward = _forward(plan)
+            self.is_as_recorded = check_of(plan)
 
     def holds_for(self, owner: nn.Module) -> bool:
-        """Nothing changed that the recorded `forward` takes for granted (`is_as_recorded`)."""
-        return self.is_as_written() and is_as_recorded(owner, self.plan)  # type: ignore[arg-type]
-
-    @traced_as_constant
-    def is_as_written(self) -> bool:
-        """The functions that were read have the same byte code and defaults: what reloads modules exchanges them."""
-        return all(map(is_as_written, self.plan.written))  # type: ignore[union-attr]
+        """Nothing changed that the recorded `forward` takes for granted."""
+        try:
+            return self.is_as_recorded(owner)
+        except Exception:  # what it looks at is gone
+            return False
 
     def original(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The `forward` that the owner's author wrote."""
@@ -209,27 +206,16 @@ def _drop_idle_forward(module: nn.Module) -> None:
         module.__dict__.pop("forward", None)
 
 
-@one_at_a_time
 def _forward(plan: OwnerPlan) -> Callable[..., Any]:
     """The function that `plan` describes; equal owners share one, and with it what torch.compile made of it."""
     calls = {chain: f"self.{_KEY}.calls[{i}]" for i, chain in enumerate(plan.chains)}
     original = f"self.{_KEY}.original(self{', ' if plan.forwarded else ''}{{}})"
-    source = plan.forward_source(lambda chain: calls[chain], f"not self.{_KEY}.holds_for(self)", original)
+    source = plan.forward_source(lambda chain: calls[chain], f"not self.{_KEY}.is_as_recorded(self)", original)
     source = places.looked_up(source, plan.places, f"return {original.format(plan.forwarded)}")
     # The recorded names belong to the function, so they are part of what makes two of them equal.
     # Those of kept containers say what is in there.
     names = ((name, 0 if name.startswith(KEPT) else id(value)) for name, value in plan.namespace.items())
-    key = (plan.original, source, tuple(names))
-    found: Any = _forwards.get(key)
-    if found is None:
-        digest = hashlib.sha256(repr((source, plan.original)).encode()).hexdigest()[:12]
-        filename = f"<gemmnorm: {plan.original.__name__} fused, {digest}>"
-        namespace = dict(plan.namespace)  # without __name__: torch.compile would look the names up in that module
-        exec(compile(source, filename, "exec"), namespace)
-        _forwards[key] = found = namespace.pop("forward")
-        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
-        weakref.finalize(found, linecache.cache.pop, filename, None)
-    return found  # type: ignore[no-any-return]
+    return function_of("forward", source, plan.namespace, plan.original, names, "fused")  # type: ignore[no-any-return]
 
 
 # --- the class -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "in": lambda a, b: a in b, "not in": lambda a, b: a not in b,
 }  # fmt: skip
 if TYPE_CHECKING:
-    from .analysis import OwnerPlan
     from .giving import Asked
     from .matching import Chain
 
@@ -63,41 +62,8 @@ def written(function: types.FunctionType) -> tuple[Any, ...]:
     return function.__code__, function.__defaults__, (*named, *named.values())
 
 
-def is_as_written(recorded: tuple[types.FunctionType, tuple[Any, ...]]) -> bool:
-    """A function has the same byte code and the same defaults as it had."""
-    function, (code, defaults, named) = recorded
-    if function.__code__ is not code or function.__defaults__ is not defaults:
-        return False
-    now = function.__kwdefaults__ or {}
-    return len(named) == 2 * len(now) and all(map(operator.is_, (*now, *now.values()), named))
-
-
-def is_as_recorded(owner: nn.Module, plan: OwnerPlan) -> bool:
-    """What the recorded `forward` of `owner` takes for granted is still so.
-
-    The owner's children go by the names that they had, functions are where they were found, a Linear did not become a
-    convolution, and what does not run as a module (`plan.assumed`) is as it was.
-    """
-    if child_names(owner) != plan.structure:
-        return False
-    for holder, name, function in plan.definitions:
-        if getattr(holder, name, None) is not function:
-            return False
-    for name, function in plan.methods:
-        if name in owner.__dict__ or getattr(type(owner), name, None) is not function:
-            return False
-    # Where something runs between, a Linear that runs by itself is to do so at its own place.
-    others = () if any(assumed.runs for assumed in plan.assumed) else (None,)
-    for names, cls, kind in plan.kinds:
-        module: Any = owner
-        for name in names:
-            module = None if module is None else module._modules.get(name)
-        if type(module) is not cls and (module is None or kind_of(module) not in (kind, nn.SyncBatchNorm, *others)):
-            return False
-    return all(_still(owner, assumed) for assumed in plan.assumed)
-
-
-def _still(owner: nn.Module, assumed: Assumed) -> bool:
+def is_as_assumed(owner: nn.Module, assumed: Assumed) -> bool:
+    """What is assumed about a descendant of `owner` is so."""
     path, cls, attributes, inner, runs = assumed
     module: Any = below(owner, path)
     if type(module) is not cls and (module is None or original_class(module) is not cls):
@@ -124,6 +90,11 @@ def below(owner: nn.Module, path: str) -> nn.Module | None:
 def kind_of(module: nn.Module) -> type[nn.Module] | None:
     """The class of `torch.nn` that a product or a norm counts as; None where it has become something else."""
     return children.norm_class(module) if children.is_batch_norm(module) else children.product_class(module)
+
+
+def counts_as(module: nn.Module | None, allowed: tuple[type[nn.Module] | None, ...]) -> bool:
+    """A product or a norm of another class than was recorded still computes the same."""
+    return module is not None and kind_of(module) in allowed
 
 
 def kinds(owner: nn.Module, chains: Iterable[Chain]) -> Iterator[tuple[tuple[str, ...], type, type | None]]:

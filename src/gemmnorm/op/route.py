@@ -56,10 +56,17 @@ def linear_scale_batch_norm(operands: Operands, options: Options, process_group:
         if run is not None:
             return run(operands)
     check_arguments(operands, options.training)
+    if torch.compiler.is_compiling():
+        return in_a_graph(operands, options)
+    y: Tensor = forward_op(*operands, *options._replace(save=False, cast=None))[0]
+    return y
+
+
+def in_a_graph(operands: Operands, options: Options) -> Tensor:
+    """y by the operator, while a graph is traced."""
     # Dynamo of 2.8 cannot slice a named tuple.
     scale_value, training, momentum, eps, activation, strategy, _, keep, _ = options
-    if torch.compiler.is_compiling():
-        strategy, keep = traced(strategy, keep)
+    strategy, keep = traced(strategy, keep)
     y: Tensor = forward_op(*operands, scale_value, training, momentum, eps, activation, strategy, False, keep, None)[0]
     return y
 
@@ -166,9 +173,30 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 _asked = getattr(torch.compiler, "is_exporting", None)  # from PyTorch 2.7 on
 
 
+_CONTROL_FLOW = ("cond", "while_loop", "map", "map_impl", "scan", "associative_scan")
+EXPORTED, IN_A_BRANCH, IN_A_BODY = "exported", "inside a branch or loop", "inside an operator's body"
+
+
 @traced_as_constant
-def is_exporting() -> bool:
-    """Called at trace time: Dynamo of 2.8 to 2.11 traces `torch.compiler.is_exporting` as True everywhere.
+def where_in_a_graph() -> str:
+    """Called at trace time. Dynamo exports, or traces the body of a higher-order operator: of PyTorch's control flow,
+    with gradients, or of another, as a checkpoint. "" where it does none of that.
+    """
+    if _is_exporting():
+        return EXPORTED
+    try:
+        translator: Any = sys.modules["torch._dynamo.symbolic_convert"]
+        output = translator.InstructionTranslator.current_tx().output
+        bodies = [name for name, _ in output.current_tracer.source_fn_stack]
+        if torch.is_grad_enabled() and any(name in _CONTROL_FLOW for name in bodies):
+            return IN_A_BRANCH
+        return "" if output.is_root_tracer() else IN_A_BODY
+    except (KeyError, AttributeError):  # private names: docs/private_api.md
+        return IN_A_BODY
+
+
+def _is_exporting() -> bool:
+    """Dynamo of 2.8 to 2.11 traces `torch.compiler.is_exporting` as True everywhere, so it is not to be traced.
 
     Before 2.7, Dynamo's own trace says so, and a trace that is not Dynamo's is `torch.export(strict=False)`'s.
     """
@@ -178,30 +206,6 @@ def is_exporting() -> bool:
         return sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().export  # type: ignore
     except (KeyError, AttributeError):
         return True
-
-
-@traced_as_constant
-def in_a_subgraph() -> bool:
-    """Called at trace time: Dynamo traces the body of a higher-order operator. True where it does not say."""
-    try:
-        translator: Any = sys.modules["torch._dynamo.symbolic_convert"]
-        return not translator.InstructionTranslator.current_tx().output.is_root_tracer()
-    except (KeyError, AttributeError):  # private names: docs/private_api.md
-        return True
-
-
-_CONTROL_FLOW = ("cond", "while_loop", "map", "map_impl", "scan", "associative_scan")
-
-
-@traced_as_constant
-def in_control_flow() -> bool:
-    """Called at trace time: Dynamo traces a branch, or the body of a loop, of PyTorch's control flow operators."""
-    try:
-        translator: Any = sys.modules["torch._dynamo.symbolic_convert"]
-        bodies = translator.InstructionTranslator.current_tx().output.current_tracer.source_fn_stack
-        return any(name in _CONTROL_FLOW for name, _ in bodies)
-    except (KeyError, AttributeError):  # private names: docs/private_api.md
-        return False
 
 
 UNKNOWN = "this PyTorch lacks private names that gemmnorm needs (docs/private_api.md)"
@@ -215,9 +219,8 @@ def why_plain_ops() -> str | None:
     one, which a bias of None has not.
     """
     if torch.compiler.is_compiling():
-        if is_exporting():
-            return "exported"
-        return "inside a branch or loop" if torch.is_grad_enabled() and in_control_flow() else None
+        where = where_in_a_graph()
+        return where if where in (EXPORTED, IN_A_BRANCH) else None
     try:
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return "inside a function transform"
