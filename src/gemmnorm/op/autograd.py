@@ -25,21 +25,25 @@ class Operator:
         """`dtypes`: of x and weight as they are handed in, and of their gradients. `cast_weight`: to multiply by."""
         self.options, self.dtypes, self._cast_weight = options, dtypes, cast_weight
 
-    def forward(self, operands: Operands) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]]:
-        """y; product, statistics and the copies that were cast; x and weight as they were multiplied."""
+    def forward(self, operands: Operands) -> tuple[Tensor, list[Tensor | None], tuple[Tensor, Tensor]]:
+        """y; product, statistics and the copies that were cast, or None; x and weight as they were multiplied."""
         if self._cast_weight is not None:
             operands = operands._replace(weight=self._cast_weight)
         with torch._C._AutoDispatchBelowAutograd():
             y, *kept = torch.ops.gemmnorm.linear_scale_batch_norm.default(*operands, *self.options)
-        x, weight = (copy if copy.dim() == 2 else t for copy, t in zip(kept[2:], operands[:2], strict=True))
+        x, weight = (t if copy is None else copy for copy, t in zip(kept[2:], operands[:2], strict=True))
         return y, kept, (x, weight)
 
     def backward(self, needs: tuple[bool, ...], grad: Tensor, saved: Saved) -> Gradients:
         """Gradients of what is differentiable, None where `needs` is False."""
-        found = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default(
-            grad, *saved, *self.options, *self.dtypes, needs
-        )
-        return [g if needed else None for g, needed in zip(found, needs, strict=True)]
+        # The operator's dtypes and cast are None where they are as x and weight are now.
+        x, weight = saved[:2]
+        assert x is not None and weight is not None
+        dtypes = (None if t.dtype == dtype else dtype for t, dtype in zip((x, weight), self.dtypes, strict=True))
+        options = self.options._replace(cast=None)
+        backward_op = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default
+        found: Gradients = backward_op(grad, *saved, *options, *dtypes, needs)
+        return found
 
 
 class LinearScaleBatchNorm(torch.autograd.Function):
@@ -64,6 +68,7 @@ class LinearScaleBatchNorm(torch.autograd.Function):
     ) -> Any:
         if isinstance(call, Call):
             call, operands = call.sharing(operands)
+        kept: list[Any]
         y, kept, (x, weight) = call.forward(operands)
         if isinstance(call, Call):
             if call.casts_weight:
@@ -76,7 +81,7 @@ class LinearScaleBatchNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if isinstance(call, Call):
             return y
-        ctx.mark_non_differentiable(*kept)
+        ctx.mark_non_differentiable(*(t for t in kept if t is not None))
         return (y, *kept)
 
     @staticmethod

@@ -60,8 +60,8 @@ def statistics_dtype(out: torch.dtype) -> torch.dtype:
     return torch.float64 if out == torch.float64 else torch.float32
 
 
-def forward(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and what the backward needs: product [B, O], statistics [2, O] in float32 or float64 (empty unless `save`).
+def forward(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, and what the backward needs: product [B, O], statistics [2, O] in float32 or float64 (None unless `save`).
 
     In training, batch statistics are used and the running ones updated (unbiased variance), and the counter is
     incremented.
@@ -74,8 +74,7 @@ def forward(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Tenso
     factor = _counted(options, counter)
     if not save:
         out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
-        nothing = out.new_empty(0, dtype=statistics_dtype(out.dtype))
-        return _activate(out, activation), product.new_empty(0), nothing
+        return _activate(out, activation), None, None
     if x.shape[0] == 0:  # nothing to normalise with: PyTorch counts the batch and leaves the rest alone
         out = F.batch_norm(z, running_mean, running_var, bn_weight, bn_bias, training, factor, eps)
         zeros = out.new_zeros((2, weight.shape[0]), dtype=statistics_dtype(out.dtype))
@@ -99,7 +98,7 @@ def _activate(out: Tensor, activation: str | None) -> Tensor:
 
 
 def backward(
-    grad: Tensor, operands: Differentiable, kept: tuple[Tensor, Tensor], options: Options, needs: list[bool]
+    grad: Tensor, operands: Differentiable, kept: tuple[Tensor | None, Tensor], options: Options, needs: list[bool]
 ) -> Differentiable:
     """Gradients of `operands`, None where `needs` is False. grad: ∂L/∂y [B, O]; kept: product and statistics."""
     x, weight, bias, scale, bn_weight, bn_bias = operands
@@ -110,6 +109,7 @@ def backward(
         return Differentiable(
             *(torch.zeros_like(t) if t is not None and need else None for t, need in zip(operands, needs, strict=True))
         )
+    assert product is not None
     z = scaled(product, scale, options.scale_value)
     mean, rstd = statistics.unbind(0)
     if activation is not None:

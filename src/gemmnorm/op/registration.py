@@ -1,10 +1,10 @@
 """Registration of the operator with PyTorch: schemas, fakes, autograd, autocast. Nothing else registers anything.
 
 `gemmnorm::linear_scale_batch_norm` is functional but for the running statistics and the counter, which it updates in
-place. Besides y it returns what its backward needs (empty tensors when nobody asked for gradients), under autocast with
-the copies of x and weight that it has cast. The backward is an operator of its own, so that `torch.compile` sees two
-nodes and no Python. Arguments are the fields of `Operands` (the backward's: of `Differentiable`) and of `Options`, in
-their order.
+place. Besides y it returns what its backward needs, under autocast with the copies of x and weight that it has cast.
+The backward is an operator of its own, so that `torch.compile` sees two nodes and no Python. Arguments are the fields
+of `Operands` (the backward's: of `Differentiable`) and of `Options`, in their order. What nobody wants is returned as
+None, like the gradients of PyTorch's own `convolution_backward`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _library.define(
 )
 _library.define(
     f"linear_scale_batch_norm_backward(Tensor grad, {_DIFFERENTIABLE},"
-    f" Tensor product, Tensor statistics, {_OPTIONS}, ScalarType x_dtype, ScalarType weight_dtype, bool[6] needs)"
+    f" Tensor? product, Tensor statistics, {_OPTIONS}, ScalarType? x_dtype, ScalarType? weight_dtype, bool[6] needs)"
     " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_scale, Tensor grad_bn_weight,"
     " Tensor grad_bn_bias)"
 )
@@ -85,20 +85,24 @@ def _options_at(first: int, args: tuple[Any, ...]) -> tuple[Options, tuple[Any, 
 
 def _backward_arguments(
     grad: Tensor, *args: Any
-) -> tuple[Tensor, Differentiable, tuple[Tensor, Tensor], Options, tuple[torch.dtype, torch.dtype], list[bool]]:
-    """grad, the differentiable operands, (product, statistics), options, dtypes of two gradients, needs."""
-    options, (*dtypes, needs) = _options_at(8, args)
-    return grad, Differentiable(*args[:6]), args[6:8], options, tuple(dtypes), needs
+) -> tuple[Tensor, Differentiable, tuple[Tensor | None, Tensor], Options, tuple[torch.dtype, torch.dtype], list[bool]]:
+    """grad, the differentiable operands, (product, statistics), options, dtypes of two gradients, needs.
+
+    A dtype of None is the operand's own: PyTorch takes 2 µs to hand over another.
+    """
+    options, (x_dtype, weight_dtype, needs) = _options_at(8, args)
+    dtypes = x_dtype or args[0].dtype, weight_dtype or args[1].dtype
+    return grad, Differentiable(*args[:6]), args[6:8], options, dtypes, needs
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------
 
 
-def _forward_impl(*args: Any) -> tuple[Tensor, ...]:
+def _forward_impl(*args: Any) -> tuple[Tensor | None, ...]:
     operands, options = _forward_arguments(args)
     call = runtime.find(operands, options)
     assert call is not None
-    kept: Sequence[Tensor]
+    kept: Sequence[Tensor | None]
     if call.kernels:
         y, kept, multiplied = call.forward(operands)
         kept = call.unpacked(kept) if options.save else ()
@@ -107,13 +111,15 @@ def _forward_impl(*args: Any) -> tuple[Tensor, ...]:
         multiplied = cast_operands(operands, options.cast)[:2]
         y, *kept = reference.forward(operands._replace(x=multiplied[0], weight=multiplied[1]), options)
     if not options.save:
-        return _without_kept(y, operands, options)
+        return y, None, None, None, None
     product, statistics = kept
-    if options.training and len(product):
-        product, offset = _with_offset(product, statistics[2:], options.strategy)
-        kept = product, statistics if len(statistics) == 2 + len(offset) else torch.cat((statistics[:2], offset))
-    copies = (made.new_empty(0) if made is t else made for made, t in zip(multiplied, operands[:2], strict=True))
-    return (y, *kept, *copies)
+    assert statistics is not None
+    if options.keep_product is False:
+        product = None
+    elif product is not None and options.training:
+        product, statistics = _as_traced(product, statistics, options.strategy)
+    x, weight = (None if made is t else made for made, t in zip(multiplied, operands[:2], strict=True))
+    return y, product, statistics, x, weight
 
 
 def _offset_rows(batch: Any, strategy: str | None) -> Any:
@@ -136,26 +142,28 @@ def _with_offset(product: Tensor, offset: Tensor, strategy: str | None) -> tuple
     return whole.to(product.dtype), offset[:0]
 
 
-def _without_kept(y: Tensor, operands: Operands, options: Options) -> tuple[Tensor, ...]:
-    """The outputs where nobody asked for gradients."""
-    dtypes = [multiplied_dtype(t, options.cast) for t in operands[:2]]
-    return y, *(y.new_empty(0, dtype=d) for d in (dtypes[0], reference.statistics_dtype(y.dtype), *dtypes))
+def _as_traced(product: Tensor, statistics: Tensor, strategy: str | None) -> tuple[Tensor, Tensor]:
+    """Likewise where the means follow the statistics [2 + groups, O]."""
+    if statistics.shape[0] == 2 + _offset_rows(product.shape[0], strategy):
+        return product, statistics
+    product, offset = _with_offset(product, statistics[2:], strategy)
+    return product, torch.cat((statistics[:2], offset))
 
 
-def _backward_impl(*args: Any) -> tuple[Tensor, ...]:
+def _backward_impl(*args: Any) -> tuple[Tensor | None, ...]:
     grad, operands, kept, options, dtypes, needs = _backward_arguments(*args)
     found: autograd.Gradients
     if options.strategy == "reference" or grad.shape[0] == 0:
         found = reference.backward(grad, operands, kept, options, needs)
         found = *(None if g is None else g.to(dtype) for g, dtype in zip(found, dtypes, strict=False)), *found[2:]
     else:
-        keep = kept[0].shape[0] > 0
+        keep = kept[0] is not None
         options = options if options.keep_product is keep else options._replace(keep_product=keep)
         wanted = tuple(need and t is not None for need, t in zip(needs, operands, strict=True))
         found = runtime.find_backward(operands, options, dtypes).run(
-            wanted, grad, [*operands, *(t.contiguous() for t in kept)]
+            wanted, grad, [*operands, *(None if t is None else t.contiguous() for t in kept)]
         )
-    return tuple(grad.new_empty(0) if g is None else g for g in found)
+    return tuple(found)
 
 
 _library.impl("linear_scale_batch_norm", _forward_impl, "CompositeExplicitAutograd")
@@ -166,30 +174,33 @@ _library.impl("linear_scale_batch_norm_backward", _backward_impl, "CompositeExpl
 
 
 @torch.library.register_fake("gemmnorm::linear_scale_batch_norm", lib=_library)
-def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
+def _forward_fake(*args: Any) -> tuple[Tensor | None, ...]:
     (x, weight, _, scale, *_), options = _forward_arguments(args)
     batch, features = x.shape[0], weight.shape[0]
     out = runtime.output_dtype(x, scale, options.cast)
+    y = x.new_empty((batch, features), dtype=out)
+    if not options.save:
+        return y, None, None, None, None
     dtypes = [multiplied_dtype(t, options.cast) for t in (x, weight)]
     keeps = options.keep_product is not False
     rows = 2 + (_offset_rows(batch, options.strategy) if options.training and keeps else 0)
     return (
-        x.new_empty((batch, features), dtype=out),
-        x.new_empty((batch if keeps else 0, features) if options.save else (0,), dtype=dtypes[0]),
-        x.new_empty((rows, features) if options.save else (0,), dtype=reference.statistics_dtype(out)),
+        y,
+        x.new_empty((batch, features), dtype=dtypes[0]) if keeps else None,
+        x.new_empty((rows, features), dtype=reference.statistics_dtype(out)),
         *(
-            x.new_empty(t.shape if options.save and dtype != t.dtype else (0,), dtype=dtype)
+            None if dtype == t.dtype else x.new_empty(t.shape, dtype=dtype)
             for t, dtype in zip((x, weight), dtypes, strict=True)
         ),
     )
 
 
 @torch.library.register_fake("gemmnorm::linear_scale_batch_norm_backward", lib=_library)
-def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    grad, operands, _, _, dtypes, needs = _backward_arguments(*args)
+def _backward_fake(*args: Any) -> tuple[Tensor | None, ...]:
+    _, operands, _, _, dtypes, needs = _backward_arguments(*args)
     all_dtypes = (*dtypes, *(None if t is None else t.dtype for t in operands[2:]))
     return tuple(
-        grad.new_empty(0) if t is None or not needed else t.new_empty(t.shape, dtype=dtype)
+        None if t is None or not needed else t.new_empty(t.shape, dtype=dtype)
         for t, needed, dtype in zip(operands, needs, all_dtypes, strict=True)
     )
 
@@ -208,7 +219,7 @@ def _backward_flops(grad: Any, x: Any, weight: Any, *rest: Any, **__: Any) -> in
     """FLOPs of those products of the backward that are wanted, dx = da·W and dW = daᵀ·x; and of the forward's where it
     was not kept and is multiplied again, as of a checkpointed Linear."""
     product, needs = rest[4], rest[-1]
-    return _forward_flops(x, weight) * ((product[0] == 0) + sum(map(bool, needs[:2])))
+    return _forward_flops(x, weight) * ((product is None) + sum(map(bool, needs[:2])))
 
 
 # --- under autograd and autocast --------------------------------------------------------------------------------------
@@ -253,9 +264,9 @@ def _trace() -> Any:
     return getattr(proxy_tensor, "get_innermost_proxy_mode", lambda: None)()  # docs/private_api.md
 
 
-def _remember_copy(weight: Tensor, copy: Tensor) -> None:
+def _remember_copy(weight: Tensor, copy: Tensor | None) -> None:
     trace = _trace()
-    if trace is not None and copy.dim() == 2:
+    if trace is not None and copy is not None:
         _copies[weight] = (weight._version, weakref.ref(trace), TensorWeakRef(copy))
 
 
@@ -270,11 +281,11 @@ def _cast_before(weight: Tensor, cast: torch.dtype | None) -> Tensor | None:
     return copy if copy is not None and copy.dtype == cast else None
 
 
-def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:
+def _forward_autograd(*args: Any) -> tuple[Tensor | None, ...]:
     operands = Operands(*args[:9])
     if not _can_redispatch():
         options = Options(*args[9:])
-        return _without_kept(reference.chain(cast_operands(operands, options.cast), options), operands, options)
+        return reference.chain(cast_operands(operands, options.cast), options), None, None, None, None
     differentiable = torch.is_grad_enabled() and operands.require_gradients
     if not differentiable and _can_run_here(operands.x):
         return _forward_impl(*args)
@@ -288,21 +299,21 @@ def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:
         )
     operator = autograd.Operator(chosen, dtypes, copy)
     if differentiable:
-        found: tuple[Tensor, ...] = autograd.apply(operator, operands)
+        found: tuple[Tensor | None, ...] = autograd.apply(operator, operands)
         _remember_copy(operands.weight, found[4])
         return found
     y, kept, _ = operator.forward(operands)
     return (y, *kept)
 
 
-def _backward_autograd(*args: Any) -> tuple[Tensor, ...]:
+def _backward_autograd(*args: Any) -> tuple[Tensor | None, ...]:
     if not _can_redispatch() or (_can_run_here(args[0]) and not torch.is_grad_enabled()):
         return _backward_impl(*args)
     with torch._C._AutoDispatchBelowAutograd():
         found = backward_op(*args)
     tensors = [t for t in args if isinstance(t, Tensor)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return tuple(autograd.not_twice(found, tensors))  # type: ignore[arg-type]
+        return tuple(autograd.not_twice(found, tensors))
     return tuple(found)
 
 
@@ -378,17 +389,16 @@ def _sync_backward_parts(*args: Any) -> tuple[sync.Parts, Differentiable, list[b
     return _sync_parts(whole, options, count), operands, needs
 
 
-def _sync_sums(*args: Any) -> tuple[Tensor, ...]:
+def _sync_sums(*args: Any) -> tuple[Tensor | None, ...]:
     parts, operands, needs = _sync_backward_parts(*args)
     found, sums = parts.sums(needs, args[0], operands, (*_with_offset(args[7], args[8], _strategy_of(parts)), args[9]))
-    return (*(sums.new_empty(0) if g is None else g for g in found), sums)
+    return (*found, sums)
 
 
-def _sync_gradient(*args: Any) -> tuple[Tensor, ...]:
+def _sync_gradient(*args: Any) -> tuple[Tensor | None, ...]:
     parts, operands, needs = _sync_backward_parts(*args)
     kept = *_with_offset(args[7], args[8], _strategy_of(parts)), args[9]
-    found = parts.gradient(needs, args[0], [*operands, *kept], args[10])
-    return tuple(args[0].new_empty(0) if g is None else g for g in found)
+    return tuple(parts.gradient(needs, args[0], [*operands, *kept], args[10]))
 
 
 @torch.library.register_fake("gemmnorm::linear_scale_sync_batch_norm", lib=_library)
@@ -416,17 +426,16 @@ def _sync_normalize_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("gemmnorm::sync_sums", lib=_library)
-def _sync_sums_fake(*args: Any) -> tuple[Tensor, ...]:
+def _sync_sums_fake(*args: Any) -> tuple[Tensor | None, ...]:
     statistics = args[9]
     wanted = zip(args[3:7], args[-1][2:], strict=True)
-    found = (statistics.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in wanted)
+    found = (None if t is None or not need else t.new_empty(t.shape) for t, need in wanted)
     return (*found, statistics.new_empty((2, statistics.shape[1])))
 
 
 @torch.library.register_fake("gemmnorm::sync_gradient", lib=_library)
-def _sync_gradient_fake(*args: Any) -> tuple[Tensor, ...]:
-    wanted = zip(args[1:3], args[-1][:2], strict=True)
-    return tuple(t.new_empty(t.shape) if need else args[0].new_empty(0) for t, need in wanted)
+def _sync_gradient_fake(*args: Any) -> tuple[Tensor | None, ...]:
+    return tuple(t.new_empty(t.shape) if need else None for t, need in zip(args[1:3], args[-1][:2], strict=True))
 
 
 _library.impl("linear_scale_sync_batch_norm", _sync_whole, "Autograd")

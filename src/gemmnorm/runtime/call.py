@@ -309,7 +309,7 @@ class Call:
             found = self._backwards[key] = BackwardCall(Differentiable(*saved[:6]), self.options, self.dtypes, packed)
         return found.run(needs, grad, saved)
 
-    def to_save(self, kept: list[Tensor], hooked: bool) -> list[Tensor]:
+    def to_save(self, kept: list[Any], hooked: bool) -> list[Tensor]:
         """What `forward` kept, for `backward`. `hooked`: others see it, and may store it in less: each by its dtype."""
         kept = [*self.unpacked(kept)] if hooked and self._packed else kept
         if len(kept) not in self._saved:
@@ -319,11 +319,10 @@ class Call:
             self._saved[len(kept)] = AsSaved([*kinds, *self._vectors, *((tuple(t.shape), t.dtype) for t in kept)])
         return kept
 
-    def unpacked(self, kept: Sequence[Any]) -> Sequence[Tensor]:
-        """Product and statistics of what `forward` kept; a product that was not kept has no rows."""
+    def unpacked(self, kept: Sequence[Any]) -> Sequence[Tensor | None]:
+        """Product, None where it was not kept, and statistics of what `forward` kept."""
         if self.options.keep_product is False:
-            features, dtype = self.plan.problem.out_features, memory.DTYPES[self.plan.problem.dtype]
-            return kept[0].new_empty((0, features), dtype=dtype), kept[0]
+            return None, kept[0]
         return memory.unpacked(kept[0], self.plan.problem) if self._packed and len(kept) == 1 else kept
 
     def _find_prepared(self, weight: Tensor) -> prepared.PreparedWeight | None:
