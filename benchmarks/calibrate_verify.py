@@ -118,7 +118,7 @@ def calibrate(model: str, honest_seeds: int, trap_seeds: int) -> list[Record]:
 
 
 def worst(file: ModelFile, original: ModelFile, cases: Sequence[object]) -> tuple[float, str]:
-    result = judge(file, original, cases)  # type: ignore[arg-type]
+    result = judge(file, original, cases, to_the_end=True)  # type: ignore[arg-type]
     checks = result.get("checks") or []
     if not checks:
         return math.inf, result["reason"].partition(": ")[2].partition(":")[0]

@@ -100,19 +100,19 @@ def test_the_page_of_the_gallery_is_that_of_its_files():
     ],
 )
 def test_the_right_quantity_is_named(judged, name, quantity, phase):
-    failed = {(c["quantity"], c["phase"]) for c in judged(name)["checks"] if not c["ok"]}
+    failed = {(c["quantity"], c["phase"]) for c in judged(name, to_the_end=True)["checks"] if not c["ok"]}
     assert (quantity, phase) in failed
     assert "output without autograd" not in {q for q, _ in failed} or quantity == "output"
 
 
 @pytest.mark.long
 def test_the_quick_cases_catch_all_that_is_wrong(judged):
-    assert [name for _, name in CAUGHT if judged(name, "quick", to_the_end=False)["equal"]] == []
+    assert [name for _, name in CAUGHT if judged(name, "quick")["equal"]] == []
 
 
 def test_the_first_failure_ends_it(judged):
-    short = judged("trap_tail_rows_left_out.py", to_the_end=False)
-    full = judged("trap_tail_rows_left_out.py")
+    short = judged("trap_tail_rows_left_out.py")
+    full = judged("trap_tail_rows_left_out.py", to_the_end=True)
     assert {c["case"] for c in short["checks"]} == {"plain"} and not short["equal"]
     assert len({c["case"] for c in full["checks"]}) == 27
 

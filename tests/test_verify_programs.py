@@ -64,7 +64,7 @@ def judged(tmp_path: Path):
         file = load_model_file(tmp_path / "model.py")
         schedule = Schedule(file, seeds, "cpu")
         schedule.cases = [[c for c in cases if c.name in names] for cases in schedule.cases]
-        return judge(load_candidate_file(tmp_path / "new.py"), file, schedule.references(), to_the_end=False)
+        return judge(load_candidate_file(tmp_path / "new.py"), file, schedule.references())
 
     return judge_source
 

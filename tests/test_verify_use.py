@@ -309,7 +309,7 @@ def judged(prepared, tmp_path):
         path = tmp_path / "new.py"
         path.write_text(model + candidate)
         file, cases = prepared(model)
-        return judge(load_candidate_file(path), file, cases, to_the_end=False)
+        return judge(load_candidate_file(path), file, cases)
 
     return judge_source
 

@@ -185,7 +185,7 @@ def check_files(
     seeds: int,
     device: str | None,
     effort: Effort = "usual",
-    to_the_end: bool = True,
+    to_the_end: bool = False,
     precision: str | None = None,
 ) -> dict[str, Any]:
     """`verify` with the model in this process; the candidate has its own. Meant for the isolated child."""

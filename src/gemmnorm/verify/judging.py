@@ -27,7 +27,7 @@ def judge(
     *,
     total: int = 0,
     device: str = "cpu",
-    to_the_end: bool = True,
+    to_the_end: bool = False,
 ) -> dict[str, Any]:
     """Judge a candidate by references; the part of the dict that depends on the candidate.
 
