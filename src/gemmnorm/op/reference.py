@@ -122,10 +122,12 @@ def backward(
     like = next((t for t in (bn_weight, bn_bias) if t is not None), mean)
     variance = None if training else (rstd.double().pow(-2) - eps).to(like.dtype)
     saved = (mean, rstd) if z.is_cuda else (mean.to(like.dtype), rstd.to(like.dtype))
-    grad_z, grad_gamma, grad_beta = torch.ops.aten.native_batch_norm_backward(
-        grad, z, bn_weight, None if training else mean.to(like.dtype), variance, *saved, training, eps,
-        [need_z, needs[4] and bn_weight is not None, needs[5] and bn_bias is not None],
-    )  # fmt: skip
+    wanted = [need_z, needs[4] and bn_weight is not None, needs[5] and bn_bias is not None]
+    grad_z, *of_norm = torch.ops.aten.native_batch_norm_backward(
+        grad, z, bn_weight, None if training else mean.to(like.dtype), variance, *saved, training, eps, wanted
+    )
+    # On a GPU it gives some that nobody wants.
+    grad_gamma, grad_beta = (g if want else None for g, want in zip(of_norm, wanted[1:], strict=True))
     grad_bias = grad_scale = None
     grad_x = grad_weight = None
     if need_z:
