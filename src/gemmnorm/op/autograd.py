@@ -17,7 +17,15 @@ Gradients = Sequence[Tensor | None]
 
 
 class Operator:
-    """The registered operator in the place of a prepared call: what a trace or a mode gets to see."""
+    """The registered operator in the place of a prepared call: what a trace or a mode gets to see.
+
+    Attributes:
+        shares_weight: another call of the graph multiplies by the same copy of the weight. Their gradients of it then
+            come in the copy's dtype, as PyTorch's do, and the graph widens them: TorchInductor does that in the kernel
+            that adds them up. Two calls move 12 bytes for each element of the weight, where float32 would take 20.
+    """
+
+    shares_weight = False
 
     def __init__(
         self, options: Options, dtypes: tuple[torch.dtype, torch.dtype], cast_weight: Tensor | None = None
@@ -39,11 +47,13 @@ class Operator:
         # The operator's dtypes and cast are None where they are as x and weight are now.
         x, weight = saved[:2]
         assert x is not None and weight is not None
-        dtypes = (None if t.dtype == dtype else dtype for t, dtype in zip((x, weight), self.dtypes, strict=True))
+        dtypes = [None if t.dtype == dtype else dtype for t, dtype in zip((x, weight), self.dtypes, strict=True)]
+        if self.shares_weight:
+            dtypes[1] = None
         options = self.options._replace(cast=None)
         backward_op = torch.ops.gemmnorm.linear_scale_batch_norm_backward.default
-        found: Gradients = backward_op(grad, *saved, *options, *dtypes, needs)
-        return found
+        of_x, of_weight, *others = backward_op(grad, *saved, *options, *dtypes, needs)
+        return of_x, None if of_weight is None else of_weight.to(self.dtypes[1]), *others
 
 
 class LinearScaleBatchNorm(torch.autograd.Function):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._device
@@ -253,9 +253,18 @@ def _can_run_here(tensor: Tensor) -> bool:
     return type(tensor) in runtime.PLAIN and not has_modes()
 
 
-# By each weight of a trace that an operator has cast: its version and the trace then, and the copy, as long as the
-# trace keeps it for the backward. A later call in the same graph multiplies by that, as autocast's cache has it in
-# eager mode. It is an edge of the graph: who frees the copy sees both uses.
+class _Copy(NamedTuple):
+    """What an operator has cast of a weight: version of that and the trace then; the copy, as long as the trace keeps
+    it for the backward; and who has cast it."""
+
+    version: int
+    trace: weakref.ref[Any]
+    copy: TensorWeakRef
+    operator: autograd.Operator
+
+
+# By each weight of a trace. A later call in the same graph multiplies by the copy, as autocast's cache has it in eager
+# mode. It is an edge of the graph: who frees the copy sees both uses.
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -264,21 +273,21 @@ def _trace() -> Any:
     return getattr(proxy_tensor, "get_innermost_proxy_mode", lambda: None)()  # docs/private_api.md
 
 
-def _remember_copy(weight: Tensor, copy: Tensor | None) -> None:
+def _remember_copy(weight: Tensor, copy: Tensor | None, operator: autograd.Operator) -> None:
     trace = _trace()
     if trace is not None and copy is not None:
-        _copies[weight] = (weight._version, weakref.ref(trace), TensorWeakRef(copy))
+        _copies[weight] = _Copy(weight._version, weakref.ref(trace), TensorWeakRef(copy), operator)
 
 
-def _cast_before(weight: Tensor, cast: torch.dtype | None) -> Tensor | None:
-    """The copy of a traced weight in this dtype, if this trace has made one already."""
+def _cast_before(weight: Tensor, cast: torch.dtype | None) -> tuple[Tensor, autograd.Operator] | None:
+    """The copy of a traced weight in this dtype, if this trace has made one already, and who did."""
     if cast is None or type(weight) in runtime.PLAIN or weight not in _copies:
         return None
-    (version, trace, found), current = _copies[weight], _trace()
+    (version, trace, found, operator), current = _copies[weight], _trace()
     if current is None or trace() is not current or version != weight._version:  # a branch has a trace of its own
         return None
     copy: Tensor | None = found()
-    return copy if copy is not None and copy.dtype == cast else None
+    return (copy, operator) if copy is not None and copy.dtype == cast else None
 
 
 def _forward_autograd(*args: Any) -> tuple[Tensor | None, ...]:
@@ -291,16 +300,18 @@ def _forward_autograd(*args: Any) -> tuple[Tensor | None, ...]:
         return _forward_impl(*args)
     chosen = Options(*args[9:])
     dtypes = (operands.x.dtype, operands.weight.dtype)
-    copy = _cast_before(operands.weight, chosen.cast)
+    copy, *others = _cast_before(operands.weight, chosen.cast) or (None,)
     if not chosen.save:  # else the call is one of a traced graph, which holds all that is decided here
         # The backward has to know which strategy has run, and what it has kept.
         chosen = runtime.resolved(
             operands if copy is None else operands._replace(weight=copy), chosen._replace(save=differentiable)
         )
     operator = autograd.Operator(chosen, dtypes, copy)
+    for one in (operator, *others) if others else ():
+        one.shares_weight = True
     if differentiable:
         found: tuple[Tensor | None, ...] = autograd.apply(operator, operands)
-        _remember_copy(operands.weight, found[4])
+        _remember_copy(operands.weight, found[4], operator)
         return found
     y, kept, _ = operator.forward(operands)
     return (y, *kept)
