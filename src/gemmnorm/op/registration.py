@@ -300,16 +300,17 @@ def _forward_autograd(*args: Any) -> tuple[Tensor | None, ...]:
         return _forward_impl(*args)
     chosen = Options(*args[9:])
     dtypes = (operands.x.dtype, operands.weight.dtype)
-    copy, *others = _cast_before(operands.weight, chosen.cast) or (None,)
+    made = _cast_before(operands.weight, chosen.cast)
+    copy = None if made is None else made[0]
     if not chosen.save:  # else the call is one of a traced graph, which holds all that is decided here
         # The backward has to know which strategy has run, and what it has kept.
         chosen = runtime.resolved(
             operands if copy is None else operands._replace(weight=copy), chosen._replace(save=differentiable)
         )
     operator = autograd.Operator(chosen, dtypes, copy)
-    for one in (operator, *others) if others else ():
-        one.shares_weight = True
     if differentiable:
+        if made is not None:
+            operator.shares_weight = made[1].shares_weight = True
         found: tuple[Tensor | None, ...] = autograd.apply(operator, operands)
         _remember_copy(operands.weight, found[4], operator)
         return found
