@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from emulator import COMPILER, emulated
 from support import assert_same, step, stir, twin
 from torch import Tensor, nn
@@ -256,7 +257,7 @@ def test_ranks_are_asked_whether_they_agree_at_each_call(monkeypatch):
     monkeypatch.setattr(sync, "check_agreement", lambda weight, group: asked.append(weight))
     monkeypatch.setattr(sync.Group, "gather", lambda self, row: row.expand(self.ranks, -1).contiguous())
     gemmnorm.set_strategy("reference")
-    module = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, process_group=object())
+    module = gemmnorm.LinearScaleBatchNorm1d(INNER, FEATURES, process_group=dist.GroupMember.NON_GROUP_MEMBER)
     for i in range(3):
         if i == 2:
             module.gemm.weight = nn.Parameter(torch.randn(FEATURES, INNER))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gemmnorm
@@ -12,6 +13,7 @@ from gemmnorm import GemmNormError, LinearScaleBatchNorm1d, errors, linear_scale
 from gemmnorm.op import sync
 
 B, I, O = 4, 3, 2  # noqa: E741
+GROUP = dist.GroupMember.NON_GROUP_MEMBER  # whose size the tests say
 
 
 def call(**changes):
@@ -165,7 +167,7 @@ def test_other_dimensions_are_batch_norms_own_error(shape):
 
 
 @pytest.mark.parametrize("shape", [(B, I), (B, O, I)])
-@pytest.mark.parametrize("group", [None, "a group"])
+@pytest.mark.parametrize("group", [None, GROUP])
 def test_an_unknown_strategy_is_refused_whatever_way_the_call_goes(shape, group, monkeypatch):
     monkeypatch.setattr(sync, "world_size", lambda group: 1 if group is None else 2)
     with pytest.raises(
@@ -174,16 +176,29 @@ def test_an_unknown_strategy_is_refused_whatever_way_the_call_goes(shape, group,
         call(input=torch.randn(shape), strategy="nonsense", process_group=group)
 
 
+@pytest.mark.parametrize("group", ["abc", 3, object()])
+def test_what_is_no_process_group_is_refused(group):
+    for make in (lambda: call(process_group=group), lambda: LinearScaleBatchNorm1d(I, O, process_group=group)):
+        with pytest.raises(TypeError, match=r"process_group: expected one of torch\.distributed's or None; got"):
+            make()
+
+
+@pytest.mark.parametrize("strategy", [[], (), 3])
+def test_a_strategy_is_a_name(strategy):
+    with pytest.raises(ValueError, match="strategy: expected None or one of"):
+        call(strategy=strategy)
+
+
 def test_three_dimensions_are_never_left_unsynchronised(monkeypatch):
     monkeypatch.setattr(sync, "world_size", lambda group: 1 if group is None else 2)
-    ours = LinearScaleBatchNorm1d(I, O, process_group="a group")
+    ours = LinearScaleBatchNorm1d(I, O, process_group=GROUP)
     with pytest.raises(GemmNormError, match="x has 3 dimensions, and so the statistics are not synchronised"):
         ours(torch.randn(B, O, I))
     ours.gemm.register_forward_hook(lambda *_: None)
     with pytest.raises(GemmNormError, match="hooks"):
         ours(torch.randn(B, I))
     with pytest.raises(GemmNormError, match="process_group"):
-        call(input=torch.randn(B, O, I), process_group="a group")
+        call(input=torch.randn(B, O, I), process_group=GROUP)
     assert ours.eval()(torch.randn(B, O, I)).shape == (B, O, O)
 
 

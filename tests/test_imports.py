@@ -25,7 +25,7 @@ ALLOWED = {
     "functional": {"activations", "errors", "op", "plan", "runtime"},
     "children": set(),
     "chain": {"activations", "children", "errors", "functional", "op", "plan", "runtime"},
-    "module": {"activations", "chain", "errors", "plan"},
+    "module": {"activations", "chain", "errors", "functional", "plan"},
 }
 TOOLS = {"userfiles", "fuse", "export", "verify", "bench", "cli"}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import activations, plan
@@ -101,8 +102,8 @@ def linear_scale_batch_norm(
     Raises:
         GemmNormValueError: a wrong shape (also a `RuntimeError`, as in F.linear and F.batch_norm), one row in training
             mode (a `ValueError`, as in BatchNorm1d), a momentum below 0, or ranks that differ in out_features.
-        GemmNormTypeError: no tensors, or dtypes or devices that do not go together (of x and weight also a
-            `RuntimeError`).
+        GemmNormTypeError: no tensors, no process group, or dtypes or devices that do not go together (of x and weight
+            also a `RuntimeError`).
 
     Examples:
         >>> x, weight = torch.randn(32, 128), torch.randn(256, 128)
@@ -111,6 +112,7 @@ def linear_scale_batch_norm(
     for name, given in (("input", input), ("weight", weight)):
         if not isinstance(given, Tensor):
             raise GemmNormProductTypeError(f"{name}: expected a tensor; got {type(given).__name__}")
+    check_process_group(process_group)
     scale = read_scale(input, scale)
     operands = Operands(
         input, weight, bias, as_vector(scale), running_mean, running_var, num_batches_tracked, bn_weight, bn_bias
@@ -132,7 +134,7 @@ def call(operands: Operands, options: Options, process_group: Any | None) -> Ten
         if options.activation is not None:
             activations.parse(options.activation)
         if options.strategy is not None:
-            plan.check_strategy(options.strategy)
+            plan.check_strategy(options.strategy if isinstance(options.strategy, str) else repr(options.strategy))
         if route.profiled():
             with torch.profiler.record_function("gemmnorm.linear_scale_batch_norm"):
                 return route.linear_scale_batch_norm(operands, options, process_group)
@@ -177,6 +179,16 @@ def as_factor(momentum: float | None, num_batches_tracked: Tensor | None) -> flo
             raise GemmNormValueError(f"momentum: expected None or a number from 0 on; got {momentum!r}")
         return momentum
     return 0.0 if num_batches_tracked is None else -1.0
+
+
+def check_process_group(process_group: Any | None) -> None:
+    """Raise where it is none. On ranks outside of a new group `torch.distributed.new_group` gives another object."""
+    if process_group is None or torch.compiler.is_compiling():
+        return
+    if not dist.is_available() or not (
+        isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER
+    ):
+        raise GemmNormTypeError(f"process_group: expected one of torch.distributed's or None; got {process_group!r}")
 
 
 def synchronises(process_group: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import activations, plan
 from .chain import ChainCall
 from .errors import GemmNormRuntimeError, GemmNormTypeError, GemmNormValueError
+from .functional import check_process_group
 
 
 class LinearScaleBatchNorm1d(nn.Module):
@@ -88,6 +89,7 @@ class LinearScaleBatchNorm1d(nn.Module):
         )
         if not bn_bias:
             self.bn.register_parameter("bias", None)
+        check_process_group(process_group)
         self.process_group = process_group
         plan.parse_keep_product(keep_product)  # refused here rather than in a step
         self.keep_product = keep_product
