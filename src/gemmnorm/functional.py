@@ -102,8 +102,8 @@ def linear_scale_batch_norm(
     Raises:
         GemmNormValueError: a wrong shape (also a `RuntimeError`, as in F.linear and F.batch_norm), one row in training
             mode (a `ValueError`, as in BatchNorm1d), a momentum below 0, or ranks that differ in out_features.
-        GemmNormTypeError: no tensors, no process group, or dtypes or devices that do not go together (of x and weight
-            also a `RuntimeError`).
+        GemmNormTypeError: what is no tensor or no process group, or dtypes or devices that do not go together (of x and
+            weight also a `RuntimeError`).
 
     Examples:
         >>> x, weight = torch.randn(32, 128), torch.randn(256, 128)
@@ -133,7 +133,7 @@ def call(operands: Operands, options: Options, process_group: Any | None) -> Ten
     if not torch.compiler.is_compiling():  # an unknown name is refused before anything is updated
         if options.activation is not None:
             activations.parse(options.activation)
-        if options.strategy is not None:
+        if options.strategy is not None:  # [] is no name either
             plan.check_strategy(options.strategy if isinstance(options.strategy, str) else repr(options.strategy))
         if route.profiled():
             with torch.profiler.record_function("gemmnorm.linear_scale_batch_norm"):
